@@ -239,7 +239,7 @@ def test_what_deepspeed_would_be_given(explain: Explain) -> None:
     assert "scheduler" not in config
     code, output, errors = explain("zero3.yaml", "--format=deepspeed")
     assert (code, output) == (2, "")
-    assert "zero3.yaml:6:37: optimizer.params.lr: is open: it waits for the optimizer" in errors
+    assert "zero3.yaml:6:37: optimizer.params.lr: is open: it depends on the optimizer" in errors
     assert "Give --lr." in errors
     code, _, errors = explain("zero3.yaml", "--format=deepspeed", "--set", "distributed_type=MULTI_CPU")
     assert code == 2

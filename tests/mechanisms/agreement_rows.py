@@ -56,7 +56,7 @@ ROWS = [
     Row(
         "a process that tells its end",
         "distributed/collective_check.py",
-        "    atexit.register(_publish_end)\n",
+        "    atexit.register(_report_exit)\n",
         "",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
         "process 1 has failed",

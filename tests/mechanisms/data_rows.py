@@ -133,7 +133,7 @@ ROWS = [
     Row(
         "copies of a stream draw alike",
         "data/stream.py",
-        "            same = SameDraws(int(self._clock[0]))\n",
+        "            same = SameDraws(int(self._seed_and_epoch[0]))\n",
         "            pass\n",
         (TWO,),
         "begins with other samples on each process",

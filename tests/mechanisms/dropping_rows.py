@@ -87,7 +87,7 @@ ROWS = [
     Row(
         "dropping what sits out, at stage 1 with offload",
         GRADIENTS,
-        "                self._join_with_zeros()\n",
+        "                self._fill_missing_with_zeros()\n",
         "                pass\n",
         checks("failure", "dropped_gradients_of_what_sits_out", "zero1-cpu"),
         "moved ==",

@@ -509,7 +509,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the disk has a file's content, whoever wrote it here."""
+    """Wait until the disk has a file's content, also if another process of this machine wrote it."""
     _sync(path, os.O_RDONLY)
 
 

@@ -114,7 +114,7 @@ def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of_same_memory(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Each further name of a tensor that has memory → its first name."""
+    """Map every name of a tensor but the first to the first, for tensors that have several names."""
     further: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():

@@ -163,7 +163,7 @@ def session_fragments(
 
     Args:
         session: of a model.
-        changing: they are going to be changed, inside `session.reading()`.
+        changing: whether they are going to be changed, inside `session.loading()`.
         prepare: called with pieces that are in memory, before their fragments come.
     """
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}

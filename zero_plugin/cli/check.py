@@ -74,7 +74,7 @@ def as_text(findings: Findings) -> str:
 
 
 def print_excerpts(findings: Findings) -> None:
-    """Each problem with the line that it is about, for a terminal."""
+    """Print each problem with an excerpt of its line, and a summary at the end, for a terminal."""
     from rich.console import Console
     from rich.text import Text
 

@@ -143,7 +143,7 @@ def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
     ddp = {"cpu": "MULTI_CPU", "gpu": "MULTI_GPU"}[device]
     zero = "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"
     plain = (
-        {"NO": "one process with the whole model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
+        {"NO": "one process with the complete model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
     )
     kinds = {**plain, "DEEPSPEED": zero}
     default = "NO" if processes == 1 else "DEEPSPEED"
@@ -311,7 +311,7 @@ def _gpu_ids(line: str) -> str:
 
 
 def _deepspeed_file(line: str) -> tuple[str, Document]:
-    """A DeepSpeed JSON without problems, by its whole path: the config that names it may be elsewhere."""
+    """The absolute path of a DeepSpeed JSON without problems; the config that names it may be in another folder."""
     file = Path(_text(line)).expanduser().resolve()
     try:
         document = read_document(file)
@@ -362,7 +362,7 @@ def config(
         raise typer.Exit(130) from None
     except EOFError:
         print()
-        raise LaunchError("the answers ended before the questions; nothing is written") from None
+        raise LaunchError("the input ended before all questions were answered; nothing was written") from None
 
 
 def _write(file: Path, default: bool) -> None:

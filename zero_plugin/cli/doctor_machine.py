@@ -105,7 +105,7 @@ def _swap_buffer_bytes(training: Tree) -> int:
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
 _SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe
-_SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB unless told otherwise
+_SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB by default
 _UNLIMITED = (
     "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
     "/etc/security/limits.conf; docker run --ulimit memlock=-1)"

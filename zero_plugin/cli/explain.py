@@ -278,7 +278,7 @@ def _deepspeed_config(explained: Explained) -> dict[str, Any]:
 def _still_open(row: Row, where: str) -> Problem:
     key = dotted(row.path)
     option = _OPTIONS.get(key, f"--set {key}=…")
-    return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
+    return Problem(row.where or where, key, f"is open: it depends on the {row.reason}", f"Give {option}.")
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def _origin(row: Row) -> str:
 
 
 def _place(where: str) -> str:
-    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the whole path, and a row has one place."""
+    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the complete path, and a row has one place."""
     file, _, place = where.partition(":")
     line, _, column = place.partition(":")
     return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where

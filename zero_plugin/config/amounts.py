@@ -30,7 +30,7 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5, "E": 6}
 
 
 def read_bytes(amount: Any, *, least: int = 1) -> int | None:
-    """Bytes in a whole number, or in a text such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
+    """Bytes from an integer, or from a string such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
 
     Capitals do not matter: `24Gb` is `24GB`, for memory is not counted in bits.
 
@@ -70,7 +70,7 @@ def require_bytes(where: str, amount: Any) -> int:
 
 
 def read_count(amount: Any) -> int | None:
-    """A count in a whole number, or in a text such as `7B`, `350M` or `1_000_000`; None for anything else."""
+    """A count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; None for anything else."""
     found = _COUNT.fullmatch(str(amount))
     if found is None or isinstance(amount, bool):
         return None

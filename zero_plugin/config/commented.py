@@ -50,7 +50,7 @@ def config_text(values: Mapping[str, Any], file: Path) -> str:
 
 
 def write_config(values: Mapping[str, Any], file: Path) -> None:
-    """Check a launch config in Accelerate's layout and write it, whole or not at all.
+    """Check a launch config in Accelerate's layout and write it, completely or not at all.
 
     Raises:
         ConfigError: the values have problems; nothing is written.
@@ -62,7 +62,7 @@ def write_config(values: Mapping[str, Any], file: Path) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a configuration whole, and make its folder where that is missing.
+    """Write a configuration, completely or not at all, and create its folder.
 
     Raises:
         MachineError: the file cannot be written.

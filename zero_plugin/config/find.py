@@ -167,7 +167,7 @@ def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mappin
 
 
 def lay_document(under: Document, own: Document) -> Document:
-    """`own`, a whole document named in code, laid over `under` as arguments in code are; its defaults fill only gaps.
+    """Lay `own`, a complete document from code, over `under`, as arguments in code are; its defaults fill only gaps.
 
     Raises:
         ConfigError: `own` has problems, or says other than `under`.
@@ -255,7 +255,7 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
             continue
         if old.value is AUTO or _says_nothing(old.value):
             continue
-        if new is None:  # code wrote a whole mapping as null or a scalar, or a key below this one
+        if new is None:  # code wrote null or a scalar in place of a mapping, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
         if new.value is AUTO or same_value(old.value, new.value):
             kept[path] = old

@@ -174,9 +174,9 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     if not parts:
         return ""
     asked = document.launch.get("distributed_type")
-    told = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
-    whole = "; each TPU device holds the whole model, its gradients and optimizer states"
-    return told + whole if asks_for_tpu(settings) else told
+    dropped = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
+    complete = "; each TPU device holds the complete model, its gradients and optimizer states"
+    return dropped + complete if asks_for_tpu(settings) else dropped
 
 
 # On one machine of a pod alone, the TPU's runtime would wait for the others.
@@ -252,13 +252,13 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 
 def ignored_keys(launch: Tree) -> list[Problem]:
     """A warning for each key that says something and is not followed."""
-    told: dict[str, Problem] = {}
+    warnings: dict[str, Problem] = {}
     for (name, *below), entry in launch.entries.items():
-        if name in WITHOUT_MEANING and name not in told and entry.value not in SAYS_NOTHING:
+        if name in WITHOUT_MEANING and name not in warnings and entry.value not in SAYS_NOTHING:
             why, fix = WITHOUT_MEANING[name]
             value = "" if below else show(entry.value)
-            told[name] = Problem(entry.origin.where, name, f"has no meaning here ({why})", fix, value, "warning")
-    return list(told.values())
+            warnings[name] = Problem(entry.origin.where, name, f"has no meaning here ({why})", fix, value, "warning")
+    return list(warnings.values())
 
 
 COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's

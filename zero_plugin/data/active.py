@@ -27,7 +27,7 @@ class DataLoaderStateMixin:
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
         repeats_unseen: name of what shares the samples and may repeat some; None where repeats are known.
-        epoch_length: batches of a whole epoch; None where that is not known.
+        epoch_length: batches of a complete epoch; None if it is not known.
         loop: number of the loop that runs, or ran last.
     """
 

@@ -34,7 +34,7 @@ class Share(NamedTuple):
     """One process's part of one step.
 
     Attributes:
-        indices: what the dataset is asked for.
+        indices: the samples that are read from the dataset.
         real: how many of them, from the front, are not repeated to make the step even.
     """
 
@@ -55,7 +55,7 @@ class Sharing:
         rank, world: this process among how many.
         batch_size: samples in a full batch of one process; None where batches have no common size.
         even: complete the last step from the first samples of the epoch, so that every process has a full batch.
-        split: each of the loader's batches is cut into one piece per process, instead of dealt out whole.
+        split: each of the loader's batches is cut into one piece per process, instead of going to one process.
         drop_last: an incomplete last step is left out, as the loader was configured.
         batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
             unknown size, and counts here as one sample.
@@ -109,7 +109,7 @@ def share_batches(
 
 
 def count_steps(samples: int, how: Sharing) -> int:
-    """In how many steps all processes have a batch of so many samples, which are batched alike."""
+    """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
     assert how.batch_size is not None
     full, tail = divmod(samples, how.world * how.batch_size)
     needed = 1 if how.even else (how.world - 1) * how.batch_size + 1  # below it, some process has nothing
@@ -117,7 +117,7 @@ def count_steps(samples: int, how: Sharing) -> int:
 
 
 def _is_full(step: list[list[Any]], how: Sharing) -> bool:
-    """Whether every process surely has its share of it as it is."""
+    """Whether every process has a share of this step that does not need to be completed."""
     if len(step) != how.world:
         return False
     return not how.even or how.drop_last or all(len(batch) == (how.batch_size or len(batch)) for batch in step)
@@ -137,10 +137,11 @@ def _cut(batches: Iterable[list[Any]], how: Sharing) -> Iterator[list[list[Any]]
 
 
 def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Share:
-    """This process's share of the last step, filled up from the first step's samples, round and round."""
-    if how.batch_size is None:  # nothing says what a full batch is: missing ones are the first ones over again
+    """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
+    if how.batch_size is None:  # a full batch has no known size: whole batches of the first step replace missing ones
         missing = how.rank - len(step)
         return Share(step[how.rank], len(step[how.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
+    # All lower ranks are completed here too: each takes its samples from `filler` first.
     filler = cycle(chain.from_iterable(first))
     for real in [*step, *[[]] * how.world][: how.rank + 1]:
         own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]
@@ -150,7 +151,7 @@ def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Sh
 class SeedableRandomSampler(RandomSampler):
     """torch's RandomSampler, with its generator seeded by `initial_seed + epoch` at the start of each epoch.
 
-    Each whole iteration ends an epoch, unless `set_epoch` says otherwise.
+    Each complete iteration ends an epoch, unless `set_epoch` sets another.
 
     Attributes:
         initial_seed: `data_seed`, or torch's seed when the sampler was made.
@@ -224,7 +225,7 @@ class _AroundBatchSampler(BatchSampler):
 class BatchSamplerShard(_AroundBatchSampler):
     """The batch sampler of one process.
 
-    With W processes, process r gets batches r, r + W, … of the whole, or with `split_batches` the r-th piece of each.
+    With W processes, process r gets batches r, r + W, … of all batches, or with `split_batches` the r-th piece of each.
     The last step is completed from the epoch's first samples, round and round, unless the sampler drops it; without
     `even_batches`, the first processes get what there is of it.
 
@@ -244,7 +245,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         batch_sampler: the batches of all processes; anything that gives lists of indices.
         num_processes: processes that share them; with one, in a prepared loader, they are taken as they come.
         process_index: this process.
-        split_batches: each batch is cut into one piece per process, instead of dealt out whole.
+        split_batches: each batch is cut into one piece per process, instead of going to one process.
         even_batches: complete the last step, so that every process has a full batch.
         report_dropped: gets the number of samples left out at an epoch's end.
         real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
@@ -328,7 +329,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
         draws, self._draw_from = self._draw_from, None
         if draws is None:
-            # Asking the generators where they stand takes longer than a step of a tiny model.
+            # Reading the state of the generators takes longer than a step of a tiny model.
             self.draws = Draws([], None) if _is_sequential(self.batch_sampler) else Draws.of(sampler)
             return iter(self.batch_sampler)
         self.draws = draws
@@ -386,7 +387,7 @@ class CutBatchSampler(_AroundBatchSampler):
     What is not listed here (`set_epoch`, …) is the batch sampler's own.
 
     Args:
-        batch_sampler: the whole batches.
+        batch_sampler: the batches before they are cut.
         batch_size: samples of a piece.
         pieces: of a full batch.
     """
@@ -483,7 +484,7 @@ def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> D
     Args:
         loader: as the script made it.
         cut: into how many.
-        split_among: processes among which each batch is split; 1 where each gets whole ones.
+        split_among: processes among which each batch is split; 1 where each process gets complete batches.
 
     Raises:
         LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.

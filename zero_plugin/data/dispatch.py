@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
 from zero_plugin.data.batch_sampler import Sharing
-from zero_plugin.data.batches import Kept, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
+from zero_plugin.data.batches import OverwriteCheck, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
 from zero_plugin.data.loader import DataLoaderAdapter, Delivery, refuse_mesh
 from zero_plugin.distributed.collectives import broadcast, broadcast_object_list, num_processes, process_index
 from zero_plugin.errors import LoopError
@@ -131,10 +131,10 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         batches = (portion.batch for portion in self._read(skip * needed))
         while True:
             step: list[Any] = []
-            kept: list[Kept] = []
+            kept: list[OverwriteCheck] = []
             for batch in islice(batches, needed):
                 step.append(batch)
-                kept.append(Kept(batch if may_refill else None))
+                kept.append(OverwriteCheck(batch if may_refill else None))
             for one in kept:
                 one.check()
             if not step or (len(step) < needed and self._how.drop_last):

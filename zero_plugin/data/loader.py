@@ -24,7 +24,7 @@ from zero_plugin.data.batch_sampler import (
     shard_of,
     with_batches,
 )
-from zero_plugin.data.batches import Kept, Portion, move_batch
+from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_object, num_processes, start_sum
 from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed
@@ -158,11 +158,11 @@ class LogOnce:
 
 
 def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
-    """What is called with the number of samples that all processes leave out at an epoch's end.
+    """A function that logs, once, how many samples all processes leave out at the end of each epoch.
 
     Args:
         how: how the loader is shared.
-        is_least: whether the number is what is known, and more may be left out.
+        is_least: whether the number is a lower bound.
     """
     what, least = "samples" if how.batched else "batches", "at least " if is_least else ""
     line = (
@@ -173,18 +173,18 @@ def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
 
 
 class Reading:
-    """One loop's reading of an epoch, at most one batch beyond the one that the loop has.
+    """Reads an epoch for one loop, at most one batch ahead of the loop.
 
     Args:
-        portions: those of this process; each is read when it is asked for.
-        refills: whether what reads them may write into memory that it gave before.
+        portions: the batches of this process; each is read only when it is needed.
+        refills: whether the loader may reuse the memory of a batch for a later one.
     """
 
     def __init__(self, portions: Iterable[Portion] = (), *, refills: bool = False) -> None:
         self._portions = iter(portions)
         self._refills = refills
-        self._following: list[Portion | None] = []  # what was read beyond, None for the end
-        self._held: list[Any] = []  # of the loop's batch, what is still where the loader made it
+        self._following: list[Portion | None] = []  # the batch that was read ahead, None for the end
+        self._held: list[Any] = []  # the tensors of the loop's batch that are still in the loader's memory
 
     def take(self) -> Portion | None:
         """The next batch, for the loop; None at the end."""
@@ -192,27 +192,27 @@ class Reading:
         return self._following.pop() if self._following else next(self._portions, None)
 
     def hold(self, made: Any, given: Any) -> None:
-        """The loop is given a batch.
+        """Remember the batch that the loop gets.
 
         Args:
-            made: as the loader made it.
-            given: as the loop gets it: moved to the device, in containers of its own.
+            made: the batch as the loader made it.
+            given: the batch as the loop gets it: moved to the device, in new containers.
         """
         if self._refills:
             unmoved = {id(leaf) for leaf in list_leaves(made)}
             self._held = [leaf for leaf in list_leaves(given) if id(leaf) in unmoved]
 
     def is_last(self) -> bool:
-        """Whether no batch follows the one that the loop has; reads the following one, if that was not done before.
+        """Whether the loop has the last batch; reads one batch ahead to know it.
 
         Raises:
-            LoopError: reading has changed the batch that the loop has.
+            LoopError: reading ahead has overwritten the batch that the loop has.
         """
         if not self._following:
-            kept = Kept(self._held)
+            current = OverwriteCheck(self._held)
             following = next(self._portions, None)
             self._following.append(following)
-            kept.check(following)
+            current.check(following)
             self._held = []
         return self._following[0] is None
 
@@ -223,10 +223,10 @@ class Reading:
 class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     """A DataLoader around another; iterate it, as often as there are epochs.
 
-    Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
-    tells. Of a stream one batch is read ahead, after the one before was moved to the device. With any other sampler,
-    which may give what it has learnt from the loop, one is read ahead where somebody asks for `end_of_dataloader` or
-    `batches_left`, as an accumulation window of several batches does; with several processes all have to ask.
+    With each batch it is known whether it is the last one of the epoch: over map-style data with torch's own samplers
+    by the length, over a stream by reading one batch ahead, after the previous one was moved to the device.
+    Another sampler may depend on the loop, so with it one batch is read ahead only when `end_of_dataloader` or
+    `batches_left` is read, as by an accumulation window of several batches; then all processes have to read it.
 
     What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
 
@@ -318,7 +318,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         return self.base_dataloader.multiprocessing_context
 
     def _count_steps(self) -> int:
-        """Batches of a whole epoch on this process; TypeError for a stream without a length."""
+        """Batches of a complete epoch on this process; TypeError for a stream without a length."""
         if self._stream is not None:
             return self._stream.count_batches()
         return len(self.base_dataloader if self._shard is None else self._shard)
@@ -339,7 +339,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def epoch_length(self) -> int | None:  # type: ignore[override]
-        """Batches of a whole epoch; None where that is not known, as of a stream."""
+        """Batches of a complete epoch; None where that is not known, as of a stream."""
         return self._count_batches(self._skip)
 
     @property
@@ -557,7 +557,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def _keep_together(self, skip: int) -> Iterator[Portion]:
         """This process's portions, for as long as the processes go on together; every process must iterate it.
 
-        Each portion costs one sum over the processes, of two integers. Nothing is read before it is asked for. A stream
+        Each portion costs one sum over the processes, of two integers. Nothing is read before it is needed. A stream
         that divides itself is read again (`even`) by a process that is through with its part, whose portions are then
         repeats, until the last one is. Else all stop with the first.
 

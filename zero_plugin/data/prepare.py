@@ -49,9 +49,8 @@ def prepare_loader(
 
     A map-style dataset is shared by indices, unless a sampler with `num_replicas` and `rank`, as torch's
     DistributedSampler, gives each process its own already. An iterable dataset divides itself (WebDataset, torchdata,
-    LitData, MosaicML Streaming, a split `datasets` stream), or is asked for its `shard(num_shards, index)`, or is read
-    as a whole by each process and worker, which keeps its own part. A loader that is prepared already is returned as it
-    is.
+    LitData, MosaicML Streaming, a split `datasets` stream), or by its method `shard(num_shards, index)`. Any other is
+    read completely by each process and worker, which keeps its own part. A loader that is already prepared is returned.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset, of a subclass too.
@@ -84,7 +83,7 @@ def prepare_loader(
     _check_loader(loader, world_size)
     if use_seedable_sampler:
         loader = _seed_sampler(loader, data_seed)
-    whole, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
+    uncut, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
     stream = isinstance(loader.dataset, IterableDataset)
     batches = batches_of(loader)
     batched = batches is not None
@@ -100,7 +99,7 @@ def prepare_loader(
         split=split_batches,
         drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),
         batched=batched,
-        cut=1 if loader is whole else cut,
+        cut=1 if loader is uncut else cut,
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
@@ -160,7 +159,9 @@ def _give_part(
 
 def _check_loader(loader: Any, world_size: int) -> None:
     if isinstance(loader, SkipDataLoader):
-        raise LoopError("prepare: the loader skips batches already; prepare the whole one, then skip_first_batches")
+        raise LoopError(
+            "prepare: the loader skips batches already; prepare the one without skipping, then call skip_first_batches"
+        )
     if not isinstance(loader, DataLoader):
         raise LoopError(f"prepare: found a {type(loader).__name__}; give a torch.utils.data.DataLoader")
     if world_size > 1 and not loader.in_order:
@@ -177,7 +178,7 @@ def _check_same_length(dataset: Any) -> None:
     if len(set(lengths)) > 1:
         raise LoopError(
             f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one "
-            "dataset among the processes, so give each of them the whole one"
+            "dataset among the processes, so give each of them the complete one"
         )
 
 
@@ -262,7 +263,7 @@ def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
         size = len(data)
         indices = sorted({step * (size - 1) // (_SAMPLES - 1) for step in range(_SAMPLES)}) if size else []
         with undisturbed():
-            if loader.batch_sampler is None:  # the sampler gives whole batches
+            if loader.batch_sampler is None:  # the sampler yields batches, not indices
                 return loader.collate_fn(data[indices])
             return loader.collate_fn([data[index] for index in indices])
     except Exception:  # noqa: BLE001 - the user's code; the dataset may have other keys. The loop will meet what is wrong

@@ -21,7 +21,7 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, with_batches
-from zero_plugin.data.batches import Kept, Portion
+from zero_plugin.data.batches import OverwriteCheck, Portion
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import SameDraws, generator_of
 from zero_plugin.tensors.nested import list_leaves
@@ -35,7 +35,7 @@ class Division(Enum):
     """Who divides a stream among the processes."""
 
     BY_SKIPPING = "each process reads all of it and keeps its part"
-    BY_SHARD_METHOD = "the dataset, asked for its shard"
+    BY_SHARD_METHOD = "the dataset, by its shard() method"
     BY_ITSELF = "the dataset, from rank and worker"
 
 
@@ -111,7 +111,8 @@ class StreamShard:
     Attributes:
         dataset: the user's dataset.
         division: who divides it among the processes.
-        is_divided: whether the worker's `worker_init_fn` took the dataset to divide it among the workers.
+        is_divided: whether the `worker_init_fn` of this worker has read the dataset, which it does to divide it among
+            the workers.
     """
 
     def __init__(self, dataset: Any, how: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
@@ -119,16 +120,16 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._how = how
-        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the dataset gets
-        if lasting_workers:  # they see no other change in the main process
-            self._clock.share_memory_()  # type: ignore[no-untyped-call]
+        self._seed_and_epoch = torch.tensor([0, -1])  # of the current epoch; -1 if no epoch is passed to the dataset
+        if lasting_workers:  # such workers see changes of the main process in shared memory only
+            self._seed_and_epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin_epoch(self, seed: int, epoch: int | None) -> None:
-        """Set what the coming iteration draws from, and the epoch that the dataset gets; None for nothing."""
-        self._clock[0], self._clock[1] = seed, -1 if epoch is None else epoch
+        """Set the seed of the next iteration, and the epoch that is passed to the dataset; None passes none."""
+        self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
-        how, (rank, world) = self._how, self._place()
+        how, (rank, world) = self._how, self._rank_and_world()
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         dataset = self._dataset_now(workers, worker)
@@ -140,7 +141,7 @@ class StreamShard:
             return
         same: AbstractContextManager[None] = nullcontext()
         if world * workers > 1 or isinstance(dataset, IterDataPipe):
-            same = SameDraws(int(self._clock[0]))
+            same = SameDraws(int(self._seed_and_epoch[0]))
         with same, WorkerWatch("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
             first = self._read_step(samples)
@@ -156,16 +157,16 @@ class StreamShard:
     def _batches(
         self, first: list[Any], samples: Iterator[Any], same: AbstractContextManager[None]
     ) -> Iterator[list[Any]]:
-        """The batches of all processes, a step read at a time; an incomplete last one is completed from the first."""
+        """Yield the batches of all processes; one step is read at a time."""
         how, step = self._how, first
         assert how.batch_size is not None
-        size = self._place()[1] * how.batch_size
-        kept = Kept(first if how.even and not how.drop_last else None)
+        size = self._rank_and_world()[1] * how.batch_size
+        first_samples = OverwriteCheck(first if how.even and not how.drop_last else None)
         while step:
             if len(step) < size:
                 if how.drop_last:
                     return
-                kept.check()
+                first_samples.check()
             yield from (step[start : start + how.batch_size] for start in range(0, len(step), how.batch_size))
             if len(step) < size:
                 return
@@ -173,28 +174,32 @@ class StreamShard:
                 step = self._read_step(samples)
 
     def _read_step(self, samples: Iterator[Any]) -> list[Any]:
-        """The next samples of all processes; reading the others' must not change this one's."""
-        own, (rank, world) = self._how.batch_size, self._place()
+        """Read the samples of one step: the next `batch_size` samples of every process.
+
+        The samples of this process are compared afterwards: a dataset that reuses its buffer for the samples of the
+        processes after this one would overwrite them.
+        """
+        own, (rank, world) = self._how.batch_size, self._rank_and_world()
         assert own is not None
         if world == 1:
             return list(islice(samples, own))
         step = list(islice(samples, (rank + 1) * own))
-        kept = Kept(step[rank * own :])
+        own_samples = OverwriteCheck(step[rank * own :])
         step += islice(samples, world * own - len(step))
-        kept.check()
+        own_samples.check()
         return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
-        return count_steps(len(self._dataset_now(1, 0)), replace(self._how, world=self._place()[1]))
+        return count_steps(len(self._dataset_now(1, 0)), replace(self._how, world=self._rank_and_world()[1]))
 
-    def _place(self) -> tuple[int, int]:
-        """This process's place among those that skip each other's samples."""
+    def _rank_and_world(self) -> tuple[int, int]:
+        """The rank and number of the processes that skip each other's samples; (0, 1) if none are skipped."""
         return (self._how.rank, self._how.world) if self.division is Division.BY_SKIPPING else (0, 1)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
         """The dataset to read from now on, set to the epoch."""
-        how, epoch = self._how, int(self._clock[1])
+        how, epoch = self._how, int(self._seed_and_epoch[1])
         dataset = self.dataset
         if self.division is Division.BY_SHARD_METHOD and how.world > 1:
             epoch = epoch if epoch >= 0 else getattr(dataset, "epoch", epoch)
@@ -228,7 +233,10 @@ class CountingCollate:
 
 
 def _fingerprint(samples: list[Any]) -> int:
-    """Of tensors, numbers and text; other objects may print their address."""
+    """A checksum of the samples' tensors, arrays, numbers and strings.
+
+    Other objects are left out: their `repr` may contain an address, which differs between processes.
+    """
     checksum = len(samples)
     for leaf in list_leaves(samples):
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
@@ -242,10 +250,12 @@ def _fingerprint(samples: list[Any]) -> int:
 
 
 class WorkerWatch:
-    """A context in which it stands for torch's worker info, and notes what the code inside reads of it.
+    """A context manager that replaces torch's worker info, and records whether the code inside reads it.
+
+    In the main process, where `torch.utils.data.get_worker_info()` is None, it does nothing.
 
     Args:
-        *names: what is watched of `torch.utils.data.get_worker_info()`; in the main process that is None.
+        *names: the attributes of the worker info that are watched.
 
     Attributes:
         asked: whether one of the names was read.
@@ -263,7 +273,7 @@ class WorkerWatch:
 
     def __enter__(self) -> WorkerWatch:
         if self._info is not None:
-            torch_worker._worker_info = self  # type: ignore[assignment]  # there is no public way to be asked
+            torch_worker._worker_info = self  # type: ignore[assignment]  # there is no public way to notice a read
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -281,7 +291,7 @@ class WorkerStart:
         rank: this process.
         user_start: the user's `worker_init_fn`.
         stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
-            it takes it to divide the data, the `StreamShard` gets to know.
+            it reads that dataset, `StreamShard.is_divided` is set: it may have divided the data over the workers.
     """
 
     def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
@@ -353,7 +363,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._how = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know; one with a generator instead gets that seeded by the epoch."""
+        """Pass the epoch to the dataset; without a `set_epoch`, its generator is seeded by the epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

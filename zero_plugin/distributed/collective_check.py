@@ -467,7 +467,7 @@ class CollectiveCheck:
         return [each.decode() for each in self._store.multi_get(keys)]
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise what lies behind a backend's error; return if it is not that the processes disagree.
+        """Raise a clearer error in place of a backend's error, if the processes disagree; otherwise return.
 
         Raises:
             LoopError: another process is in another call, or gone.
@@ -485,14 +485,14 @@ class CollectiveCheck:
             self._in_script = False
 
     def stop(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
-        """End the thread; this is the last that the others see, as in `RankProgress`."""
+        """End the thread, and publish to the other processes why; the arguments are those of `RankProgress`."""
         self._stopping.set()
         self._thread.join(timeout=5)
         last = replace(self._progress, ended=ended, gone=gone, failed=failed)
         self._answers(lambda: publish(self._store, self._rank, last))
 
-    def tell_loss(self, how: str) -> None:
-        """Have the others end, whatever they wait in: this process ends, and `how`."""
+    def report_failure(self, how: str) -> None:
+        """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
         self._stopping.set()
         self._answers(lambda: self._store.set("end", f"process {self._rank} {how}"))
 
@@ -628,12 +628,12 @@ def start_watching(patience: Patience | None = None) -> None:
     patience = patience or Patience(tick=max(1.0, group.size() / 500))  # the store has a thousand visitors a second
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
-    atexit.unregister(_publish_end)
-    atexit.register(_publish_end)
+    atexit.unregister(_report_exit)
+    atexit.register(_report_exit)
 
 
 def time_out(group: Any) -> float:
-    """Of the group's operations, in seconds; without end for a backend that does not say."""
+    """The time-out of the group's operations in seconds; infinite for a backend that has none."""
     device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
     options = getattr(group._get_backend(device), "options", None)
     limit = getattr(options, "_timeout", None)
@@ -641,14 +641,15 @@ def time_out(group: Any) -> float:
 
 
 def end_watching() -> None:
-    """All processes have come to their end; nothing is left to check."""
+    """Stop the check; called on all processes when the group ends."""
     global _check, _watched_group
     if _check is not None:
         _check.stop(ended=True)
     _check = _watched_group = None
 
 
-def _publish_end() -> None:
+def _report_exit() -> None:
+    """Report to the other processes that this one exits, and whether by an uncaught exception."""
     if _check is not None:
         _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
 
@@ -668,10 +669,10 @@ def pass_together() -> None:
         _check.pass_together()
 
 
-def tell_loss(how: str) -> None:
-    """Have the other processes end within seconds, whatever they wait in: this one ends, and `how`."""
+def report_failure(how: str) -> None:
+    """End the other processes within seconds; see `CollectiveCheck.report_failure`."""
     if _check is not None:
-        _check.tell_loss(how)
+        _check.report_failure(how)
 
 
 def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:

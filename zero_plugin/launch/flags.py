@@ -40,7 +40,7 @@ _FILE_FLAG: Final = "--deepspeed_config_file"
 def document_from_flags(
     flags: Mapping[str, str | bool], assignments: Iterable[str] = (), content: bytes | None = None
 ) -> Document:
-    """Read the file, lay the flags over it, check the whole.
+    """Read the file, lay the flags over it, and check the result.
 
     Args:
         flags: what was typed, by the flag's name with underscores.

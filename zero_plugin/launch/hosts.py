@@ -239,7 +239,7 @@ def _chosen_hosts(request: Request, launcher: str) -> tuple[list[Host], list[Pro
         # srun counts tasks: it cannot take slot 1 without slot 0, nor fewer tasks on one host than on another.
         if launcher == "slurm" and len({host.slots for host in hosts} | {tuple(range(len(hosts[0].slots)))}) > 1:
             message = "slurm takes the first slots, and as many on each host"
-            problems.append(request.problem(key, message, "Filter whole hosts."))
+            problems.append(request.problem(key, message, "Filter hosts without naming slots."))
     return hosts, problems
 
 

@@ -1,6 +1,6 @@
 """Where the launchers of a run meet: a rendezvous of one machine, and what several machines check before torchrun's.
 
-torch's own rendezvous would let others in: the store of `c10d` listens on every interface, and whoever writes a pickle
+torch's own rendezvous would let others in: the store of `c10d` listens on every interface, and who writes a pickle
 into it has the launcher run code; that of `static` listens on every interface too, and is not renewed for a restart. A
 launch on one machine has a store that listens on loopback alone, and nothing in it is a pickle.
 

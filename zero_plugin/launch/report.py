@@ -55,7 +55,7 @@ class Failure:
 
     Attributes:
         exitcode: of the process; negative: the signal that ended it.
-        timestamp: when it was found, in whole seconds.
+        timestamp: when it was detected, in seconds, an integer.
         pid: its process id.
     """
 

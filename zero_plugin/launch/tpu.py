@@ -207,7 +207,7 @@ def _function_problems(request: Request) -> Iterator[Problem]:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that running the module may bind; `*` stands for those that nobody can tell."""
+    """Names that running the module may bind; `*` for those that cannot be known."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -198,7 +198,7 @@ def _rank() -> str:
 
 
 def _report_exception(error: BaseException, rank: str) -> int:
-    """Print the whole traceback if no rank failed before, one line otherwise; the exit code.
+    """Print the complete traceback if no rank failed before, one line otherwise; return the exit code.
 
     Not an excepthook: torch.distributed replaces that, and loses what is printed if the hook ends the process.
     """
@@ -248,7 +248,7 @@ def _claim_first_failure(code: int, rank: str, kind: str = "") -> bool:
 
 
 def put_first(file: Path, text: str) -> bool:
-    """Write what only the first of several processes may, as a whole or not at all; whether this is the first.
+    """Write a file that only the first of several processes may write; return whether this process is the first.
 
     Who comes second may end at once, and have the first ended in the midst of its writing.
     """

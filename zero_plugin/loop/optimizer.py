@@ -163,7 +163,7 @@ class AcceleratedOptimizer(Optimizer):
         """
         self._refuse_if_partitioned("load_state_dict()")
         self._await_copy()
-        replacing = self.session.reading() if isinstance(self.session, Session) else nullcontext()
+        replacing = self.session.loading() if isinstance(self.session, Session) else nullcontext()
         with replacing:
             self.optimizer.load_state_dict(state_dict)
 

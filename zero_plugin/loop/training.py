@@ -208,7 +208,7 @@ def refuse_lomo(what: str) -> NoReturn:
     """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
 
     Args:
-        what: the beginning of the sentence.
+        what: what the script did, as the subject of the message.
 
     Raises:
         LoopError: always.

@@ -112,7 +112,7 @@ class Weights:
             self._write_adapters(model, unpartitioned_tensors(weights), target)
             return
 
-        def write_more(folder: Path) -> None:
+        def write_other_files(folder: Path) -> None:
             self._write_record(model, folder)
             if not trainable_only:
                 write_configuration(module, folder, stored_as)
@@ -123,7 +123,7 @@ class Weights:
             max_shard_bytes=limit,
             tied=shared_names(self.unwrap(model)),
             notes={"contains": "the parameters that were trained"} if trainable_only else {},
-            write_more=write_more,
+            write_more=write_other_files,
         )
 
     def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
@@ -257,7 +257,7 @@ class Weights:
             if session is not None:
                 if session.before_change is not None:
                     session.before_change()
-                with session.reading():
+                with session.loading():
                     all_or_none(lambda: read(session_fragments(session, changing=True)))
             else:
                 all_or_none(lambda: report.initialized.extend(_without_values(module, places)))

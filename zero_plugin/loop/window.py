@@ -216,8 +216,8 @@ class Window:
         """Count a backward that computed gradients of this model in a micro-batch of other models.
 
         Args:
-            ends: whether their windows end there. If this model has gradients of such backwards alone, a step applies
-                them where theirs does.
+            ends: whether the windows of those models end with this micro-batch. If this model has only such foreign
+                gradients, the next `step()` applies them if it applies those of the other models.
         """
         self._since_step += 1
         if not (self.in_context or self._backwards or self.is_decided):

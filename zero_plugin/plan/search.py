@@ -197,7 +197,7 @@ def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted
 def _ratios(
     setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
 ) -> Iterator[Option]:
-    """The optimizer offloaded whole, and in part.
+    """The optimizer offloaded completely, and in part.
 
     Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
     and only where there are several can a part of them be offloaded.

@@ -16,7 +16,7 @@ from zero_plugin.strategies.precision import Measured
 
 
 class UnpreparedOptimizer:
-    """Stands in for the session of an optimizer without a prepared model, with the same methods.
+    """Replaces the session of an optimizer without a prepared model; it has the same methods.
 
     Args:
         optimizer: the torch optimizer.

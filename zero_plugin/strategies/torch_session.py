@@ -257,7 +257,7 @@ class TorchSession(Session):
             self.drop_gradients(failed=False)
 
     @contextmanager
-    def _stay_local(self) -> Iterator[None]:
+    def _without_averaging(self) -> Iterator[None]:
         previous, self._local_only = self._local_only, True
         try:
             yield
@@ -265,7 +265,7 @@ class TorchSession(Session):
             self._local_only = previous
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._stay_local()
+        return self._without_averaging()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in persistent_tensors(self.module, only):
@@ -281,7 +281,7 @@ class TorchSession(Session):
             return []
         return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
 
-    def reading(self) -> AbstractContextManager[None]:
+    def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def update_master_weights(self) -> None:

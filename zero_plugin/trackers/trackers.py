@@ -131,7 +131,7 @@ class JsonlTracker(KnownTracker):
 
 
 def _json(value: Any) -> Any:
-    """The value with what JSON cannot hold as text."""
+    """Replace what JSON does not support, such as nan or a tensor, by its string."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

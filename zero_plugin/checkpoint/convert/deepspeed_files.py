@@ -26,13 +26,13 @@ from zero_plugin.strategies.optimizer_states import is_setting
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 _OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_TRUST: Final = "Where you trust whoever wrote it, give --trust_pickle."
+_TRUST: Final = "If you trust its author, give --trust_pickle."
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _EXTRA_STATE: Final = "_extra_state"
 
 
 class Record:
-    """Stands for a plain object of DeepSpeed's: its attributes, and none of its code."""
+    """Replaces a plain object of DeepSpeed: it has its attributes, and none of its code."""
 
 
 # The classes of its own that DeepSpeed puts into checkpoints, and what they are read as.

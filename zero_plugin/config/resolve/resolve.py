@@ -215,7 +215,7 @@ def _arithmetic(draft: Draft) -> str:
 
 
 def settle_clipping(draft: Draft) -> None:
-    """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
+    """Settle `gradient_clipping`: 0, which is no clipping, is written out, since DeepSpeed clips at 1.0 by default."""
     path = ("gradient_clipping",)
     if draft.get(*path) is None:
         why = "none is configured; clip_grad_norm_ in the loop still clips"
@@ -320,7 +320,7 @@ _PERSISTENT_CEILING: Final = 1_000_000
 
 
 def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | None:
-    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model.
+    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most all of the model.
 
     Returns:
         Elements and the reason; None where the model tells nothing.
@@ -431,7 +431,7 @@ def settle_engine(draft: Draft) -> None:
 
 
 def _require_gpu(draft: Draft) -> None:
-    """ZeRO++ quantizes by kernels of CUDA's, whoever has chosen the device."""
+    """ZeRO++ quantizes by CUDA kernels, also where the device was chosen by default."""
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
             draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")
