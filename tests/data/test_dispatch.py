@@ -14,7 +14,7 @@ from zero_plugin.data.batches import gather_for_metrics
 from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.distributed.collectives import barrier, gather_object, num_processes, process_index
+from zero_plugin.distributed.collectives import gather_object, num_processes, process_index
 from zero_plugin.errors import LoopError
 
 
@@ -239,5 +239,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for check in CHECKS:
         check()
-    barrier()
+    dist.barrier()
     dist.destroy_process_group()

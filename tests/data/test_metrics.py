@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zero_plugin.data.batches import gather_for_metrics
 from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.distributed.collectives import barrier, num_processes, process_index
+from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
 
 SIZES = {"short": ((2, 7, 12), (1, 3)), "full": (range(1, 41), range(1, 10))}
@@ -162,5 +162,5 @@ if __name__ == "__main__":
     store, rank, world, extent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     run_checks(extent)
-    barrier()
+    dist.barrier()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.distributed.collectives import barrier, gather, gather_object
+from zero_plugin.distributed.collectives import gather, gather_object
 from zero_plugin.errors import LoopError
 
 
@@ -110,11 +110,11 @@ class Recorded:
         self.epoch = epoch
 
     def reads(self) -> list[int]:
-        barrier()
+        dist.barrier()
         read = sorted(map(int, self.path.read_text().split())) if self.path.exists() else []
-        barrier()
+        dist.barrier()
         self.path.unlink(missing_ok=True)
-        barrier()
+        dist.barrier()
         return read
 
 
@@ -290,5 +290,5 @@ if __name__ == "__main__":
         start = time.monotonic()
         check()
         print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
-    barrier()
+    dist.barrier()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.distributed.collectives import barrier, gather_object, num_processes, process_index
+from zero_plugin.distributed.collectives import gather_object, num_processes, process_index
 from zero_plugin.distributed.seeding import SameDraws
 from zero_plugin.errors import LoopError
 
@@ -260,7 +260,7 @@ def write_numbers(path: Path, size: int, start: int = 0) -> tuple[Path, list[int
     if process_index() == 0:
         path.write_text("\n".join(map(str, numbers)))
     if num_processes() > 1:
-        barrier()
+        dist.barrier()
     return path, numbers
 
 
@@ -338,5 +338,5 @@ if __name__ == "__main__":
         start = time.monotonic()
         check(folder)
         print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
-    barrier()
+    dist.barrier()
     dist.destroy_process_group()

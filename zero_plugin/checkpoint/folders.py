@@ -79,14 +79,14 @@ class Manifest:
     files: Mapping[str, tuple[int, int | None]]
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`; all other files have to be on the disk."""
+        """Write it into `folder`, after all other files."""
         encoded = {
             "format": _FORMAT,
             **self.about,
             "files": {path: {"size": size, "crc32": crc} for path, (size, crc) in self.files.items()},
             "models": [_encode_model(model) for model in self.models],
         }
-        write_text(folder / MANIFEST_NAME, json.dumps(encoded, ensure_ascii=False) + "\n")
+        (folder / MANIFEST_NAME).write_text(json.dumps(encoded, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -275,7 +275,8 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
 def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
     """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
 
-    Files in `target` that were no part of the checkpoint there stay.
+    The disk has all of it before it gets the name, whoever wrote it here. Files in `target` that were no part of the
+    checkpoint there stay.
 
     Args:
         draft: what `open_draft` has given.
@@ -284,15 +285,17 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
 
     Raises:
         CheckpointError: `target` cannot be replaced; what is there is complete.
+        OSError: the disk does not take all of the draft.
     """
+    for path in (*draft.rglob("*"), draft):
+        if path.is_dir() or path.is_file():  # a hook may have made a link to nothing
+            sync(path)
     try:
-        for folder, _, _ in os.walk(draft):
-            sync_folder(Path(folder))
         if replaces and target.exists():
             _replace(target, draft)
         else:
             draft.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
         _settle(target)
     except OSError as error:
         with suppress(OSError):
@@ -460,7 +463,7 @@ def _settle(target: Path) -> None:
                 _keep_other_files(target, replaced)
                 _remove(target, target)
             replaced.rename(target)
-            sync_folder(target.parent)
+            sync(target.parent)
     for path in target.parent.iterdir():
         if (match := _ASIDE.fullmatch(path.name)) and match[1] == target.name:
             shutil.rmtree(path)
@@ -472,7 +475,7 @@ def _remove(path: Path, target: Path) -> None:
     if doomed.exists():
         shutil.rmtree(doomed)
     path.rename(doomed)
-    sync_folder(doomed.parent)
+    sync(doomed.parent)
     shutil.rmtree(doomed)
 
 
@@ -500,22 +503,13 @@ def _beside(target: Path, state: str) -> Path:
     return target.with_name(f".{target.name}.{state}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the disk has a file's content, also if another process of this machine wrote it."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in `folder`."""
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, whoever wrote it here, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:
@@ -523,7 +517,7 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def reserve(file: BinaryIO, size: int) -> None:
@@ -566,11 +560,3 @@ def exchange(one: Path, other: Path) -> bool:
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(error, os.strerror(error), str(one), None, str(other))
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import write_text
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.nested import map_leaves
@@ -148,7 +147,7 @@ class EncodedTree:
 
     def write(self, stem: Path) -> None:
         """Write `stem`.json, and the tensors, if any, to `stem`.safetensors."""
-        write_text(stem.with_name(f"{stem.name}.json"), self.text)
+        stem.with_name(f"{stem.name}.json").write_text(self.text, encoding="utf-8")
         if self.tensors:
             write_tensors(stem.with_name(f"{stem.name}.safetensors"), self.tensors)
 

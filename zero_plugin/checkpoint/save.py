@@ -20,7 +20,6 @@ from zero_plugin.checkpoint.folders import (
     discard_draft,
     open_draft,
     publish_draft,
-    sync_file,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
 from zero_plugin.checkpoint.tensor_files import (
@@ -195,7 +194,6 @@ def complete_draft(
     files: dict[str, tuple[int, int | None]] = {}
     for path in sorted(path for path in draft.rglob("*") if path.is_file()):
         name, size = str(path.relative_to(draft)), path.stat().st_size
-        sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is there
         if size != sizes.get(name, size):
             raise CheckpointError(f"{path} has {size:,} bytes instead of {sizes[name]:,}.")
         files[name] = size, None if name in sizes else checksum_of_file(path)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync_file, sync_folder
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync
 from zero_plugin.checkpoint.save import agree_on, is_one_folder
 from zero_plugin.checkpoint.tensor_files import (
     Description,
@@ -255,7 +255,7 @@ def _complete(draft: Path, target: Path, layout: Layout, written: Tensor, write_
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
     for name in names:
-        sync_file(draft / name)  # what `write_more` wrote too
+        sync(draft / name)  # what `write_more` wrote too
     _publish(draft, target, names)
 
 
@@ -270,7 +270,7 @@ def _publish(draft: Path, target: Path, names: list[str]) -> None:
         (draft / name).replace(target / name)
     for name in sorted(old.difference(names), key=lambda name: name != INDEX_NAME):  # the index before its shards
         (target / name).unlink(missing_ok=True)
-    sync_folder(target)
+    sync(target)
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ or a model.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from zero_plugin.checkpoint.folders import (
     Manifest,
     StoredModel,
     find_damage,
+    numbered_checkpoints,
     read_manifest,
     split_number,
 )
@@ -25,7 +25,6 @@ from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import Place, read_json
 
-_AUTOMATIC_NAME: Final = re.compile(r"checkpoint_\d+")
 _WEIGHT: Final = "weight"
 _FLOATS: Final = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
@@ -205,12 +204,11 @@ def recognise(folder: Path) -> Kind | None:
 
 def several_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints just below a folder, the damaged ones too: named by number, or with a manifest; oldest first."""
+    numbered = [path for _, path in numbered_checkpoints(folder)]
     found = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir()
-        and not path.name.startswith(".")
-        and ((path / MANIFEST_NAME).is_file() or _AUTOMATIC_NAME.fullmatch(path.name))
+        if path.is_dir() and not path.name.startswith(".") and (path in numbered or (path / MANIFEST_NAME).is_file())
     ]
     return sorted(found, key=lambda path: ((split_number(path.name) or ("", -1))[1], path.name))
 

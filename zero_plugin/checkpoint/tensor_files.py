@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import reserve, start_writing, write_text
+from zero_plugin.checkpoint.folders import reserve, start_writing
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
@@ -213,7 +213,7 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
                 opened.write(header)
         if layout.index is not None:
             name, text = layout.index
-            write_text(draft / name, text)
+            (draft / name).write_text(text, encoding="utf-8")
 
 
 def write_fragments(

@@ -132,7 +132,7 @@ class LoaderProgress:
         self._leader: DataLoaderStateMixin | None = None  # at the last micro-batch
         self._fetches_ahead = False  # whether its loop is known to compute what it fetches ahead, not to skip it
         self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
-        self._was_left = False  # whether the leader's last loop ended, or was left, since the last micro-batch
+        self._was_left = False  # whether the leader's loop has begun again since the micro-batch before
         self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
         self._has_warned = self._has_warned_of_leaving = False
 
@@ -149,11 +149,11 @@ class LoaderProgress:
         since the loop may also skip them.
         """
         leader = self._find_leader()
-        left = None if leader is None else leader.batches_left
-        if leader is None or left is None:
+        ahead = 0 if leader is None else self._of(leader).ahead
+        if leader is None or (ahead and not self._fetches_ahead):
             return None
-        ahead = self._of(leader).ahead
-        return None if ahead and not self._fetches_ahead else ahead + left
+        left = leader.batches_left
+        return None if left is None else ahead + left
 
     @property
     def is_last(self) -> bool:
@@ -179,9 +179,9 @@ class LoaderProgress:
             accumulates: whether a window has several micro-batches, so that their ends matter.
         """
         loaders, leader = self._running.loaders, self._find_leader()
+        self._was_left = leader is not None and leader is self._leader and leader.loop not in self._seen
         if leader is not None:
             _, self._fetches_ahead = self._look_ahead(leader)
-            self._was_left = leader is self._leader and leader.loop not in self._seen
             self._leader = leader
         self._seen = {loader.loop: self._of(loader) for loader in loaders}
         self.is_own = self._dropped > 0 or all(seen.encloses for seen in self._seen.values())

@@ -429,10 +429,9 @@ def is_torchs_own(sampler: Any) -> bool:
 def _drawn_by_main(draw: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
     iterator = draw() if process_index() == 0 else iter(())
     while True:
-        box = [list(islice(iterator, at_once))]
-        broadcast_object_list(box)
-        yield from box[0]
-        if len(box[0]) < at_once:
+        drawn: list[Any] = broadcast_object_list([list(islice(iterator, at_once))])[0]
+        yield from drawn
+        if len(drawn) < at_once:
             return
 
 

@@ -118,10 +118,9 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             return step
         if step is not None:
             step = move_batch(step, target)
-        box = [map_tensors(lambda tensor: tensor.to("meta"), step)]
-        broadcast_object_list(box)
+        shapes = broadcast_object_list([map_tensors(lambda tensor: tensor.to("meta"), step)])[0]
         if self._how.rank:
-            step = map_tensors(lambda tensor: torch.empty_like(tensor, device=target), box[0])
+            step = map_tensors(lambda tensor: torch.empty_like(tensor, device=target), shapes)
         sent = iter(broadcast([leaf for leaf in list_leaves(step) if isinstance(leaf, Tensor)]))
         return map_tensors(lambda _: next(sent), step)
 
@@ -143,9 +142,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """As process 0 does, which alone needs to have the data."""
-        box = [super()._know_end(skip)]
-        broadcast_object_list(box)
-        return box[0]
+        known: tuple[bool, bool, int | None] = broadcast_object_list([super()._know_end(skip)])[0]
+        return known
 
     def _count_steps(self) -> int:
         how, batches = self._how, super()._count_steps()

@@ -47,17 +47,6 @@ def process_index() -> int:
     return int(dist.get_rank()) if _has_group() else 0
 
 
-@collective("wait_for_everyone")
-def barrier() -> None:
-    """Wait until every process has come here."""
-    if num_processes() == 1:
-        return
-    if "nccl" in dist.get_backend():
-        dist.barrier(device_ids=[torch.cuda.current_device()])  # else NCCL guesses the GPU from the rank
-    else:
-        dist.barrier()
-
-
 @collective("gather")
 def gather(tree: Any) -> Any:
     """The processes' tensors one after another along the first dimension, on every process.

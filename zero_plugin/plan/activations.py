@@ -84,7 +84,7 @@ def trace_activations(
 
     try:
         with _no_warnings_of_fakes():
-            found = replace(trace(autocast=False), sample_length=_length(make(1)))
+            found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found
             return replace(found, autocast=replace(trace(autocast=True), sample_length=found.sample_length))
@@ -127,8 +127,7 @@ def find_activations(
 
 def _sequence_length(batch: Any) -> int:
     """Tokens of one sample: of the first matrix of integers in the batch; 0 where there is none."""
-    leaves = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
-    matrices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2)
+    matrices = (leaf for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() == 2)
     return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
 
 
@@ -240,14 +239,6 @@ def _resizer(example: Example) -> Callable[[int], Example]:
         return map_leaves(change, example)
 
     return resize
-
-
-def _length(example: Example) -> int:
-    """Tokens of one sample: of the first matrix of integers."""
-    for leaf in list_leaves(example):
-        if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
-            return leaf.shape[1]
-    return 1
 
 
 def _loss(outputs: Any) -> Tensor:

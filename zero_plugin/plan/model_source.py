@@ -127,8 +127,7 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
     """By the decoder's formula, with the sizes that a configuration states, and those of the weights beside it."""
     config = _read_config(file, "plan", "Give a transformers model's config.json.")
     text = config.get("text_config") or config
-    stated = {name: stated_number(text, keys) for name, keys in KEYS.items()}
-    numbers = {name: number for name, number in stated.items() if number}
+    numbers = {name: number for name, keys in KEYS.items() if (number := stated_number(config, keys))}
     other = next((f"its {key}" for key in _NO_DECODER if config.get(key)), None)
     if other or "vocabulary" not in numbers:
         what = f"by {other or 'having no vocabulary'}, {file} is no plain decoder's"
@@ -329,17 +328,21 @@ def usual_length(config: Any = None) -> int:
     Args:
         config: of the model, an object or a mapping; the language part of a nested one counts.
     """
-    if isinstance(config, Mapping):
-        text: Any = config.get("text_config") or config
-    else:
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return min(DEFAULT_LENGTH, stated_number(text, _POSITIONS) or DEFAULT_LENGTH)
+    return min(DEFAULT_LENGTH, stated_number(config, _POSITIONS) or DEFAULT_LENGTH)
 
 
 def stated_number(config: Any, names: Iterable[str]) -> int | None:
-    """The first number above 0 that a configuration, an object or a mapping, has under one of `names`."""
-    found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
+    """The first number above 0 that a configuration, or the language part of a nested one, has under one of `names`.
+
+    Args:
+        config: an object or a mapping.
+        names: of the number.
+    """
+    if isinstance(config, Mapping):
+        config = config.get("text_config") or config
+    elif hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return next(filter(_counts, (_member(config, name) for name in names)), None)
 
 
 Example: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
@@ -362,7 +365,6 @@ def model_sizes(module: nn.Module) -> ModelSizes:
         elements, width = math.prod(shapes[name]), parameter.element_size()
         kinds[elements, parameter.requires_grad, is_expert(name), width] += 1
     config: Any = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, _ = stated_width(config, "model.config")
     return ModelSizes(
         name=type(module).__name__,
@@ -376,8 +378,8 @@ def model_sizes(module: nn.Module) -> ModelSizes:
             for part in module.modules()
         ),
         hidden_size=hidden or common_width(shapes.values())[0],
-        layers=len(repeated_blocks(module)) or stated_number(text, KEYS["layers"]),
-        vocabulary=stated_number(text, KEYS["vocabulary"]),
+        layers=len(repeated_blocks(module)) or stated_number(config, KEYS["layers"]),
+        vocabulary=stated_number(config, KEYS["vocabulary"]),
         source="the model",
     )
 

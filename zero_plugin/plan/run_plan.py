@@ -454,8 +454,8 @@ def _plan(
     except ConfigError as error:
         if not alone:
             raise
-        asked = (document.deepspeed.value(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
-        total, steps = (value if isinstance(value, int) else None for value in asked)
+        asked = ("train_batch_size", "gradient_accumulation_steps")
+        total, steps = (_number(document.deepspeed.value(name)) for name in asked)
         without, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
         reason = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
         planned = {MICRO_BATCH: (without, f"as without a plan, by which {reason}")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.config.run_files import cache_folder, replace_text
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
 from zero_plugin.plan.machines import ASSUMED, find_device
@@ -81,7 +82,7 @@ def _nvme(folder: Path | None) -> dict[str, tuple[float, str]]:
 
 def constants_file() -> Path:
     """Where measured constants are kept: `zero_plugin/constants.json` of the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero_plugin", "constants.json")
+    return cache_folder(os.environ) / "zero_plugin" / "constants.json"
 
 
 def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, float], str]:
@@ -100,19 +101,10 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured here yet, or not as this version writes it
     speeds = {what: measure(device) for what, measure in _MEASURES.items()}
-    _write(cache, {**kept, key: {"day": str(date.today()), "speeds": speeds}})
-    return speeds, "measured now"
-
-
-def _write(cache: Path, content: dict[str, object]) -> None:
-    """At once or not at all; a folder that cannot be written costs the next run a measurement."""
-    try:
+    with suppress(OSError):  # a folder that cannot be written costs the next run a measurement
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
-            json.dump(content, file, indent=1)
-        Path(file.name).replace(cache)
-    except OSError:
-        return
+        replace_text(cache, json.dumps({**kept, key: {"day": str(date.today()), "speeds": speeds}}, indent=1))
+    return speeds, "measured now"
 
 
 def _multiply(device: torch.device, dtype: torch.dtype) -> float:

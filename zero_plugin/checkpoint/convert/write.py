@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync_file, sync_folder, write_text
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync
 from zero_plugin.checkpoint.objects import encode_nested
 from zero_plugin.checkpoint.save import complete_draft
 from zero_plugin.checkpoint.summary import recognise
@@ -118,7 +118,6 @@ def copy_configuration(source: Path, draft: Path) -> None:
     found = sorted({path for pattern in _CONFIGURATION for path in source.glob(pattern) if path.is_file()})
     for path in found:
         shutil.copyfile(path, draft / path.name)
-        sync_file(draft / path.name)
 
 
 def write_model(
@@ -162,7 +161,7 @@ def write_single_file(
     folder = target.with_name(f".{target.name}.folder")
     write_model(source, folder, dtype=dtype, max_shard_bytes=_ENDLESS, overwrite=True, progress=progress)
     (folder / SINGLE_NAME).replace(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     shutil.rmtree(folder)
 
 
@@ -170,7 +169,7 @@ def _name_dtype(config: Path, name: str) -> None:
     content = json.loads(config.read_text(encoding="utf-8"))
     for key in {"dtype", "torch_dtype"}.intersection(content) or {"dtype"}:  # the latter before transformers 4.56
         content[key] = name
-    write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_checkpoint(
@@ -246,16 +245,16 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
             folder = zero / parameter
             folder.mkdir(parents=True)
             for key, stored in states.items():
-                _save({"param": stored.unpartitioned(), "cat_dim": 0}, folder / f"{key}.pt")
+                torch.save({"param": stored.unpartitioned(), "cat_dim": 0}, folder / f"{key}.pt")
                 progress(stored.size)
             if parameter in steps:
-                _save(torch.tensor(float(steps[parameter])), folder / "step.pt")
-        _save(_optimizer_state(record, steps), zero / "optimizer_state.pt")
+                torch.save(torch.tensor(float(steps[parameter])), folder / "step.pt")
+        torch.save(_optimizer_state(record, steps), zero / "optimizer_state.pt")
         counters = _counters(source, record)
         module = {key: stored.unpartitioned() for key, stored in others.items()}
-        _save({**counters, "module": module}, draft / name / _MODEL_FILE)
-        _save({**counters, "module": {}}, draft / name / _MODEL_FILE_STAGE_3)
-        write_text(draft / "latest_universal", name)
+        torch.save({**counters, "module": module}, draft / name / _MODEL_FILE)
+        torch.save({**counters, "module": {}}, draft / name / _MODEL_FILE_STAGE_3)
+        (draft / "latest_universal").write_text(name, encoding="utf-8")
     _note_losses(source, record, others)
 
 
@@ -309,8 +308,3 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
             "several parameter groups at stage 3: DeepSpeed gives all the first one's settings and one step count, "
             "which trains differently; stages 1 and 2 keep them apart"
         )
-
-
-def _save(content: Any, path: Path) -> None:
-    torch.save(content, path)
-    sync_file(path)
