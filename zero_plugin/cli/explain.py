@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags, with_options
+from zero_plugin.cli.launch_flags import typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
@@ -157,12 +157,13 @@ class Options:
 
 @with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
 @with_options(Options)
-def explain(ctx: typer.Context, options: Options) -> None:
+def explain(ctx: typer.Context, **typed: Any) -> None:
     """Resolve FILE as far as it can be without a run, and print every value with where it came from.
 
     What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
     that nothing could ever fill, are errors: exit code 2.
     """
+    options = typed_options(Options, typed)
     if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
     facts, flags = options.facts, typed_flags(ctx)

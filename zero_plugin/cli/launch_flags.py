@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
@@ -18,6 +18,8 @@ from zero_plugin.config.document import SHORT_FIELDS
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
 from zero_plugin.config.schema import key_schema
 from zero_plugin.errors import Problem
+
+T = TypeVar("T")
 
 # By panel of the help; a key that is in none has no flag.
 _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -93,42 +95,35 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     Args:
         left_out: names of flags that would say nothing to this command.
     """
-
-    def give(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        flags = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in launch_flags().items()
-            if name not in left_out
-        ]
-        command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-        return command
-
-    return give
+    flags = {name: (flag, None) for name, flag in launch_flags().items() if name not in left_out}
+    return lambda command: _with_keywords(command, flags)
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `ctx` and a dataclass the options that the fields of the dataclass describe.
+    """Give a command that takes keywords the options that a dataclass describes; see `typed_options`.
 
     Args:
         record: the dataclass; each field is annotated with its option, and has a default.
     """
     hints = get_type_hints(record, include_extras=True)
+    options = {field.name: (hints[field.name], field.default) for field in fields(record)}
+    return lambda command: _with_keywords(command, options)
 
-    def give(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(ctx: typer.Context, **values: Any) -> None:
-            command(ctx, record(**{field.name: values[field.name] for field in fields(record)}))
 
-        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        own = [
-            inspect.Parameter(field.name, context.kind, default=field.default, annotation=hints[field.name])
-            for field in fields(record)
-        ]
-        run.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-        return run
+def _with_keywords(command: Callable[..., None], keywords: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
+    """The command with further keywords in its signature, each with its annotation and its default."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in keywords.items()
+    ]
+    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    return command
 
-    return give
+
+def typed_options(record: type[T], keywords: Mapping[str, Any]) -> T:
+    """The dataclass of `with_options` from the keywords that the command was called with."""
+    return record(**{field.name: keywords[field.name] for field in fields(record)})  # type: ignore[arg-type]
 
 
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import with_options
+from zero_plugin.cli.launch_flags import typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.machine.hardware import has_gpu_driver
@@ -342,12 +342,13 @@ _STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {
 
 
 @with_options(Options)
-def plan(_: typer.Context, options: Options) -> None:
+def plan(**typed: Any) -> None:
     """Say what each strategy costs in memory and time to train MODEL, and choose the fastest that fits.
 
     Nothing is trained and no weight is loaded; the machines need not be this one. Exit code: 0 where something fits, 1
     where nothing does, 2 for a wrong input.
     """
+    options = typed_options(Options, typed)
     source, cluster, wanted = options.source, options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written

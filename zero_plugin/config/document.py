@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, show
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, show
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _ZERO = "zero_optimization"
@@ -343,6 +343,7 @@ def to_environment(document: Document, processes: int | None = None) -> str:
             "notes": [astuple(note) for note in document.notes],
         },
         separators=(",", ":"),
+        default=_tag,
     )
     if len(text) > _LARGEST:
         message = f"needs {len(text)} bytes to hand over to the workers"
@@ -356,7 +357,7 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return None
-    data = json.loads(text)
+    data = json.loads(text, object_hook=_read_tag)
     return Document(
         launch=_decode_tree(data["launch"]),
         deepspeed=_decode_tree(data["deepspeed"]),
@@ -367,29 +368,19 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
 
 
 def _encode_tree(tree: Tree) -> list[Any]:
-    return [[path, _encode(entry.value), *astuple(entry.origin)] for path, entry in tree.entries.items()]
+    return [[path, entry.value, *astuple(entry.origin)] for path, entry in tree.entries.items()]
 
 
 def _decode_tree(rows: list[Any]) -> Tree:
-    return Tree({tuple(path): Entry(_decode(value), Origin(*origin)) for path, value, *origin in rows})
+    return Tree({tuple(path): Entry(freeze(value), Origin(*origin)) for path, value, *origin in rows})
 
 
-def _encode(value: Any) -> Any:
-    """JSON in which an object is always a tag: `{"auto": …}` for AUTO, `{"keys": …}` for a mapping."""
-    if value is AUTO:
-        return {"auto": True}
-    if isinstance(value, Mapping):
-        return {"keys": {key: _encode(child) for key, child in value.items()}}
-    if isinstance(value, tuple):
-        return [_encode(child) for child in value]
-    return value
+def _tag(value: Any) -> dict[str, Any]:
+    """What JSON has no word for, as an object that is only that: AUTO, and a mapping, which may have any key."""
+    return {"auto": True} if value is AUTO else {"keys": list(value.items())}
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if "auto" in value:
-            return AUTO
-        return MappingProxyType({key: _decode(child) for key, child in value["keys"].items()})
-    if isinstance(value, list):
-        return tuple(_decode(child) for child in value)
-    return value
+def _read_tag(found: dict[str, Any]) -> Any:
+    if "keys" in found:
+        return dict(found["keys"])
+    return AUTO if "auto" in found else found

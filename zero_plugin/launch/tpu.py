@@ -327,7 +327,7 @@ def _run_replica(rank: int, function: str, name: str, is_module: bool, *, note: 
 
 
 def _leave(error: BaseException, rank: int) -> NoReturn:
-    code = report_end(error, rank)
+    code = report_end(error, str(rank))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
