@@ -285,11 +285,11 @@ class Accelerator:
         return self._run.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on global rank `process_index`, or on the only process."""
+        """Decorator: the function runs on global rank `process_index`; a single process runs it too."""
         return self._run.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Decorator: the function runs on local rank `local_process_index` of each machine, or on the only process."""
+        """Decorator: the function runs on local rank `local_process_index` of each machine; a single process runs it too."""
         return self._run.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -481,7 +481,8 @@ class Accelerator:
         Raises:
             ConfigError: the configuration cannot be completed, or contradicts the objects.
             LoopError: an object was already prepared as another object, a model was loaded with `device_map`, models
-                share parameters, or an optimizer holds parameters of another model or comes too late.
+                share parameters, or an optimizer holds parameters of another model, or is passed after its model under
+                ZeRO.
             ValueError: `device_placement` does not have one value for each object.
         """
         if device_placement is None:
@@ -1155,7 +1156,7 @@ class Accelerator:
         self._run.trackers.start(self.log_with, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The started tracker of that name; a tracker that does nothing on other processes, or if none is started.
+        """The started tracker of that name; if no tracker is started, and on other processes, one that does nothing.
 
         Args:
             name: e.g. `wandb`.

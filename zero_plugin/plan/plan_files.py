@@ -137,7 +137,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
         choice: what was found.
         cluster: the machines.
         title: one line above.
-        margin: the share that stays free.
+        margin: the fraction of memory that stays free.
 
     Raises:
         ConfigError, MachineError: see `check_picture`; or the file cannot be written.

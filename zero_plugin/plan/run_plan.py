@@ -273,7 +273,9 @@ def fits_nowhere(choice: Choice, changes: Sequence[Change], where: str) -> Confi
     """
     ways = "; ".join(_as_key(change.what) for change in changes[:3])
     fix = (
-        f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
+        f"Any one of these changes is enough: {ways}."
+        if ways
+        else "No single change is enough; use a smaller model, or more GPUs."
     )
     return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
