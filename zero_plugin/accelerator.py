@@ -285,11 +285,11 @@ class Accelerator:
         return self._run.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on global rank `process_index`; a single process runs it too."""
+        """Decorator: the function runs on global rank `process_index`, or on the only process."""
         return self._run.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Decorator: the function runs on local rank `local_process_index` of each machine; a single process runs it too."""
+        """Decorator: the function runs on local rank `local_process_index` of each machine, or on the only process."""
         return self._run.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:

@@ -209,7 +209,8 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
 def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
     """A misspelt name is planned as Adam, aloud; a known one in any case is not mentioned."""
     assert (
-        "optimizer admw is not known: taken to keep 2 tensors, as Adam" in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
+        "optimizer admw is not known: it is assumed to keep 2 tensors, as Adam"
+        in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
     )
     assert plan(*LLAMA, *NODE, "--optimizer", "LION")[2] == ""
 

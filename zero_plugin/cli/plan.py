@@ -43,7 +43,7 @@ class Report:
     Attributes:
         work, cluster, wanted: what was asked.
         choice: what was found.
-        what_if: what would change it; None where nobody asked.
+        what_if: the changes with which something fits; None if they were not requested.
     """
 
     work: Workload

@@ -57,7 +57,7 @@ class Outcome:
 
     Attributes:
         check: a name of `STEPS`.
-        status: `begun` is what stays of a check that nobody ended.
+        status: `begun` remains if a check did not end.
         said: what was measured, what is wrong, or why it was left out.
         seconds: how long it took.
         advice: what to do about it, where that is known better than by the check.

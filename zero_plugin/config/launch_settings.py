@@ -66,7 +66,7 @@ class LaunchSettings(BaseModel):
     distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
     """DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA. Default: by the machine."""
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """no (fp32), bf16, fp16, or auto: the best for the device. Default: what the fp16 and bf16 sections enable."""
+    """no (fp32), bf16, fp16, or auto: best for the device. Default: what the fp16 and bf16 sections enable."""
     num_processes: int | None = Field(None, ge=1)
     """Processes on all machines together, 1 or more. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)
@@ -104,7 +104,7 @@ class LaunchSettings(BaseModel):
     log_dir: str | None = None
     """Folder for a log of each worker. Default: none are written."""
     tee: _Streams | None = None
-    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank 0:3,1:2. Default: 3 with log_dir, else 0."""
+    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, else 0."""
     role: str = "default"
     """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
     debug: bool = False
@@ -112,7 +112,7 @@ class LaunchSettings(BaseModel):
     main_training_function: str = "main"
     """Function that TPU and notebook launches call. Default: main."""
     scheduler_counts: Literal["steps", "processes"] = "processes"
-    """A learning-rate scheduler counts optimizer steps (steps), or one per process and step. Default: processes."""
+    """Learning-rate schedulers count optimizer steps (steps), or one per process and step. Default: processes."""
     deepspeed_hostfile: str | None = None
     """File with a line `host slots=GPUS` for each machine, for DeepSpeed's launcher. Default: none."""
     deepspeed_multinode_launcher: str | None = Field(None, pattern=r"^\w[\w-]*$", examples=list(LAUNCHERS))

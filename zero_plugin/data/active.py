@@ -158,7 +158,7 @@ class RunningLoops:
         return is_own
 
     def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
-        """Those that run side by side."""
+        """The loaders that are iterated together: without those in whose loop another one is iterated."""
         beside = [loader for loader in loaders if not (self._seen.get(loader.loop) or _Seen()).encloses]
         return beside or loaders
 
@@ -244,7 +244,7 @@ class GradientState:
         self._run.sync_gradients = ends
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """The same; loops written after transformers' Trainer call it."""
+        """Set `sync_gradients`; loops written after transformers' Trainer call this."""
         self.sync_gradients = sync_gradients
 
     @property
@@ -254,7 +254,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As configured in the plugin; it has no effect."""
+        """The value in the plugin; it has no effect."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property

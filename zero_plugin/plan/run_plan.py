@@ -504,11 +504,11 @@ class RunMemory:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """On one process' device, on its machine and on its NVMe drive."""
+        """The memory on one process' device, on its machine and on its NVMe drive."""
         return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
-        """The same with other `fields` of its setup."""
+        """A copy with other `fields` of its setup."""
         return replace(self, setup=replace(self.setup, **fields))
 
 

@@ -105,7 +105,7 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
 
 
 def _write(cache: Path, content: dict[str, object]) -> None:
-    """At once or not at all; a folder that cannot be written costs the next run a measurement."""
+    """Write the file completely or not at all; if the folder cannot be written, the next run measures again."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
