@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 _HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
 
-# Of a single GPU's memory, or CPU memory, that nobody has put a limit on, what the weights may take; the rest is for
+# The fraction of the memory of a single GPU, or of the CPU, that weights may take if no limit is given. The rest is for
 # activations.
 _WEIGHTS_OF_ONE: Final = 0.9
 
@@ -219,7 +219,7 @@ class _Filling:
         return device_map
 
     def _partners(self, name: str, parts: list[Part]) -> list[Part]:
-        """Those of `parts` that hold a weight which is tied to one in `name`."""
+        """The `parts` that hold a weight which is tied to one in `name`."""
         groups = [group for group in self._tied if any(_holds(name, known) for known in group)]
         tied = {other for group in groups for other in group if not _holds(name, other)}
         return [entry for entry in parts if any(_holds(entry[0], other) for other in tied)]

@@ -142,7 +142,7 @@ class EncodedTree:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copy(self) -> EncodedTree:
-        """The same in memory of its own."""
+        """A copy with its own memory."""
         return EncodedTree(self.text, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def write(self, stem: Path) -> None:

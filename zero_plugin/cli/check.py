@@ -240,9 +240,9 @@ def check(
         typer.Argument(metavar="FILE...", help="Files, folders, or - for standard input.", show_default=False),
     ] = None,
     output: Annotated[
-        Literal["text", "json", "github"], typer.Option("--format", help="How to print what was found.")
+        Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")
     ] = "text",
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings.")] = False,
     print_schema: Annotated[
         bool,
         typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
@@ -250,8 +250,8 @@ def check(
 ) -> None:
     """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem of all of them.
 
-    Below a folder, every file that looks like either is read. Exit code: 2 with an error, 1 with --strict and a warning
-    (something that is written has no effect, or is read as another value than it looks like), 0 otherwise.
+    In a folder, every file that looks like one of them is read. Exit code: 2 if there is an error; 1 with --strict if
+    there is a warning (a key has no effect, or is read as another value than it looks like); otherwise 0.
     """
     if print_schema:
         print(json.dumps(_schema(files or []), indent=1, ensure_ascii=False))

@@ -60,10 +60,10 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
+    """Check this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
 
-    Each line that is not well ends with the command or the edit that fixes it. Exit code: 1 where something that the
-    config needs is wrong.
+    Each problem is printed with the command or the edit that fixes it. Exit code: 1 if something that the config needs
+    is missing or wrong.
     """
     document = document_from_flags({} if config_file is None else {"config_file": config_file})
     findings = list(examine(document, os.environ, build=build))
@@ -156,7 +156,7 @@ def _requested_gpus(settings: LaunchSettings) -> str:
 
 
 def env() -> None:
-    """Print versions, devices and the config that `launch` takes when it is given none: what a bug report needs."""
+    """Print what a bug report needs: versions, devices and the config that `launch` uses by default."""
     for name, value in _facts():
         print(f"{name:<13} {value}")
     file = find_config_file(os.environ)

@@ -50,7 +50,7 @@ class Needs:
 
     @property
     def cuda_ops(self) -> tuple[str, ...]:
-        """Those of `ops` that nvcc compiles."""
+        """The `ops` that nvcc compiles."""
         return tuple(op for op in self.ops if op in ("fused_adam", "fused_lion", "fused_lamb", "quantizer"))
 
 
@@ -87,7 +87,7 @@ def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
 
 
 def _swap_buffer_bytes(training: Tree) -> int:
-    """Of the parameters' swap buffers in one process: their number and size are in the configuration."""
+    """The size of one process' swap buffers for parameters; their number and size are in the configuration."""
 
     def number(key: str) -> int:
         path = ("zero_optimization", "offload_param", key)

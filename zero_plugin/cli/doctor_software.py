@@ -21,7 +21,7 @@ _LIMIT_S: Final = 1200
 
 
 def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
-    """Those of `ops` that are not built in `folder`."""
+    """The `ops` that are not built in `folder`."""
     return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
 
 

@@ -104,7 +104,7 @@ _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What can be typed beside the launch flags."""
+    """The options of `zero-plugin explain` besides the launch flags."""
 
     file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE, show_default=False)] = None
     diff: Annotated[
@@ -112,16 +112,18 @@ class Options:
     ] = None
     output: Annotated[
         Literal["table", "json", "deepspeed"],
-        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given."),
+        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would get."),
     ] = "table"
-    everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show also the keys that have DeepSpeed's defaults.")] = (
+        False
+    )
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
     ] = None
     world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
     accelerator: Annotated[
-        Literal["cpu", "cuda"] | None, _fact("--accelerator", "What the workers run on; default: what is here.")
+        Literal["cpu", "cuda"] | None, _fact("--accelerator", "Device of the workers; default: that of this machine.")
     ] = None
     micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
     lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
@@ -158,10 +160,10 @@ class Options:
 @with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
 @with_options(Options)
 def explain(ctx: typer.Context, **typed: Any) -> None:
-    """Resolve FILE as far as it can be without a run, and print every value with where it came from.
+    """Resolve FILE as far as it can be without a run, and print every value with its origin.
 
-    What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
-    that nothing could ever fill, are errors: exit code 2.
+    A value that only a run determines is shown as open, with the option that sets it here. Contradictions, and fields
+    that no run could fill, are errors: exit code 2.
     """
     options = typed_options(Options, typed)
     if options.file == options.diff == "-":
@@ -279,7 +281,7 @@ def _deepspeed_config(explained: Explained) -> dict[str, Any]:
 def _still_open(row: Row, where: str) -> Problem:
     key = dotted(row.path)
     option = _OPTIONS.get(key, f"--set {key}=…")
-    return Problem(row.where or where, key, f"is open: it depends on the {row.reason}", f"Give {option}.")
+    return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ def print_table(explained: Explained) -> None:
     logged = [line for line in explained.resolved.logged if line.partition(" = ")[0] not in keys]
     notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
-        notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
+        notes.append(f"{waiting} open: a run determines them; here the options beside them do")
     _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
 
 

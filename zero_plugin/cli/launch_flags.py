@@ -46,23 +46,23 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 _SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
-# Flags that are no key: they choose files, stand for several keys, or say what runs.
+# Flags without a key of the same name: they choose files, set several keys, or choose what runs.
 _WITH_VALUE: Final[Mapping[str, str]] = {
     "config_file": "YAML launch config or DeepSpeed JSON.",
     "deepspeed_config_file": "DeepSpeed JSON in place of the file's `deepspeed_config`.",
-    "model": "For a plan before the start: a transformers model's folder, or module:function.",
+    "model": "Model for a plan before the start: a transformers folder, or module:function.",
     "sequence_length": "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.",
     "rdzv_endpoint": "host:port of the rendezvous.",
 }
 _SWITCHES: Final[Mapping[str, str]] = {
     "cpu": "Run on the CPU, without DeepSpeed.",
-    "multi_gpu": "Plain data parallelism on GPUs.",
+    "multi_gpu": "Data parallelism (DDP) on GPUs, without ZeRO.",
     "tpu": "Data parallelism over the devices of a TPU, without DeepSpeed.",
-    "use_deepspeed": "ZeRO by DeepSpeed.",
+    "use_deepspeed": "Train with DeepSpeed ZeRO.",
     "module": "The program is a module, as with `python -m`.",
     "no_python": "The program is an executable.",
     "dry_run": "Print the environment and the torchrun command; start nothing.",
-    "quiet": "Say only what goes wrong.",
+    "quiet": "Log only warnings and errors.",
 }
 
 
@@ -71,7 +71,7 @@ def launch_flags() -> Mapping[str, Any]:
     """Each flag by its name, with its option.
 
     Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
-    same check and in the same words. A key that is true or false alone is a switch.
+    same check and in the same words. A key whose only values are true and false is a switch.
     """
     keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
     keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
@@ -93,7 +93,7 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     """Give a command that takes `ctx` and keywords the launch flags; `typed_flags(ctx)` tells which were typed.
 
     Args:
-        left_out: names of flags that would say nothing to this command.
+        left_out: names of flags that have no meaning for this command.
     """
     flags = {name: (flag, None) for name, flag in launch_flags().items() if name not in left_out}
     return lambda command: _with_keywords(command, flags)

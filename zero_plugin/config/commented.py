@@ -30,7 +30,7 @@ _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch 
 
 
 def key_comments() -> dict[KeyPath, str]:
-    """By the path of a key in a launch config, what the schema says of it; DeepSpeed's own keys have no comment."""
+    """The comment for each key of a launch config, by its path, from the schema; DeepSpeed's own keys have none."""
     keys = yaml_schema()["properties"]
     compiling, training = keys["dynamo_config"]["properties"], keys["deepspeed_config"]["properties"]
     described: dict[KeyPath, Any] = {

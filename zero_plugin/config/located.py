@@ -335,7 +335,7 @@ class _Json(_Reader):
             elif found and found != closing:
                 is_open = self._text.startswith("/*", self._at)
                 fix = "Close the comment with */." if is_open else "Add the comma or bracket."
-                raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", fix)
+                raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` is expected", fix)
         self._open.pop()
         self._at += 1
 
@@ -345,7 +345,7 @@ class _Json(_Reader):
         hjson = _HJSON_KEY.match(self._text, self._at) or _HJSON_TEXT.match(self._text, self._at)
         if hjson is None:
             fix = "Delete it." if self._next() == "," else 'Write "key": value, in double quotes.'
-            raise self._refuse(f"{self._glimpse()} where a key must stand", fix)
+            raise self._refuse(f"{self._glimpse()} where a key is expected", fix)
         self._note_hjson()
         self._at = hjson.end()
         return hjson[1]
@@ -374,7 +374,7 @@ class _Json(_Reader):
 
     def _no_value(self, path: KeyPath) -> Any:
         """Note the bare word here as a problem and read past it, as an open value unless its meaning is plain."""
-        message = f"{self._glimpse()} where a value must stand"
+        message = f"{self._glimpse()} where a value is expected"
         fix = "Write a number, true, false, null or a quoted text."
         bare = _BARE_VALUE.match(self._text, self._at)
         if bare is None:
@@ -417,7 +417,7 @@ class _Json(_Reader):
     def _refuse_end(self, closing: str) -> ConfigError:
         opened = text_place("", self._text, self._open[-1]).lstrip(":")
         fix = f"Close the bracket of {opened}, or one inside it."
-        return self._refuse(f"the end of the file where `{closing}` must stand", fix)
+        return self._refuse(f"the end of the file where `{closing}` is expected", fix)
 
     def _refuse(self, message: str, fix: str) -> ConfigError:
         return syntax_error(self._where(), message, fix)

@@ -276,7 +276,7 @@ def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
 
 
 def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:
-    """At every step, not only the last: a mistake shows in the first minute, and on all processes at once."""
+    """Check the number of rows at every step, so that a mistake is an error at the first, on all processes at once."""
     samples = loader.batch_samples
     # `loss.repeat(batch_size)` is common, also where the last batch is shorter: then its first rows are meant.
     if samples is not None and rows not in (samples, loader.batch_size):

@@ -157,19 +157,19 @@ class LogOnce:
             announce(line.format(found), by_each=self._by_each)
 
 
-def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
+def report_dropped(sharing: Sharing, *, is_least: bool = False) -> LogOnce:
     """A function that logs, once, how many samples all processes leave out at the end of each epoch.
 
     Args:
-        how: how the loader is shared.
+        sharing: how the loader's batches are shared.
         is_least: whether the number is a lower bound.
     """
-    what, least = "samples" if how.batched else "batches", "at least " if is_least else ""
+    what, least = "samples" if sharing.batched else "batches", "at least " if is_least else ""
     line = (
-        f"{what} left out: {least}{{}} at the end of each epoch, so that all {how.world} processes stop together; "
+        f"{what} left out: {least}{{}} at the end of each epoch, so that all {sharing.world} processes stop together; "
         "even_batches: true repeats samples instead"
     )
-    return LogOnce(line if how.rank == 0 else "")
+    return LogOnce(line if sharing.rank == 0 else "")
 
 
 class Reading:
@@ -245,17 +245,17 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @classmethod
     def around(
-        cls: type[_Adapter], base: DataLoader[Any], how: Sharing, delivery: Delivery, **options: Any
+        cls: type[_Adapter], base: DataLoader[Any], sharing: Sharing, delivery: Delivery, **options: Any
     ) -> _Adapter:
         """Around a DataLoader that there is already; the options are `_wrap`'s."""
         loader = cls.__new__(cls)
-        loader._wrap(base, how, delivery, **options)
+        loader._wrap(base, sharing, delivery, **options)
         return loader
 
     def _wrap(
         self,
         base: DataLoader[Any],
-        how: Sharing,
+        sharing: Sharing,
         delivery: Delivery,
         *,
         skip: int = 0,
@@ -267,7 +267,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
         Args:
             base: what is read. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a `StreamShard`.
-            how: its batches are shared.
+            sharing: how its batches are shared.
             delivery: how they reach the loop.
             skip: batches that are left out at the beginning of every epoch.
             epoch: the first.
@@ -275,12 +275,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             repeats_unseen: name of the user's sampler that shares the samples and may repeat some.
         """
         self.base_dataloader = base
-        self._how = how
+        self._sharing = sharing
         self._delivery = delivery
         self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
         self._is_stream = isinstance(self.dataset, IterableDataset)
-        self._ends_unknown = ends_unknown and how.world > 1
+        self._ends_unknown = ends_unknown and sharing.world > 1
         self.repeats_unseen = repeats_unseen
         self._shard = shard_of(base)
         self._place = _Place()
@@ -291,12 +291,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._batches: int | None = None  # of the running epoch, by its length
         self._reading = Reading()
         self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
-        self._report_dropped = report_dropped(how, is_least=ends_unknown)
+        self._report_dropped = report_dropped(sharing, is_least=ends_unknown)
         self._report_restart = LogOnce(_BEGINS_AGAIN, by_each=True)
         self._report_reading_ahead = LogOnce(_READS_AHEAD)
-        self.batch_size = how.batch_size if how.batched else None
-        self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
-        self.drop_last = how.drop_last
+        self.batch_size = sharing.batch_size if sharing.batched else None
+        self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
+        self.drop_last = sharing.drop_last
         self.device = delivery.device
         self.remainder = -1
         if epoch:
@@ -330,7 +330,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     @property
     def cut(self) -> int:
         """Into how many batches each of the user's is cut."""
-        return self._how.cut
+        return self._sharing.cut
 
     @property
     def total_dataset_length(self) -> int:
@@ -477,7 +477,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         epoch = self._epochs.of(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._how.world > 1:  # the copies of the dataset have to draw alike
+            if self._sharing.world > 1:  # the copies of the dataset have to draw alike
                 seed = int(broadcast(torch.tensor(seed)))
             self._stream.begin_epoch(seed + self._epochs.current, epoch)
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
@@ -535,7 +535,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
         with undisturbed() if shard.resumes else nullcontext():
             iterator = iter(base)
-        counts, batched = shard.counts, self._how.batched
+        counts, batched = shard.counts, self._sharing.batched
         counted = base.in_order  # else nobody knows which batch came first
         for batch in iterator:
             try:
@@ -564,9 +564,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         Raises:
             LoopError: the processes' streams are to be the same, and are not.
         """
-        how = self._how
+        sharing = self._sharing
         begins_again = self._stream is not None and self._stream.division is not Division.BY_SKIPPING
-        begins_again = begins_again and how.even and not how.drop_last
+        begins_again = begins_again and sharing.even and not sharing.drop_last
         portions, again = self._read(skip), iter(list[Portion]())
         last: Portion | None = None
         steps = 0
@@ -575,7 +575,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         while True:
             # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
             going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
-            if going == 0 or (going < how.world and (last is None or not begins_again)):
+            if going == 0 or (going < sharing.world and (last is None or not begins_again)):
                 if samples:
                     self._report_dropped(samples)
                 return

@@ -89,7 +89,7 @@ def prepare_loader(
     batched = batches is not None
     batch_size = getattr(batches, "batch_size", None) if batched else 1
     dividing = None if stream or world_size == 1 else find_dividing_sampler(loader, rank, world_size)
-    how = Sharing(
+    sharing = Sharing(
         rank=rank,
         world=world_size,
         batch_size=_split_size(batch_size if batched and not dividing else None, world_size)
@@ -103,16 +103,16 @@ def prepare_loader(
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
-        alone = replace(how, rank=0, world=1, even=False, split=False, batch_size=batch_size)
+        alone = replace(sharing, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
-        return DataLoaderDispatcher.around(base, how, delivery, slice_fn=slice_fn)
+        return DataLoaderDispatcher.around(base, sharing, delivery, slice_fn=slice_fn)
     if not stream:
         _check_same_length(loader.dataset)
     real = None if dividing is None else count_real_samples(loader, dividing)
     repeats_unseen = None if dividing is None or real is not None else type(dividing).__name__
     return DataLoaderShard.around(
-        _give_part(loader, how, shard_iterable, is_divided=dividing is not None, real=real),
-        how,
+        _give_part(loader, sharing, shard_iterable, is_divided=dividing is not None, real=real),
+        sharing,
         delivery,
         ends_unknown=stream or repeats_unseen is not None,
         repeats_unseen=repeats_unseen,
@@ -121,7 +121,7 @@ def prepare_loader(
 
 def _give_part(
     loader: DataLoader[Any],
-    how: Sharing,
+    sharing: Sharing,
     shard_iterable: ShardIterable,
     *,
     is_divided: bool = False,
@@ -131,29 +131,29 @@ def _give_part(
 
     Args:
         loader: reads all of it.
-        how: it is shared.
+        sharing: how it is shared.
         shard_iterable: of `prepare_loader`.
         is_divided: the loader's sampler gives this process its own part.
         real: how many of that part's samples, from the front, are not repeated ones; None for all.
     """
     stream = isinstance(loader.dataset, IterableDataset)
     if stream:
-        part = share_stream(loader, how, shard_iterable)
+        part = share_stream(loader, sharing, shard_iterable)
     else:
-        rank, world = (0, 1) if is_divided else (how.rank, how.world)
+        rank, world = (0, 1) if is_divided else (sharing.rank, sharing.world)
         shard = BatchSamplerShard(
             loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
             world,
             rank,
-            how.split,
-            how.even and world > 1,
-            report_dropped=report_dropped(how, is_least=is_divided),
+            sharing.split,
+            sharing.even and world > 1,
+            report_dropped=report_dropped(sharing, is_least=is_divided),
             real=real,
-            batched=how.batched,
+            batched=sharing.batched,
         )
         part = with_batches(loader, shard)
-    if loader.num_workers and (how.rank or (stream and loader.worker_init_fn is not None)):
-        part = copy_loader(part, worker_init_fn=WorkerStart(how.rank, loader.worker_init_fn, stream=stream))
+    if loader.num_workers and (sharing.rank or (stream and loader.worker_init_fn is not None)):
+        part = copy_loader(part, worker_init_fn=WorkerStart(sharing.rank, loader.worker_init_fn, stream=stream))
     return part
 
 

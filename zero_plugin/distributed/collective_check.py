@@ -40,23 +40,23 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class RankProgress:
-    """Where one process is. What it publishes of calls and passes, and that it is gone, stays true for good.
+    """What one process publishes about its progress. What it says of calls and passes, and that it is gone, stays true.
 
     Attributes:
-        beat: counts up with each time that it is published; one that stays says nothing about now.
-        calls: collective calls entered so far.
-        call: name of the last one entered, "" for none.
-        left: collective calls left so far.
-        passes: parts of the training that need all processes, entered since that call.
-        line: where its script is, `file:line`.
-        since: seconds that it is there.
-        busy: what it imports, compiles or saves there, "" for nothing of these.
-        quiet: seconds since it last did.
-        machine: whose process ids `pid` is one of.
-        pid: of the process.
-        ended: whether it has come to its end with all others.
-        gone: whether it ends without them.
-        failed: whether it does so with an error.
+        beat: the number of times that it was published; if it does not change, the rest is out of date.
+        calls: the number of collective calls that the process has entered.
+        call: the name of the last of them, "" for none.
+        left: the number of collective calls that it has left.
+        passes: the number of parts of the training that need all processes, entered since the last call.
+        line: the current line of its script, as `file:line`.
+        since: the seconds that it has been in that line.
+        busy: what it imports, compiles or saves there; "" for none of these.
+        quiet: the seconds since it last imported, compiled or saved.
+        machine: the machine on which `pid` is valid.
+        pid: the process id.
+        ended: whether it has ended together with all other processes.
+        gone: whether it has ended without the others.
+        failed: whether it has ended with an error.
     """
 
     beat: int = 0
@@ -393,9 +393,9 @@ class CollectiveCheck:
 
     Time is counted in ticks that this process was awake for: one that is stopped and continued has not waited.
 
-    Calls that are rare and long (`meets`) wait for each other in the store before they touch the process group. There
-    an error is a `LoopError` in the script. In any other call the script sits in an operation of C++ that nothing can
-    interrupt, so the error is printed, last calls are made (`call_before_end`), and the process ends with exit code 1.
+    In calls that are rare and long (`waits_for_all`) the processes first wait for each other in the store. There an
+    error is a `LoopError` in the script. In any other call the script waits in a C++ operation that cannot be
+    interrupted, so the error is printed, the calls of `call_before_end` are made, and the process exits with 1.
 
     Args:
         store: shared by all processes.
@@ -424,11 +424,11 @@ class CollectiveCheck:
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
 
-    def enter(self, name: str, *, meets: bool) -> bool:
-        """The script comes to a collective call. False inside another one, which it is a part of.
+    def enter(self, name: str, *, waits_for_all: bool) -> bool:
+        """Called when the script enters a collective call. Returns False inside another call, of which it is a part.
 
         Raises:
-            LoopError: another process is in another call, or gone, or has not come in time to a call that `meets`.
+            LoopError: another process is in another call, is gone, or is too late for a call with `waits_for_all`.
         """
         if self._now is not None:
             return False
@@ -436,7 +436,7 @@ class CollectiveCheck:
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
         self._now = Call(progress.calls, name, passes)
-        if meets:
+        if waits_for_all:
             try:
                 self._wait_for_all(f"met/{progress.calls}/{name}")
             except BaseException:
@@ -445,20 +445,20 @@ class CollectiveCheck:
         return True
 
     def leave(self, *, done: bool) -> None:
-        """The script has left the call, with its result or by an error."""
+        """Called when the script has left the call; `done` if without an error."""
         if done:
             self._progress.left = self._progress.calls
         self._now = None
 
     def pass_together(self) -> None:
-        """The training comes to an operation that needs all processes, and that is not a call of its own."""
+        """Count an operation of the training that needs all processes and is not itself a collective call."""
         self._progress.passes += 1
 
     def exchange(self, word: str) -> list[str]:
-        """Inside a call: every process' word, by rank; they wait for each other in the store.
+        """Exchange a string with all processes, inside a call; returns every process' string by rank.
 
         Raises:
-            LoopError: as for a call that `meets`.
+            LoopError: as for a call with `waits_for_all`.
         """
         self._exchanges += 1
         keys = [f"word/{self._exchanges}/{rank}" for rank in range(self._world_size)]
@@ -675,19 +675,19 @@ def report_failure(how: str) -> None:
         _check.report_failure(how)
 
 
-def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def collective(name: str, *, waits_for_all: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that every process has to call.
 
     Args:
         name: what messages call it.
-        meets: the processes wait for each other in the store first; for calls that are rare and long.
+        waits_for_all: the processes wait for each other in the store first; for calls that are rare and long.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check = _check
-            if check is None or not dist.is_initialized() or not check.enter(name, meets=meets):
+            if check is None or not dist.is_initialized() or not check.enter(name, waits_for_all=waits_for_all):
                 return function(*args, **kwargs)
             done = False
             try:

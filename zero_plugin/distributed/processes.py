@@ -221,7 +221,7 @@ class _OwnGroup:
     def _end_left_over(self) -> None:
         """End a group that no run has ended: that of a script which used `PartialState` alone."""
         if self.lives:
-            collective("end_training", meets=True)(self.end)()
+            collective("end_training", waits_for_all=True)(self.end)()
 
 
 _own = _OwnGroup()

@@ -158,7 +158,7 @@ class Prepared:
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
-    @collective("prepare", meets=True)
+    @collective("prepare", waits_for_all=True)
     def prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
         """The prepared objects, in the order of `objects`; collective. See `Accelerator.prepare`.
 

@@ -1,4 +1,4 @@
-"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits without a word."""
+"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits silently."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _line(two: int, three: int) -> Affine:
 
 
 def _without_idle_mask(model: nn.Module, example: Example) -> Example:
-    """Without a padding mask of ones, which transformers drops when it sees its values."""
+    """The example without a padding mask of ones, which transformers drops if it can read its values."""
     if isinstance(example, Mapping) and hasattr(model, "main_input_name"):
         mask = example.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type != "meta" and bool(mask.all()):
@@ -281,7 +281,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _no_warnings_of_fakes() -> AbstractContextManager[None]:
-    """Without what torch prints of an operation that meets wrong shapes: the error that it raises is reported."""
+    """Silence torch's log of an operation with wrong shapes: the error that it raises is reported anyway."""
     return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 

@@ -471,7 +471,7 @@ class Footprint:
 
     @property
     def device_bytes(self) -> int:
-        """Of one device."""
+        """Bytes on one device."""
         return sum(self.device.values())
 
     @property
@@ -481,12 +481,12 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """Of one node."""
+        """Bytes of CPU memory on one node."""
         return sum(self.host.values())
 
     @property
     def nvme_bytes(self) -> int:
-        """Of one node."""
+        """Bytes of NVMe on one node."""
         return sum(self.nvme.values())
 
 
@@ -612,7 +612,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the complete step."""
+        """The time of the complete step."""
         return sum(self.terms.values())
 
 

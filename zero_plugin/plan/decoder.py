@@ -189,7 +189,7 @@ def decoder_activations(
 
 
 def _attention_widths(hidden: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int]:
-    """Of the queries, and of the keys."""
+    """The size of all heads together: of the queries, and of the keys."""
     width = heads * head_size if head_size else hidden
     return width, width * (kv_heads or heads) // heads
 

@@ -99,7 +99,7 @@ def find_device(name: str) -> KnownDevice:
 
 
 def nearest_device(memory_bytes: int) -> KnownDevice:
-    """Of those that are known, the one whose memory is nearest; of two as near, the slower."""
+    """The known GPU whose memory is nearest; the slower one, if two are equally near."""
     return min(KNOWN_DEVICES, key=lambda device: (abs(device.memory_bytes - memory_bytes), device.tensor_tflops))
 
 

@@ -273,7 +273,9 @@ def fits_nowhere(choice: Choice, changes: Sequence[Change], where: str) -> Confi
     """
     ways = "; ".join(_as_key(change.what) for change in changes[:3])
     fix = (
-        f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
+        f"Any one of these changes is enough: {ways}."
+        if ways
+        else "No single change is enough; use a smaller model, or more GPUs."
     )
     return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
@@ -502,11 +504,11 @@ class RunMemory:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """On one process' device, on its machine and on its NVMe drive."""
+        """The memory on one process' device, on its machine and on its NVMe drive."""
         return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
-        """The same with other `fields` of its setup."""
+        """A copy with other `fields` of its setup."""
         return replace(self, setup=replace(self.setup, **fields))
 
 

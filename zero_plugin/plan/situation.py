@@ -58,7 +58,7 @@ class ModelSizes:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Elements of all parameters."""
         return sum(p.elements * p.count for p in self.parameters)
 
     @property
@@ -142,7 +142,7 @@ class Activations:
         return f"activations: {self.source}{tokens}"
 
     def under(self, stage: Stage) -> Activations:
-        """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
+        """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self
 
 
@@ -240,7 +240,7 @@ class Setup:
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
         persistence_threshold: stage 3 keeps parameters with no more elements unpartitioned on every device.
         max_live_parameters: elements up to which stage 3 gathers ahead.
-        max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
+        max_reuse_distance: stage 3 does not release parameters that are used again within this many elements.
         param_buffer: elements of each of the five buffers between CPU memory and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.

@@ -322,7 +322,7 @@ _TRACKERS: Final[dict[str, type[KnownTracker]]] = {
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Those whose package is installed; `jsonl` needs none."""
+    """The trackers whose package is installed; `jsonl` needs none."""
     return [LoggerType(name) for name, kind in _TRACKERS.items() if _is_installed(kind)]
 
 

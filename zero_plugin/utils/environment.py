@@ -40,7 +40,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the modules that have been imported."""
+    """The given modules that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 

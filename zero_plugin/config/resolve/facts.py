@@ -131,7 +131,7 @@ class MachineFacts:
 
     @property
     def counted(self) -> int:
-        """By how many processes a schedule counts: as many all along, so that its curve stays."""
+        """The number of processes by which schedules count: that of the start, so that the curve stays the same."""
         return self.intended or self.processes
 
 

@@ -272,7 +272,7 @@ def _asked(draft: Draft) -> Entry | None:
 
 
 def _typed(draft: Draft) -> dict[Half, Entry | None]:
-    """Of each half precision, whether it is written to be on or off."""
+    """The configured `enabled` of each half precision; None if it is absent."""
     return {half: draft.get(half, "enabled") for half in _HALVES}
 
 

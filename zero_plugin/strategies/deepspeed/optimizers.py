@@ -136,7 +136,7 @@ def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]])
 
 
 def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
-    """The same algorithm and groups on DeepSpeed's CPU kernel; None if there is no equivalent kernel."""
+    """An optimizer with the same algorithm and groups on DeepSpeed's CPU kernel; None if no kernel is equivalent."""
     kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
     # torch implements AdamW as Adam with decoupled decay; the kernel has one of the two for all groups.
     decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}

@@ -297,7 +297,7 @@ class DeepSpeedStrategy(Strategy):
         return (self._chosen_stage if stage is AUTO else stage) == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """Without an engine: without an optimizer there is nothing to partition below stage 3."""
+        """A session without an engine, for a model without an optimizer: below stage 3 nothing of it is partitioned."""
         resolved = request.resolved
         module = _cast_parameters(request.model, resolved.precision)
         if request.is_placed:
