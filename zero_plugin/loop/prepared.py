@@ -116,8 +116,15 @@ class Prepared:
             for name, value in training.measure().items()
         }
 
+    def settle(self) -> None:
+        """Count the last step of each optimizer; see `AcceleratedOptimizer.settle`."""
+        for training in self.trained:
+            if training.optimizer is not None:
+                training.optimizer.settle()
+
     def free(self) -> None:
         """Release everything that is prepared, and its memory."""
+        self.settle()
         for training in self.trainings:
             if training.session.before_change is not None:
                 training.session.before_change()

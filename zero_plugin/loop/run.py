@@ -261,6 +261,7 @@ class Run(ProcessCalls):
 
     def _describe_end(self) -> None:
         if (prepared := self._prepared()) is not None:
+            prepared.settle()
             for training in prepared.trained:
                 for line in training.describe_end():
                     _log.info(line)

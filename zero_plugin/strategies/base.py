@@ -23,7 +23,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.precision import Measured
+from zero_plugin.strategies.precision import FoundInf, Measured
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, persistent_tensors, unpartitioned_fragment
 
 DIRECT_BACKWARD = (
@@ -229,7 +229,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def step(self, measured: Measured, *, clips: bool) -> bool:
+    def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
         """Apply the complete gradients. Collective.
 
         Args:
@@ -237,7 +237,7 @@ class Session(ABC):
             clips: whether they are still to be clipped as configured.
 
         Returns:
-            False if the step was skipped, since they are not finite.
+            False if the step was skipped, since they are not finite; or what says so, where the device has decided.
 
         Raises:
             LoopError: the script has changed something that the step would not apply.
