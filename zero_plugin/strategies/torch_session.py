@@ -214,9 +214,8 @@ class TorchSession(Session):
                 norm = torch.full_like(norm, inf)  # nan or inf: the same result with every strategy
         # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
         if max_norm != inf and finite is not False and not is_small:
-            by = (
-                norm.nan_to_num(0.0, posinf=0.0) if isinstance(finite, FoundInf) else norm
-            )  # by 0: torch changes nothing
+            # torch changes nothing for a norm of 0: gradients that are not finite stay, to show the cause.
+            by = norm.nan_to_num(0.0, posinf=0.0) if isinstance(finite, FoundInf) else norm
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
         return Measured(finite, norm)
 
