@@ -313,7 +313,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         if not self._batched:
             batches = ([item] for item in batches)
         left = sys.maxsize if self._real is None else self._real
-        for position, share in enumerate(share_batches(batches, self._sharing(), self._report_dropped)):
+        for position, share in enumerate(share_batches(batches, self.sharing(), self._report_dropped)):
             if position >= self._skip:
                 counts.append((share.samples, min(share.real, left)))
                 yield share.indices if self._batched else share.indices[0]
@@ -334,7 +334,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         self.draws = draws
         return draws.begin(iter(self.batch_sampler), sampler)
 
-    def _sharing(self) -> Sharing:
+    def sharing(self) -> Sharing:
+        """How it shares the coming epoch."""
         size = self.batch_size if self._batched else 1
         if self.split_batches:
             size //= self.num_processes
