@@ -108,6 +108,20 @@ def share_batches(
         step = next(steps, None) if is_full else following
 
 
+def split_size(batch_size: int | None, num_processes: int) -> int:
+    """What each process gets of batches that are split among all.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if not batch_size or batch_size % num_processes:
+        raise ValueError(
+            f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
+            "make it a multiple of their number"
+        )
+    return batch_size // num_processes
+
+
 def count_steps(samples: int, how: Sharing) -> int:
     """In how many steps all processes have a batch of so many samples, which are batched alike."""
     assert how.batch_size is not None
@@ -279,11 +293,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         self._batched = batched
         self._skip = 0
         self._draw_from: Draws | None = None
-        if split_batches and (not self.batch_size or self.batch_size % num_processes):
-            raise ValueError(
-                f"split_batches: the batch size {self.batch_size} cannot be split among {num_processes} processes; "
-                "make it a multiple of their number"
-            )
+        if split_batches:
+            split_size(self.batch_size, num_processes)
 
     def skipping(self, count: int) -> BatchSamplerShard:
         """The same without the first `count` batches."""
