@@ -1,4 +1,4 @@
-"""How soon and in how many words a wrong configuration is told: `zero-plugin launch` against `accelerate launch`.
+"""How soon and in how many lines a wrong configuration is reported: `zero-plugin launch` against `accelerate launch`.
 
 Twenty wrong configurations: both get the same files and the same script, which differs in one import. It prepares a
 linear model and trains eight steps in one process on the CPU (with DeepSpeed, Accelerate runs no more there). The time
@@ -104,7 +104,7 @@ class Seen:
     """What one run showed: after how many seconds (None: never) what was said, and among how many lines."""
 
     seconds: float | None
-    told: str
+    message: str
     lines: int
 
 
@@ -127,15 +127,15 @@ def run(library: str, folder: Path) -> Seen:
         return Seen(None, "**trains, says nothing**", len(lines))
     if code < 0:
         return Seen(None, f"**nothing within {LIMIT_S} s**", len(lines))
-    when, told = our_message(lines) if library == OURS else their_message(lines)
-    return Seen(when, told, len(lines))
+    when, message = our_message(lines) if library == OURS else their_message(lines)
+    return Seen(when, message, len(lines))
 
 
 def our_message(lines: list[tuple[float, str]]) -> tuple[float, str]:
     """The first problem: the line below `error: 1 problem in the configuration:`."""
     index = next(n for n, (_, line) in enumerate(lines) if line.startswith("error:"))
-    when, told = lines[min(index + 1, len(lines) - 1)]
-    return when, told.strip()
+    when, line = lines[min(index + 1, len(lines) - 1)]
+    return when, line.strip()
 
 
 def their_message(lines: list[tuple[float, str]]) -> tuple[float, str]:
@@ -179,8 +179,8 @@ def main() -> None:
     for library in libraries:
         table.add_column(f"{library}, s", justify="right")
         table.add_column("lines", justify="right")
-        table.add_column("told")
-    told: dict[str, list[float]] = {library: [] for library in libraries}
+        table.add_column("message")
+    times: dict[str, list[float]] = {library: [] for library in libraries}
     for name, yaml, json in WRONG:
         if arguments.only not in name:
             continue
@@ -194,12 +194,12 @@ def main() -> None:
         row = [name]
         for library in libraries:
             took = [one.seconds for one in seen[library] if one.seconds is not None]
-            told[library] += [median(took)] if took else []
+            times[library] += [median(took)] if took else []
             last = seen[library][-1]
-            row += [f"{median(took):.2f}" if took else "", str(last.lines), cell(last.told)]
+            row += [f"{median(took):.2f}" if took else "", str(last.lines), cell(last.message)]
         table.add_row(*row)
     of = sum(arguments.only in name for name, _, _ in WRONG)
-    summary = [part for n in libraries for part in (f"{median(told[n]):.2f}", "", f"{len(told[n])} of {of} told")]
+    summary = [part for n in libraries for part in (f"{median(times[n]):.2f}", "", f"{len(times[n])} of {of} reported")]
     table.add_row("median", *summary)
     console.print(table, conditions)
     print_check_times(console, arguments.checks)

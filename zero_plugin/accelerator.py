@@ -480,7 +480,8 @@ class Accelerator:
         Raises:
             ConfigError: the configuration cannot be completed, or contradicts the objects.
             LoopError: an object was already prepared as another object, a model was loaded with `device_map`, models
-                share parameters, or an optimizer holds parameters of another model or comes too late.
+                share parameters, or an optimizer holds parameters of another model, or is passed after its model under
+                ZeRO.
             ValueError: `device_placement` does not have one value for each object.
         """
         if device_placement is None:
@@ -1154,7 +1155,7 @@ class Accelerator:
         self._run.trackers.start(self.log_with, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The started tracker of that name; a tracker that does nothing on other processes, or if none is started.
+        """The started tracker of that name; if no tracker is started, and on other processes, one that does nothing.
 
         Args:
             name: e.g. `wandb`.

@@ -33,7 +33,7 @@ class Problem:
 
     Attributes:
         where: `file:line:column`, a flag such as `--zero_stage`, or a call such as `Accelerator(mixed_precision=…)`.
-        key: the dotted path of the key, e.g. `zero_optimization.stage`; empty when the whole file is meant.
+        key: the dotted path of the key, e.g. `zero_optimization.stage`; empty if the problem concerns all of the file.
         message: what is wrong, with the value that was found.
         fix: what is legal or what to write; empty for a note only.
         value: what was found there, as text; empty where no single value is meant.

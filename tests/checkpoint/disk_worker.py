@@ -191,7 +191,7 @@ def check_separate(training: Training, disk: Path) -> None:
     for target in (torn / "saved", torn / "other"):
         told = training.save(target)
         assert told is not None
-        assert "is not one folder for all processes: what processes [1] write" in told, told
+        assert "is not the same folder on all processes: process 0 does not read there what processes [1]" in told, told
     load = training.accelerator.load_state
     told = refused(lambda: load(torn / "saved"))
     assert "processes [1] see no checkpoint" in told, told

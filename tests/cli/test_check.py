@@ -115,7 +115,7 @@ def test_zero_beside_a_tpu_is_dropped_aloud(check: Check) -> None:
     code, out, _ = check("tpu.yaml")
     assert code == 0
     assert "ZeRO stage 3 and param offload to cpu dropped, as tpu.yaml:1:1 asks" in out
-    assert "each TPU device holds the whole model, its gradients and optimizer states" in out
+    assert "each TPU device holds the complete model, its gradients and optimizer states" in out
 
 
 def test_what_launch_always_refuses_is_a_warning(check: Check) -> None:

@@ -133,7 +133,7 @@ def test_what_a_run_would_fill_is_open(explain: Explain) -> None:
         "scheduler.params.warmup_num_steps": "waits for DummyScheduler to tell it (--warmup_steps)",
         "scheduler.params.warmup_max_lr": "waits for the optimizer to tell the learning rate (--lr)",
     }
-    assert "8 open: a run fills what waits" in output
+    assert "8 open: a run determines them" in output
 
 
 def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
     assert found["optimizer.params.weight_decay"][1].endswith("(--weight_decay)")
     code, output, _ = explain("open.json", "--micro_batch=1", "--lr=1e-4")
     assert (code, lines(output)["optimizer.params.lr"]) == (0, ["0.0001", "auto: from the command line"])
-    assert "2 open: a run fills what waits" in output
+    assert "2 open: a run determines them" in output
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_errors_and_help_import_no_torch(arguments: list[str], code: int, tmp_pa
 
 WRONG = {
     "a missing file": ("absent.yaml", None, "absent.yaml", "no such file"),
-    "broken JSON": ("bad.json", '{\n  "train_batch_size": 8', "bad.json:2:", "`}` must stand"),
+    "broken JSON": ("bad.json", '{\n  "train_batch_size": 8', "bad.json:2:", "`}` is expected"),
     "an unknown key": ("bad.yaml", "num_processes: 2\nmixed_precison: bf16\n", "bad.yaml:2:1", "mixed_precision"),
     "a wrong type": ("bad.json", '{\n  "train_batch_size": "two"}', "bad.json:2:3", "integer"),
     "stage 4": ("bad.json", '{"zero_optimization":\n  {"stage": 4}}', "bad.json:2:4", "an integer from 0 to 3"),

@@ -47,7 +47,7 @@ def test_the_table(plan: PlanCommand) -> None:
     assert code == 0
     head, columns, *lines = output.splitlines()
     assert head.startswith("decoder of 4,096 × 32, 7B parameters, 2048 tokens per sample, on 8 × A100-40GB")
-    assert columns.split() == ["strategy", "batch", "device", "host", "step", "samples/s", "why", "not"]
+    assert columns.split() == ["strategy", "batch", "device", "CPU", "memory", "step", "samples/s", "why", "not"]
     table = lines[: lines.index("")]
     marked = [line for line in table if line.startswith("→")]
     assert len(marked) == 1
@@ -133,7 +133,7 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
     code, output, _ = plan(*LLAMA, *cramped, "--gpus", "2", "--output", "plan.yaml")
     assert code == 1
     assert "nothing fits with 10% of each memory left free" in output
-    assert "any one of these would do:" in output
+    assert "any one of these changes is enough:" in output
     assert "in CPU memory instead of 16 GiB" in output
     assert "the largest model of this shape that fits: " in output
     assert not Path("plan.yaml").exists()
@@ -209,7 +209,8 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
 def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
     """A misspelt name is planned as Adam, aloud; a known one in any case is not mentioned."""
     assert (
-        "optimizer admw is not known: taken to keep 2 tensors, as Adam" in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
+        "optimizer admw is not known: it is assumed to keep 2 tensors, as Adam"
+        in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
     )
     assert plan(*LLAMA, *NODE, "--optimizer", "LION")[2] == ""
 

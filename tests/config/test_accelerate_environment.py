@@ -45,7 +45,7 @@ def test_flags_of_ddp() -> None:
     assert entry.origin.where == "environment variable ACCELERATE_MIXED_PRECISION"
     path = ("mixed_precision",)
     with pytest.raises(ConfigError, match='"fp16" in code, but "bf16" at environment variable ACCELERATE_MIXED'):
-        overlay_code(document, {path: "fp16"}, {path: "Accelerator(mixed_precision='fp16')"})
+        overlay_code(document, {path: ("Accelerator(mixed_precision='fp16')", "fp16")})
 
 
 def test_flags_of_deepspeed() -> None:

@@ -1,18 +1,21 @@
 """Every key of DeepSpeed's configuration changes what a run does, or is spoken of by `check` or by the run.
 
-`make campaign` prints a table, key | what changed, of real engines on the CPU; the ordinary suite asks `check` alone.
+The campaign has a test for each section of the schema, which runs real engines on the CPU; with `-rP` pytest shows the
+tables, key | what changed. The ordinary suite asks `check` alone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -93,49 +96,104 @@ def spoken(case: Case) -> list[str]:
     return sorted(new) or sorted(idle)
 
 
-def in_parts(tried: Iterable[Case], workers: int) -> list[list[Case]]:
-    """The cases for each worker; those with the same first configuration follow one another at the same worker."""
-    groups: dict[str, list[Case]] = {}
-    for case in tried:
-        groups.setdefault(json.dumps([case.before, case.world], sort_keys=True), []).append(case)
-    parts: list[list[Case]] = [[] for _ in range(workers)]
-    for group in sorted(groups.values(), key=len, reverse=True):
-        min(parts, key=len).extend(group)
-    return parts
+@functools.cache
+def all_cases() -> tuple[Case, ...]:
+    """Every key in each of its surroundings."""
+    return tuple(cases())
 
 
-def effects(tried: list[Case], workers: int = 2) -> Iterator[list[Any]]:
-    """The answers of `effect_worker.py` to each of the cases."""
+def section_of(case: Case) -> str:
+    """The part of the schema with which a case is tried: all cases of a key are in one."""
+    top, *below = case.key
+    if not below:
+        return "top level"
+    if top == "zero_optimization" and below[0].startswith("stage3_"):
+        return "zero_optimization.stage3_"
+    return f"{top}.{below[0]}" if len(below) > 1 and top in ("zero_optimization", "data_efficiency") else top
 
-    def work(part: list[Case]) -> list[list[Any]]:
-        script = Path(__file__).with_name("effect_worker.py")
-        with subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        ) as worker:  # fmt: skip
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            asked = "".join(json.dumps([case.name, case.before, case.after, case.world]) + "\n" for case in part)
-            stdin = worker.stdin
-            feeding = threading.Thread(target=lambda: (stdin.write(asked), stdin.close()))
-            feeding.start()
-            answers = [json.loads(line[6:]) for line in worker.stdout if line.startswith("EFFECT")]
-            feeding.join()
-        assert len(answers) == len(part), "the worker did not come to its end"
-        return answers
 
-    with ThreadPoolExecutor(workers) as pool:
-        for answers in pool.map(work, in_parts(tried, workers)):
-            yield from answers
+SECTIONS: Final = tuple(dict.fromkeys(map(section_of, all_cases())))
+
+
+def first_configuration(case: Case) -> str:
+    """What a case has in common with others, and is trained once for all of them."""
+    return json.dumps([case.before, case.world], sort_keys=True)
+
+
+class Workers:
+    """Processes of `effect_worker.py`. Cases with one first configuration go to one process, which trains it once.
+
+    Attributes:
+        folder: for what they print.
+        count: how many there are.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._answers: dict[str, list[Any]] = {}
+        self._owners: dict[str, int] = {}
+        self._outputs = [folder / f"worker{n}" for n in range(count)]
+        self._running = ExitStack()
+        self._processes = [self._start(output) for output in self._outputs]
+
+    def _start(self, output: Path) -> subprocess.Popen[str]:
+        file = self._running.enter_context(output.open("w"))
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("effect_worker.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, bufsize=1,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+
+    def answers(self, tried: Sequence[Case]) -> dict[str, list[Any]]:
+        """What the workers answer to each of the cases, by name; what was asked before is not tried again."""
+        asked = {case.name: json.dumps([case.before, case.after, case.world], sort_keys=True) for case in tried}
+        new = {known: case for case in tried if (known := asked[case.name]) not in self._answers}
+        parts: list[list[Case]] = [[] for _ in self._processes]
+        groups: dict[str, list[Case]] = {}
+        for case in new.values():
+            groups.setdefault(first_configuration(case), []).append(case)
+        for first, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+            least = min(range(len(parts)), key=lambda n: len(parts[n]))
+            parts[self._owners.setdefault(first, least)].extend(group)
+        with ThreadPoolExecutor(len(parts)) as pool:
+            try:
+                list(pool.map(self._ask, range(len(parts)), parts))
+            except BaseException:  # such as the time limit's; the pool would wait for all that is left
+                for process in self._processes:
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return {name: self._answers[known] for name, known in asked.items()}
+
+    def _ask(self, number: int, part: list[Case]) -> None:
+        process = self._processes[number]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for case in part:
+            process.stdin.write(json.dumps([case.name, case.before, case.after, case.world]) + "\n")
+            answer = next((line for line in process.stdout if line.startswith("EFFECT")), None)
+            assert answer is not None, f"{case.name}: the worker has ended: {self._outputs[number].read_text()[-2000:]}"
+            known = json.dumps([case.before, case.after, case.world], sort_keys=True)
+            self._answers[known] = json.loads(answer[6:])[1:]
+
+    def end(self) -> None:
+        """Wait for the processes, which end when nothing more is asked."""
+        for process in self._processes:
+            process.communicate()
+        self._running.close()
+
+
+@pytest.fixture(scope="module")
+def workers(built_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Two processes, or one in each of several pytest processes."""
+    folder = tmp_path_factory.mktemp("effects")
+    running = Workers(folder, 1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    yield running
+    running.end()
 
 
 def unchanged(tried: Iterable[Case]) -> Iterator[Case]:
     """Each first configuration beside itself: what differs there would be taken for the effect of a key."""
-    seen = set()
-    for case in tried:
-        if (known := json.dumps([case.before, case.world], sort_keys=True)) not in seen:
-            seen.add(known)
-            yield replace(case, name=f"nothing of {case.name}", after=case.before)
+    for case in {first_configuration(case): case for case in reversed(tuple(tried))}.values():
+        yield replace(case, name=f"nothing of {case.name}", after=case.before)
 
 
 def verdict(case: Case, did: list[str], held: list[str], said: list[str], error: str, before: str) -> str:
@@ -151,25 +209,36 @@ def verdict(case: Case, did: list[str], held: list[str], said: list[str], error:
 
 
 def test_excused_keys_exist() -> None:
-    """The table names no key that DeepSpeed does not have."""
+    """The tables name no key that DeepSpeed does not have, and no case that is not tried."""
     known = {".".join(path) for path, _ in walk_keys(deepspeed_schema())}
     assert set(NOT_TO_BE_SEEN) <= known
+    assert set(ONLY_HELD) <= {".".join(case.key) for case in all_cases()}
+    assert set(IDLE) <= {case.name for case in all_cases()}
 
 
 def test_a_sample_of_keys_is_legal_beside_what_check_says() -> None:
     """Whatever `check` says of a key, it says of the key itself, or of the value of another that contradicts it."""
-    for case in random.Random(17).sample(list(cases()), 60):
+    for case in random.Random(17).sample(all_cases(), 60):
         spoken(case)
+
+
+def of_section(keys: Iterable[str], section: str) -> set[str]:
+    """Those of the dotted keys whose cases are in the section."""
+    return {".".join(case.key) for case in all_cases() if section_of(case) == section} & set(keys)
 
 
 @pytest.mark.campaign
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.usefixtures("built_ops")
-def test_no_key_is_silent() -> None:
-    """Each key in each of its surroundings: the optimizer, hooks, files, memory or calls differ, or it is spoken of."""
+@pytest.mark.parametrize("section", SECTIONS)
+def test_no_key_is_silent(section: str, workers: Workers) -> None:
+    """Each key in each of its surroundings: the optimizer, hooks, files, memory or calls differ, or it is spoken of.
+
+    Each first configuration beside itself does not differ.
+    """
     table, tried = {}, []
-    for case in cases():
+    of_this = [case for case in all_cases() if section_of(case) == section]
+    for case in of_this:
         if told := spoken(case):
             table[case.name] = told[0]
         elif case.name in IDLE:
@@ -180,17 +249,21 @@ def test_no_key_is_silent() -> None:
             )
         else:
             tried.append(case)
-    by_name = {case.name: case for case in tried}
-    answers = {name: answer for name, *answer in effects([*tried, *unchanged(tried)])}
-    for name, case in by_name.items():
-        table[name] = verdict(case, *answers.pop(name))
+    same = list(unchanged(tried))
+    answers = workers.answers([*tried, *same])
+    for case in tried:
+        did, held, said, error, before = answers[case.name]
+        table[case.name] = verdict(case, did, held, said, error, before)
     for name, what in table.items():
         print(f"{name} | {what}")
-    for name, (did, held, _, error, before) in answers.items():
-        assert not did + held, f"{name}, beside itself: {did}{held}"
-        assert error.splitlines()[-1:] == before.splitlines()[-1:], f"{name}: {error}{before}"
-    silent = [name for name, what in table.items() if not what]
-    assert not silent, f"{len(silent)} keys change nothing, and nobody says so: {silent}"
-    done = {case.key for case in cases() if not table[case.name].startswith(HELD)}
-    idle = {".".join(case.key) for case in by_name.values() if case.key not in done}
-    assert idle == set(ONLY_HELD), f"objects have these values, and nothing is done with them: {idle ^ set(ONLY_HELD)}"
+    faults = []
+    for case in same:
+        did, held, _, error, before = answers[case.name]
+        if did + held or error.splitlines()[-1:] != before.splitlines()[-1:]:
+            faults.append(f"{case.name}, beside itself: {did}{held}{error}{before}")
+    faults += [f"{name} changes nothing, and nobody says so" for name, what in table.items() if not what]
+    done = {case.key for case in of_this if not table[case.name].startswith(HELD)}
+    idle = {".".join(case.key) for case in tried if case.key not in done}
+    odd = idle ^ of_section(ONLY_HELD, section)
+    faults += [f"{key}: objects hold it alone, or ONLY_HELD says so wrongly" for key in sorted(odd)]
+    assert not faults, "\n".join(faults)

@@ -31,12 +31,12 @@ def document() -> Document:
 
 
 def code(document: Document, values: dict[KeyPath, Any]) -> Document:
-    return overlay_code(document, values, {path: f"Accelerator({path[-1]}=…)" for path in values})
+    return overlay_code(document, {path: (f"Accelerator({path[-1]}=…)", value) for path, value in values.items()})
 
 
 def test_a_flag_overrides_the_file(document: Document) -> None:
     """A flag wins without a word, and the value then says that it is the flag's."""
-    laid = overlay_flags(document, {STAGE: 3, PRECISION: "no"}, {STAGE: "--zero_stage", PRECISION: "--mixed_precision"})
+    laid = overlay_flags(document, {STAGE: ("--zero_stage", 3), PRECISION: ("--mixed_precision", "no")})
     entry = laid.deepspeed.get("zero_optimization", "stage")
     assert (entry.value, str(entry.origin)) == (3, "--zero_stage")
     assert laid.launch.value("mixed_precision") == "no"
@@ -66,7 +66,7 @@ def test_equal_values_never_clash(document: Document) -> None:
 
 def test_every_clash_is_listed_at_once(document: Document) -> None:
     """Code against explicit other values of file or flag is one error with all pairs, each with both places."""
-    flagged = overlay_flags(document, {STAGE: 3}, {STAGE: "--zero_stage"})
+    flagged = overlay_flags(document, {STAGE: ("--zero_stage", 3)})
     whole: KeyPath = ("deepspeed", "zero_optimization", "offload_optimizer")
     with pytest.raises(ConfigError) as caught:
         code(flagged, {STAGE: 1, CLIPPING: 0.5, PRECISION: "fp16", whole: None})

@@ -238,7 +238,7 @@ def test_a_template_names_every_word_to_fill(name: str) -> None:
     """All words that stand for values are named in one report, beside what is wrong without them."""
     words, others = TEMPLATES[name]
     found = refusal(name).problems
-    fills = {p: p.message.split("`")[1] for p in found if "where a value must stand" in p.message}
+    fills = {p: p.message.split("`")[1] for p in found if "where a value is expected" in p.message}
     assert set(fills.values()) == words
     assert {(p.key, p.message) for p in found if p not in fills} == {
         (p.key, p.message) for p in found if any(p.key == k and p.message.startswith(start) for k, start in others)

@@ -80,9 +80,9 @@ def test_read_values_and_a_field_beside_a_key() -> None:
 def test_flags() -> None:
     """The flags of short fields, and assignments by either name."""
     path = ("deepspeed", "zero_optimization", "stage")
-    assert keys(overlay_flags(Document(), {path: 7}, {path: "--zero_stage"})) == ["zero_stage"]
+    assert keys(overlay_flags(Document(), {path: ("--zero_stage", 7)})) == ["zero_stage"]
     for key in ("zero_stage", "zero_optimization.stage"):
-        assert keys(overlay_flags(Document(), *read_assignments([f"{key}=7"], "--set"))) == [key]
+        assert keys(overlay_flags(Document(), read_assignments([f"{key}=7"], "--set"))) == [key]
 
 
 def test_variables() -> None:
@@ -103,7 +103,7 @@ def test_code_against_a_file() -> None:
         assert [problem.key for problem in caught.value.problems] == ["zero_stage"]
     path = ("deepspeed", "zero_optimization", "stage")
     with pytest.raises(ConfigError) as caught:
-        overlay_code(launched, {path: 3}, {path: "Accelerator(…)"})
+        overlay_code(launched, {path: ("Accelerator(…)", 3)})
     assert [problem.key for problem in caught.value.problems] == ["zero_stage"]
 
 

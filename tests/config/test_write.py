@@ -217,9 +217,7 @@ def test_zero_without_a_stage_stays_what_deepspeed_runs(tmp_path: Path) -> None:
     launch.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
     check_round_trips(read_document(launch), tmp_path)
     path = ("distributed_type",)
-    by_flag = read_document(tmp_path / "ds.json").overlay(
-        {path: "DEEPSPEED"}, kind="flag", where={path: "--use_deepspeed"}
-    )
+    by_flag = read_document(tmp_path / "ds.json").overlay("flag", {path: ("--use_deepspeed", "DEEPSPEED")})
     launch.write_text(by_flag.to_accelerate_yaml())
     assert read_document(launch).deepspeed.value("zero_optimization", "stage") == 0
 

@@ -193,7 +193,7 @@ def check_a_distributed_sampler_is_left_to_it() -> None:
 
 
 def check_data_cut_up_by_hand_is_refused() -> None:
-    with pytest.raises(LoopError, match="give each of them the whole one"):
+    with pytest.raises(LoopError, match="give each of them the complete one"):
         prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
 
 

@@ -36,7 +36,7 @@ def test_counts_are_at_least_one(
     monkeypatch.setattr(sys, "argv", ["train.py", f"--steps={count}"])
     with pytest.raises(SystemExit, match="2"):
         train.read_arguments()
-    assert f"--steps: {count} is not a whole number of at least 1" in capsys.readouterr().err
+    assert f"--steps: {count} is not an integer of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.processes

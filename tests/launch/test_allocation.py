@@ -32,8 +32,7 @@ MPI = {
 
 
 def document(kind: Any = "file", **keys: Any) -> Document:
-    paths = {(key,): value for key, value in keys.items()}
-    return Document().overlay(paths, kind=kind, where=dict.fromkeys(paths, "c.yaml:1:1"))
+    return Document().overlay(kind, {(key,): ("c.yaml:1:1", value) for key, value in keys.items()})
 
 
 def test_machines_and_meeting_point_come_from_srun() -> None:

@@ -23,8 +23,8 @@ TWO_MACHINES = {"num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.
 
 
 def document(**keys: Any) -> Document:
-    paths = {(key,): value for key, value in keys.items()}
-    return Document().overlay(paths, kind="file", where={path: f"c.yaml:{n}:1" for n, path in enumerate(paths, 1)})
+    said = {(key,): (f"c.yaml:{n}:1", value) for n, (key, value) in enumerate(keys.items(), 1)}
+    return Document().overlay("file", said)
 
 
 def build(machine: Machine, environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:
@@ -186,9 +186,7 @@ def test_what_this_machine_cannot_launch(machine: Machine, keys: dict[str, Any],
 def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
     """Without a `distributed_type` a ZeRO section runs on DeepSpeed, so what that cannot do is found here, too."""
     with_zero = document(mixed_precision="fp16").overlay(
-        {("deepspeed", "zero_optimization", "stage"): 2},
-        kind="file",
-        where={("deepspeed", "zero_optimization", "stage"): "c.yaml:2:1"},
+        "file", {("deepspeed", "zero_optimization", "stage"): ("c.yaml:2:1", 2)}
     )
     with pytest.raises(ConfigError, match="DeepSpeed does not run fp16 on a cpu"):
         build_spec(with_zero, SCRIPT, LAPTOP, {})
@@ -196,9 +194,7 @@ def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
 
 def test_a_flag_for_gpus_without_a_gpu() -> None:
     """`--multi_gpu` is refused where there is none; a file that says so may move there, and runs on the CPU."""
-    typed = Document().overlay(
-        {("distributed_type",): "MULTI_GPU"}, kind="flag", where={("distributed_type",): "--multi_gpu"}
-    )
+    typed = Document().overlay("flag", {("distributed_type",): ("--multi_gpu", "MULTI_GPU")})
     with pytest.raises(ConfigError, match=r"--multi_gpu: .*no GPU here.*\n.*--cpu"):
         build_spec(typed, SCRIPT, LAPTOP, {})
     assert build_spec(typed, SCRIPT, SERVER, {}).local_processes == 4
@@ -216,7 +212,8 @@ def test_an_nvme_folder_that_cannot_be_made(tmp_path: Path) -> None:
             (*section, "offload_param", "device"): "nvme",
             (*section, "offload_param", "nvme_path"): str(path),
         }
-        return document(**launch).overlay(values, kind="flag", where=dict.fromkeys(values, "--offload_param_nvme_path"))
+        said = {path: ("--offload_param_nvme_path", value) for path, value in values.items()}
+        return document(**launch).overlay("flag", said)
 
     with pytest.raises(ConfigError, match=r"--offload_param_nvme_path: .*file is no folder that can be written"):
         build_spec(offloading(tmp_path / "file" / "swap"), SCRIPT, LAPTOP, {})

@@ -33,8 +33,8 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def document(**keys: Any) -> Document:
-    paths = {(key,): value for key, value in keys.items()}
-    return Document().overlay(paths, kind="file", where={path: f"c.yaml:{n}:1" for n, path in enumerate(paths, 1)})
+    said = {(key,): (f"c.yaml:{n}:1", value) for n, (key, value) in enumerate(keys.items(), 1)}
+    return Document().overlay("file", said)
 
 
 def build(environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:

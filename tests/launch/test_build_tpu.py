@@ -36,8 +36,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def document(**launch: Any) -> Document:
-    values = {(key,): value for key, value in launch.items()}
-    return Document().overlay(values, kind="file", where=dict.fromkeys(values, "c.yaml:1:1"))
+    return Document().overlay("file", {(key,): ("c.yaml:1:1", value) for key, value in launch.items()})
 
 
 def build(script: Path, machine: Machine = TPU_HOST, environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:

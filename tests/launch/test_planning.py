@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document, from_environment, to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.errors import ConfigError
-from zero_plugin.launch.build import build_spec, plan_launch, sequence_length
+from zero_plugin.launch.build import build_spec, plan_launch
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import Machine
 from zero_plugin.plan.model_source import ModelSource
@@ -137,10 +138,10 @@ def test_nothing_to_plan_is_said(model: str) -> None:
 
 def test_the_sequence_length_is_a_count() -> None:
     """The model's own where nothing is typed; text is refused."""
-    assert sequence_length({}) is None
-    assert sequence_length({"sequence_length": "4K"}) == 4000
-    with pytest.raises(ConfigError, match="--sequence_length: 'long' is no count"):
-        sequence_length({"sequence_length": "long"})
+    assert require_count("--sequence_length", None, "2048") is None
+    assert require_count("--sequence_length", "4K", "2048") == 4000
+    with pytest.raises(ConfigError, match=r"--sequence_length: 'long' is no count\n.*Write e\.g\. 2048\."):
+        require_count("--sequence_length", "long", "2048")
 
 
 def test_the_command_says_what_was_chosen(launch: Callable[..., Any], model: str, tmp_path: Path) -> None:

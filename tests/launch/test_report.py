@@ -71,7 +71,10 @@ def test_sigkill_is_explained_as_host_memory() -> None:
 
 @pytest.mark.parametrize(
     ("kills", "said", "unsaid"),
-    [(1, "it counts 1 more such kills", "Somebody"), (0, "Somebody else sent it", "fewer processes per machine")],
+    [
+        (1, "it counts 1 more such kills", "Another process sent"),
+        (0, "Another process sent it", "fewer processes per machine"),
+    ],
 )
 def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> None:
     """Its counter tells a lack of memory from a `kill -9`; the ranks' parts are told, the largest first."""

@@ -56,7 +56,7 @@ ROWS = [
     Row(
         "a process that tells its end",
         "distributed/collective_check.py",
-        "    atexit.register(_publish_end)\n",
+        "    atexit.register(_report_exit)\n",
         "",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
         "process 1 has failed",
@@ -74,7 +74,7 @@ ROWS = [
     Row(
         "long calls meet before they touch the group",
         "distributed/collective_check.py",
-        "        if meets:\n            try:",
+        "        if waits_for_all:\n            try:",
         "        if False:\n            try:",
         (f"{AGREEMENT}::test_different_long_calls[ddp:long_calls]",),
         "[1, 1]",
@@ -110,7 +110,7 @@ ROWS = [
     Row(
         "an early end is met",
         "loop/run.py",
-        '    @collective("end_training", meets=True)\n',
+        '    @collective("end_training", waits_for_all=True)\n',
         "",
         (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
         "[1, 1]",

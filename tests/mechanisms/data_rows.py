@@ -18,7 +18,7 @@ ROWS = [
     Row(
         "each process has its own batches",
         "data/batch_sampler.py",
-        "            own = step[how.rank]\n            yield",
+        "            own = step[sharing.rank]\n            yield",
         "            own = step[0]\n            yield",
         (f"{BATCHES}::test_each_step_is_consecutive_batches_of_one_process_s_loader[2]", PROCESSES),
         "assert",
@@ -59,8 +59,8 @@ ROWS = [
     Row(
         "each process has its own part of a stream's steps",
         "data/stream.py",
-        "replace(how, rank=rank, world=world, split=False), None)",
-        "replace(how, rank=0, world=world, split=False), None)",
+        "replace(sharing, rank=rank, world=world, split=False), None)",
+        "replace(sharing, rank=0, world=world, split=False), None)",
         (TWO,),
         "nothing twice",
     ),
@@ -133,7 +133,7 @@ ROWS = [
     Row(
         "copies of a stream draw alike",
         "data/stream.py",
-        "            same = SameDraws(int(self._clock[0]))\n",
+        "            same = SameDraws(int(self._seed_and_epoch[0]))\n",
         "            pass\n",
         (TWO,),
         "begins with other samples on each process",
@@ -149,7 +149,7 @@ ROWS = [
     Row(
         "even batches are completed",
         "data/batch_sampler.py",
-        "        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]",
+        "        own = [*real, *islice(filler, max(0, sharing.batch_size - len(real)))]",
         "        own = list(real)",
         (f"{BATCHES}::test_even_batches_complete_the_last_step_from_the_first_samples[2-whole]",),
         "assert",
@@ -158,8 +158,8 @@ ROWS = [
     Row(
         "uneven batches stop together",
         "data/batch_sampler.py",
-        "(how.rank < len(step) and report_dropped is None and not how.drop_last)",
-        "how.rank < len(step)",
+        "(sharing.rank < len(step) and report_dropped is None and not sharing.drop_last)",
+        "sharing.rank < len(step)",
         (f"{BATCHES}::test_uneven_batches_stop_together_and_tell_what_is_left_out[2-whole]",),
         "every process has equally many batches",
         processes=0,
@@ -167,7 +167,7 @@ ROWS = [
     Row(
         "streams of different length end together",
         "data/loader.py",
-        "        self._ends_unknown = ends_unknown and how.world > 1",
+        "        self._ends_unknown = ends_unknown and sharing.world > 1",
         "        self._ends_unknown = False",
         (PROCESSES,),
         "in check_streams_of_different_length_stop_together",

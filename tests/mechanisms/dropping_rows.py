@@ -87,7 +87,7 @@ ROWS = [
     Row(
         "dropping what sits out, at stage 1 with offload",
         GRADIENTS,
-        "                self._join_with_zeros()\n",
+        "                self._fill_missing_with_zeros()\n",
         "                pass\n",
         checks("failure", "dropped_gradients_of_what_sits_out", "zero1-cpu"),
         "moved ==",
@@ -153,7 +153,7 @@ ROWS = [
     Row(
         "the run stops after many skips",
         "loop/optimizer.py",
-        "        if self.skipped_in_a_row >= self.session.most_skips:",
+        "        if self._skipped_in_a_row >= self.session.most_skips:",
         "        if False:",
         checks("nonfinite", "the_run_stops_after_many_skips", "ddp", "zero2", "zero3"),
         "DID NOT RAISE",
@@ -161,8 +161,8 @@ ROWS = [
     Row(
         "skips in a row are counted from the last applied step",
         "loop/optimizer.py",
-        "        self.skipped_in_a_row = 0\n        self.applied_steps += 1\n",
-        "        self.applied_steps += 1\n",
+        "        self._skipped_in_a_row = 0\n        self._applied_steps += 1\n\n",
+        "        self._applied_steps += 1\n\n",
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "ddp", "zero2"),
         "optimizer.skipped_in_a_row == 0",
     ),

@@ -61,7 +61,7 @@ ROWS = [
     Row(
         "the step is clipped, off engines",
         PLAIN,
-        "            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)",
+        "            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)",
         "            pass",
         checks("loop", "clip_returns_the_norm_before_clipping", "single", "ddp"),
         "at limit 0.01",

@@ -77,7 +77,7 @@ def document(path: KeyPath, kind: str) -> Document:
 
 def at_stage(document: Document, stage: int) -> Document:
     path = ("deepspeed", "zero_optimization", "stage")
-    return document.overlay({path: stage}, kind="code", where={path: "config"})
+    return document.overlay("code", {path: ("config", stage)})
 
 
 def refusals(document: Document) -> set[str]:

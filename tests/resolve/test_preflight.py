@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.resolve.resolve import find_hopeless, resolve_before_run
+from zero_plugin.config.resolve.resolve import resolve_before_run
+from zero_plugin.errors import ConfigError
 
 AUTO_EVERYWHERE: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -32,7 +33,7 @@ def test_what_a_script_fills_is_no_problem() -> None:
     """Open fields of the batch, the optimizer, the schedule, the model and its plan wait for the script."""
     for config in (AUTO_EVERYWHERE, {**AUTO_EVERYWHERE, "zero_optimization": PLANNED}):
         document = document_from_mapping(config, "config")
-        assert find_hopeless(document, accelerator="cpu", processes=2, strategy="deepspeed") == ()
+        resolve_before_run(document, accelerator="cpu", processes=2, strategy="deepspeed")
 
 
 def test_what_depends_on_the_plan_waits_for_it() -> None:
@@ -65,5 +66,6 @@ def test_what_depends_on_the_plan_waits_for_it() -> None:
 def test_what_no_script_can_fill_is_named(changes: dict[str, Any], key: str) -> None:
     """fp16 on a CPU, and batch sizes that do not multiply."""
     document = document_from_mapping({**AUTO_EVERYWHERE, **changes}, "config")
-    problems = find_hopeless(document, accelerator="cpu", processes=2, strategy="deepspeed")
-    assert [problem.key for problem in problems] == [key]
+    with pytest.raises(ConfigError) as caught:
+        resolve_before_run(document, accelerator="cpu", processes=2, strategy="deepspeed")
+    assert [problem.key for problem in caught.value.problems] == [key]

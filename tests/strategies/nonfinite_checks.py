@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +15,12 @@ from paths import (
     FURTHER,
     PAIR,
     SINGLE,
+    Reads,
+    assert_near,
     checks_on,
+    global_batch,
     is_zero,
+    listening,
     loss_of,
     make_net,
     own_batch,
@@ -24,6 +30,7 @@ from paths import (
     weights,
 )
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_plugin.errors import LoopError
 
@@ -167,6 +174,203 @@ def check_sparse_gradients_are_looked_at(path: str) -> None:
             assert same(weights(accelerator, model), before) is (factor != 1.0)
 
 
+Build = Callable[[Any], torch.optim.Optimizer]
+FUSED: dict[str, Build] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1, fused=True
+    ),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, lr_decay=0.1, fused=True),
+}
+# A factor of each step's loss, and the norm at which its gradients are clipped.
+FACTORS: list[tuple[float, float | None]] = [
+    *((math.nan, None), (1.0, None), (math.inf, None), (1.0, 0.1), (math.nan, 0.1)),
+    *((1.0, math.inf), (math.inf, 0.1), (math.inf, math.inf), (1.0, 0.1), (1.0, 100.0)),
+]
+
+
+def _train_plainly(build: Build, precision: str) -> nn.Module:
+    """The applied steps of `FACTORS` in plain torch on the batches of all processes, without the skipped ones."""
+    plain = make_net()
+    optimizer = build(plain.parameters())
+    for step, (factor, limit) in enumerate(FACTORS):
+        if math.isfinite(factor):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                outputs = plain(global_batch(step)[0])
+            (outputs.float() - global_batch(step)[1]).square().mean().backward()
+            if limit is not None:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    return plain
+
+
+def check_a_fused_optimizer_skips_on_the_device(path: str) -> None:
+    """Nothing is read for a step, clipped or not, until somebody asks; it is plain torch's, or changes nothing."""
+    for precision in ("no", "bf16"):
+        for name, build in FUSED.items():
+            with running(path, mixed_precision=precision) as accelerator, listening() as messages:
+                net = make_net()
+                given = build(net.parameters())
+                model, optimizer = accelerator.prepare(net, given)
+                applied = in_a_row = 0
+                for step, (factor, limit) in enumerate(FACTORS):
+                    before = weights(accelerator, model), [t.clone() for s in given.state.values() for t in s.values()]
+                    loss = _poisoned(model, step, factor)
+                    with Reads() as reads:
+                        accelerator.backward(loss)
+                        if limit is not None:
+                            norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    # A fused SGD begins its momentum with what it steps by, so that it must not skip there itself.
+                    assert reads.count == (name == "SGD with momentum" and step < 2), (name, step)
+                    skipped = not math.isfinite(factor)
+                    assert optimizer.step_was_skipped is skipped, (name, step)
+                    applied, in_a_row = applied + (not skipped), in_a_row + 1 if skipped else 0
+                    assert (optimizer.applied_steps, optimizer.skipped_in_a_row) == (applied, in_a_row)
+                    if limit is not None:
+                        assert math.isinf(norm) is skipped
+                    if skipped:
+                        assert same(weights(accelerator, model), before[0]), (name, step)
+                    if skipped and step:
+                        after = [t for s in given.state.values() for t in s.values()]
+                        assert all(torch.equal(*pair) for pair in zip(after, before[1], strict=True)), (name, step)
+                    assert "found_inf" not in vars(given)
+                lines = [message for message in messages if "was skipped" in message]
+                assert len(lines) == (dist.get_rank() == 0)
+                assert all("the step after 0 applied ones" in line for line in lines)
+                found, wanted = weights(accelerator, model), _train_plainly(build, precision).state_dict()
+                if path == "single":
+                    assert same(found, dict(wanted)), (precision, name)
+                assert_near(found, wanted, 1e-4 if precision == "no" else 0.02)
+
+
+def _steps(accelerator: Any, model: Any, optimizer: Any, factors: Iterator[float] | list[float]) -> None:
+    for step, factor in enumerate(factors):
+        accelerator.backward(_poisoned(model, step, factor))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_what_nobody_asks_is_read_one_step_later(path: str) -> None:
+    """A step counts the one before it, whose skip is logged then; a prepared scheduler asks at each step."""
+    for scheduled in (False, True):
+        with running(path) as accelerator, listening() as messages:
+            net = make_net()
+            adamw = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+            schedule = [torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 0.5**step)] if scheduled else []
+            model, optimizer, *schedule = accelerator.prepare(net, adamw, *schedule)
+            for step in range(10):
+                with Reads() as reads:
+                    _steps(accelerator, model, optimizer, [math.nan if step == 3 else 1.0])
+                    if scheduled:
+                        schedule[0].step()
+                assert reads.count == (1 if scheduled or step else 0), step
+                said = [message for message in messages if "the step after 3 applied ones was skipped" in message]
+                assert len(said) == (dist.get_rank() == 0 and step > 3 - scheduled), step
+            assert optimizer.applied_steps == 9
+            assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (9 * scheduled)
+
+
+def check_a_fused_optimizer_stops_the_run(path: str) -> None:
+    """In the very step that is one skip too many, and the parameter is named, though nobody has asked before."""
+    with running(path) as accelerator:
+        net: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        optimizer.session.most_skips = 3
+
+        def step() -> None:
+            accelerator.backward(loss_of(model, own_batch(0)) + 0 * net[1].bias.log().sum() * float("inf"))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        _steps(accelerator, model, optimizer, [1.0, math.nan, 1.0])
+        step()
+        step()
+        raised(LoopError, "3 steps in a row", "after 2 applied ones", "1.bias", by=step)
+
+
+def check_a_pending_skip_is_counted_in_the_end(path: str) -> None:
+    """It is logged where the training ends, or the memory is released, right after it."""
+    for end in ("end_training", "free_memory"):
+        with running(path) as accelerator, listening() as messages:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+            _steps(accelerator, model, optimizer, [1.0, math.nan])
+            assert not messages[-1:] or "was skipped" not in messages[-1]
+            getattr(accelerator, end)()
+            said = [message for message in messages if "the step after 1 applied ones was skipped" in message]
+            assert len(said) == (dist.get_rank() == 0)
+            assert (optimizer.applied_steps, optimizer.skipped_in_a_row) == (1, 1)
+
+
+def check_a_checkpoint_has_the_counts_of_a_pending_step(folder: Path, path: str) -> None:
+    """Right after a step of which nobody has asked; and what is pending at a load is not counted on its numbers."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        _steps(accelerator, model, optimizer, [1.0, 1.0, math.nan])
+        accelerator.save_state(folder / "skipped")
+        _steps(accelerator, model, optimizer, [1.0])
+        accelerator.save_state(folder / "applied")
+        for name, counts in (("skipped", (2, 1)), ("applied", (3, 0))):
+            _steps(accelerator, model, optimizer, [1.0])
+            accelerator.load_state(folder / name)
+            assert (optimizer.applied_steps, optimizer.skipped_in_a_row) == counts
+            assert {float(state["step"]) for state in optimizer.state.values()} == {float(counts[0])}
+
+
+def check_what_runs_around_a_step_is_not_run_for_a_skipped_one(path: str) -> None:
+    """Hooks of the optimizer and of all optimizers, a replaced `step`, a subclass: there each step asks first."""
+    seen: list[str] = []
+
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            seen.append("a subclass")
+            return super().step(closure)
+
+    def note(*_: Any) -> None:
+        seen.append("a hook")
+
+    def replace(optimizer: Any) -> None:
+        own = optimizer.step
+        optimizer.step = lambda: seen.append("a replaced step") or own()
+
+    ways: list[Callable[[Any], Any]] = [
+        lambda optimizer: optimizer.register_step_pre_hook(note),
+        lambda optimizer: optimizer.register_step_post_hook(note),
+        lambda _: register_optimizer_step_pre_hook(note),
+        lambda _: register_optimizer_step_post_hook(note),
+        replace,
+        lambda _: None,
+    ]
+    for way in ways:
+        for clips in (False, True):
+            with running(path) as accelerator:
+                net = make_net()
+                kind = Own if way is ways[-1] else torch.optim.AdamW
+                given = kind(net.parameters(), fused=True)
+                model, optimizer = accelerator.prepare(net, given)
+                before = weights(accelerator, model)
+                accelerator.backward(_poisoned(model, 0))
+                if clips:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                handle = way(given)
+                optimizer.step()
+                assert seen == []
+                assert optimizer.step_was_skipped
+                assert same(weights(accelerator, model), before)
+                optimizer.zero_grad()
+                _steps(accelerator, model, optimizer, [1.0])
+                assert len(seen) == 1
+                seen.clear()
+                if handle is not None:
+                    handle.remove()
+
+
 CHECKS = {
     **checks_on(
         dict.fromkeys((*SINGLE, *PAIR)),
@@ -175,4 +379,21 @@ CHECKS = {
     **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips]),
     **checks_on(("single", "ddp", "zero2"), [check_the_number_of_skips, check_unchecked_bf16_applies]),
     **checks_on(("single",), [check_sparse_gradients_are_looked_at]),
+    **checks_on(
+        ("single", "ddp"),
+        [
+            check_a_fused_optimizer_skips_on_the_device,
+            check_what_nobody_asks_is_read_one_step_later,
+            check_a_fused_optimizer_stops_the_run,
+            check_a_pending_skip_is_counted_in_the_end,
+            check_what_runs_around_a_step_is_not_run_for_a_skipped_one,
+        ],
+    ),
+    **{
+        f"{path}-a_checkpoint_has_the_counts_of_a_pending_step": (
+            [world],
+            lambda folder, path=path: check_a_checkpoint_has_the_counts_of_a_pending_step(folder, path),
+        )
+        for path, world in (("single", 1), ("ddp", 2))
+    },
 }

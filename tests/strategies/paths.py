@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_plugin import Accelerator
 
@@ -39,6 +40,16 @@ def listening() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from the device, each of which waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def is_zero(path: str) -> bool:

@@ -123,7 +123,7 @@ def check_memory_forces_every_choice(folder: Path) -> None:
 
 def check_what_fits_nowhere_is_refused(folder: Path) -> None:
     """Every process raises the same error, which names what is short and what would do."""
-    words = ("nothing fits", "on the device", "Any of these would do")
+    words = ("nothing fits", "on the device", "Any one of these changes is enough")
     raised(ConfigError, *words, by=lambda: prepare(WORLD, 1100 * 2**20, LITTLE))
 
 

@@ -65,7 +65,7 @@ def test_an_xla_device(launch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     selection = select(2, device="xla", **launch, deepspeed_config=ZERO2)
     assert selection.strategy.name == "xla"
     assert "ZeRO stage 2 and optimizer offload to cpu dropped" in selection.reason
-    assert "each TPU device holds the whole model" in selection.reason
+    assert "each TPU device holds the complete model" in selection.reason
     assert selection.reason.startswith("XLA on 2 × xla, PJRT_DEVICE is TPU; ")
 
 

@@ -327,7 +327,7 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To CPU memory."""
+        """Move the module to CPU memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -427,12 +427,12 @@ class Layout:
         self._offload_buffers = offload_buffers
 
     def home(self, name: str) -> torch.device | str:
-        """Of a tensor."""
+        """Where a tensor is between forwards."""
         place: torch.device | str | None = lookup(self._places, name)
         return self._main if place is None else place
 
     def runs_on(self, name: str, slots: list[Slot]) -> torch.device | None:
-        """Of a module; None if the map names only what is inside, and it holds no tensor itself."""
+        """The device that a module runs on; None if the map names only its submodules and it has no tensor itself."""
         place = lookup(self._places, name)
         if place is not None:
             return self._running(place)
@@ -468,10 +468,10 @@ def plan_stops(model: nn.Module, layout: Layout, preload: Collection[str]) -> It
 
 
 def under(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """Of weights by name, those in a module, by their names there."""
+    """The weights in the module `name`, by their names in that module."""
     return PrefixedDataset(weights, f"{name}.") if name else weights
 
 
 def join_names(*names: str) -> str:
-    """Dotted; empty ones are left out."""
+    """Join names with dots; empty names are left out."""
     return ".".join(filter(None, names))

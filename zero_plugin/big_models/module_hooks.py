@@ -429,21 +429,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To the dtype of storage."""
+        """Convert the module to the dtype of storage."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """To the dtype of the forward."""
+        """Convert the module to the dtype of the forward."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Back to the dtype of storage."""
+        """Convert the module back to the dtype of storage."""
         self.interrupted(module)
         return output
 
     def interrupted(self, module: nn.Module) -> None:
-        """Back to the dtype of storage."""
+        """Convert the module back to the dtype of storage."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 

@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 _HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
 
-# Of a single GPU's memory, or CPU memory, that nobody has put a limit on, what the weights may take; the rest is for
+# The fraction of the memory of a single GPU, or of the CPU, that weights may take if no limit is given. The rest is for
 # activations.
 _WEIGHTS_OF_ONE: Final = 0.9
 
@@ -86,10 +86,10 @@ def get_balanced_memory(
     if len(gpus) < 2:
         return limits
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
-    whole = unsplit_classes(model, no_split_module_classes)
+    classes = unsplit_classes(model, no_split_module_classes)
     modules = [(name, module) for name, module in model.named_modules() if name in sizes and name]
     layers = [sizes[name] for name, module in modules if not any(True for _ in module.children())]
-    unsplit = [sizes[name] for name, module in modules if type(module).__name__ in whole]
+    unsplit = [sizes[name] for name, module in modules if type(module).__name__ in classes]
     slack = int(_LAYERS_OF_SLACK * max([*unsplit, sum(layers) // max(len(layers), 1)]))
     part = sizes[""] // (len(gpus) - low_zero) + slack
     first, *others = gpus
@@ -135,7 +135,7 @@ def infer_auto_device_map(
     Args:
         model: may be on the meta device.
         max_memory: as for `get_max_memory`; the disk has no limit.
-        no_split_module_classes: names of classes whose modules go to one place as a whole (a block with a residual
+        no_split_module_classes: names of classes whose modules are not divided over places (blocks with a residual
             connection); by default transformers' own.
         dtype: the dtype that floating tensors will have, as for `compute_module_sizes`.
         special_dtypes: as for `compute_module_sizes`.
@@ -219,7 +219,7 @@ class _Filling:
         return device_map
 
     def _partners(self, name: str, parts: list[Part]) -> list[Part]:
-        """Those of `parts` that hold a weight which is tied to one in `name`."""
+        """The `parts` that hold a weight which is tied to one in `name`."""
         groups = [group for group in self._tied if any(_holds(name, known) for known in group)]
         tied = {other for group in groups for other in group if not _holds(name, other)}
         return [entry for entry in parts if any(_holds(entry[0], other) for other in tied)]

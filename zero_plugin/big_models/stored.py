@@ -80,7 +80,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """Of a map, what is under a prefix, by the rest of its names.
+    """The entries of a map whose names have a prefix, by the rest of their names.
 
     Args:
         dataset: the complete map.
@@ -189,6 +189,6 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    """Of a state dict, what is in some modules, or is named itself."""
+    """The entries of a state dict that are in the named modules, or are named themselves."""
     under = tuple(f"{name}." for name in submodule_names)
     return {name: tensor for name, tensor in state_dict.items() if name in submodule_names or name.startswith(under)}

@@ -379,7 +379,7 @@ class BackgroundWriter:
         self._disconnect()
 
     def _disconnect_at_exit(self) -> None:
-        """Also of a script that fails."""
+        """Wait for the writing and disconnect at the exit of the process, also if the script fails."""
         self.wait_for_writing()
         self._disconnect()
 

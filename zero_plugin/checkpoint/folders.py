@@ -359,10 +359,10 @@ def has_checkpoints(place: Path, run: str | None = None) -> bool:
 
 
 def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
-    """Of the checkpoints of one run that are named as `newest` but for the number, remove the oldest beyond `keep`.
+    """Remove the oldest checkpoints of one run whose names differ from `newest` only in the number, beyond `keep`.
 
-    What killed runs left of such is settled too, but not what another job is writing. Checkpoints of other runs, of
-    nobody knows which run, and folders without a manifest are not ours, and stay.
+    Incomplete ones of killed runs are settled too, but not those that another job is writing. Checkpoints of other
+    runs or of an unknown run, and folders without a manifest, stay.
 
     Returns:
         Those removed.

@@ -106,7 +106,7 @@ def load_tensors(
                     missing.append(f"{fragment.kind} of {fragment.name}, which had none: it is zero")
 
     all_or_none(check)
-    with session.reading(), torch.no_grad():
+    with session.loading(), torch.no_grad():
         all_or_none(read)
         if not weights:
             session.update_master_weights()

@@ -113,7 +113,7 @@ def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of_same_memory(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Each further name of a tensor that has memory → its first name."""
+    """Map every name of a tensor but the first to the first, for tensors that have several names."""
     further: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
@@ -142,7 +142,7 @@ class EncodedTree:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copy(self) -> EncodedTree:
-        """The same in memory of its own."""
+        """A copy with its own memory."""
         return EncodedTree(self.text, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def write(self, stem: Path) -> None:

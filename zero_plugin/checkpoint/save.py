@@ -45,15 +45,15 @@ _found_shared: set[Path] = set()  # file systems do not change while a process r
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checkpoint that lacks the models' tensors, and what makes it complete. The sessions are not needed for that.
+    """A checkpoint whose tensors are not written yet. Sessions are not needed to complete it.
 
     Attributes:
-        target: its folder in the end.
-        draft: its folder until then.
-        layouts: where the tensors of each model go.
-        replaces: whether a checkpoint that has the name of `target` in the end is replaced.
-        about: for the manifest; on the main process.
-        trees: file's path without ending → what goes into it; on the main process.
+        target: the folder of the complete checkpoint.
+        draft: the folder in which it is written.
+        layouts: for each model, the files and positions of its tensors.
+        replaces: whether a checkpoint that is in `target` when this one is complete is replaced.
+        about: facts for the manifest; on the main process only.
+        trees: the content of each other file by its path without suffix; on the main process only.
     """
 
     target: Path
@@ -64,14 +64,14 @@ class OpenCheckpoint:
     trees: Mapping[str, EncodedTree] = field(default_factory=dict)
 
     def write(self, fragments: Iterable[Iterable[Fragment]], peers: Peers) -> None:
-        """Write it, complete or not at all. Collective.
+        """Write the tensors and complete the checkpoint, or remove it. Collective.
 
         Args:
             fragments: of each model.
             peers: what the calling thread reaches the other processes through.
 
         Raises:
-            CheckpointError: on every process; what was in `target` is as it was.
+            CheckpointError: on every process; `target` is unchanged.
         """
         try:
             parts = zip(fragments, self.layouts, strict=True)
@@ -83,7 +83,7 @@ class OpenCheckpoint:
             raise
 
     def discard(self, peers: Peers) -> None:
-        """Remove what there is of it."""
+        """Remove the incomplete checkpoint."""
         if peers.is_main:
             discard_draft(self.draft)
 
@@ -227,8 +227,8 @@ def refuse_separate_folders(draft: Path) -> None:
     missing, why = _missing_marks(draft)
     if missing:
         raise CheckpointError(
-            f"{draft.parent} is not one folder for all processes: what processes {missing} write into a file there is "
-            f"not what process 0 reads{why}.\nSave to a file system that all machines share and that takes writes at "
+            f"{draft.parent} is not the same folder on all processes: process 0 does not read there what processes "
+            f"{missing} have written{why}.\nSave to a file system that all machines share and that takes writes at "
             "any place of a file, such as NFS, Lustre or GPFS; a mounted object store does not."
         )
 

@@ -105,7 +105,7 @@ def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
 
 
 def weights_of_session(session: Session, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
-    """Those of a prepared model, in ranges; unpartitioned where ranges cannot be taken from them.
+    """The weights of a prepared model, in ranges; unpartitioned where ranges cannot be taken from them.
 
     A parameter that is converted, or is not in memory, is taken from what the optimizer steps.
 
@@ -162,7 +162,7 @@ def weights_of_module(
 def _stored_types(
     module: nn.Module, descriptions: Iterable[Description], dtype: torch.dtype | None
 ) -> dict[str, Description]:
-    """By name, as they are stored: buffers (running statistics, say) keep their type, and so do quantized weights."""
+    """The tensors with their stored dtypes, by name: buffers and quantized weights keep their dtype."""
     parameters = {name for name, _ in module.named_parameters()}
     return {
         d.name: replace(d, dtype=dtype) if dtype is not None and d.dtype in _CONVERTED and d.name in parameters else d

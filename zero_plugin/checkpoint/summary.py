@@ -169,6 +169,7 @@ def _precision(recorded: str | None, manifest: Manifest) -> str | None:
 
 
 def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The strategy, ZeRO stage, offload and number of processes that the checkpoint was written with."""
     about = manifest.about
     zero = deepspeed_config.get("zero_optimization") or {}
     imported = about.get("imported") or {}

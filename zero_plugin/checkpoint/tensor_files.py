@@ -163,7 +163,7 @@ def session_fragments(
 
     Args:
         session: of a model.
-        changing: they are going to be changed, inside `session.reading()`.
+        changing: whether they are going to be changed, inside `session.loading()`.
         prepare: called with pieces that are in memory, before their fragments come.
     """
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
@@ -174,17 +174,17 @@ def session_fragments(
 
 
 def described_fragments(session: Session) -> Iterator[Fragment]:
-    """The same, without reading from a disk: of what is there, all but the values is known."""
+    """The same fragments without reading from disk: all but the values of swapped tensors is known."""
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
     yield from _join(weights, session.optimized_pieces())
     yield from weights.values()
 
 
 def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[Fragment]:
-    """Those that have a place: all but the weights of a model that a hook has stored.
+    """The fragments that have a place in the layout: all but the weights that a hook has stored itself.
 
     Raises:
-        CheckpointError: nobody planned for one.
+        CheckpointError: a tensor other than a weight has no place.
     """
     for fragment in fragments:
         if (fragment.kind, fragment.name) in layout.places:

@@ -21,7 +21,8 @@ from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
-from zero_plugin.config.resolve.resolve import find_hopeless
+from zero_plugin.config.resolve.facts import StrategyName
+from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.schema import deepspeed_schema, yaml_schema
 from zero_plugin.config.tree import holds_auto
 from zero_plugin.errors import ConfigError, Problem, Severity
@@ -73,7 +74,7 @@ def as_text(findings: Findings) -> str:
 
 
 def print_excerpts(findings: Findings) -> None:
-    """Each problem with the line that it is about, for a terminal."""
+    """Print each problem with an excerpt of its line, and a summary at the end, for a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -239,9 +240,9 @@ def check(
         typer.Argument(metavar="FILE...", help="Files, folders, or - for standard input.", show_default=False),
     ] = None,
     output: Annotated[
-        Literal["text", "json", "github"], typer.Option("--format", help="How to print what was found.")
+        Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")
     ] = "text",
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings.")] = False,
     print_schema: Annotated[
         bool,
         typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
@@ -249,8 +250,8 @@ def check(
 ) -> None:
     """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem of all of them.
 
-    Below a folder, every file that looks like either is read. Exit code: 2 with an error, 1 with --strict and a warning
-    (something that is written has no effect, or is read as another value than it looks like), 0 otherwise.
+    In a folder, every file that looks like one of them is read. Exit code: 2 if there is an error; 1 with --strict if
+    there is a warning (a key has no effect, or is read as another value than it looks like); otherwise 0.
     """
     if print_schema:
         print(json.dumps(_schema(files or []), indent=1, ensure_ascii=False))
@@ -318,14 +319,12 @@ def _problems(file: str, content: bytes | None = None) -> Iterator[Problem]:
 
 def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
     """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to fix."""
-    hopeless = find_hopeless(
-        document,
-        accelerator="cuda",
-        processes=settings.num_processes or 1,
-        strategy="deepspeed" if asks_for_deepspeed(document, settings) else "ddp",
-    )
-    # The rest of it depends on the machine and on how many processes there are.
-    yield from (p for p in hopeless if holds_auto(document.deepspeed.value(*p.key.split("."))))
+    strategy: StrategyName = "deepspeed" if asks_for_deepspeed(document, settings) else "ddp"
+    try:
+        resolve_before_run(document, accelerator="cuda", processes=settings.num_processes or 1, strategy=strategy)
+    except ConfigError as error:
+        # The rest of it depends on the machine and on how many processes there are.
+        yield from (p for p in error.problems if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 
 def _schema(words: list[str]) -> Mapping[str, Any]:

@@ -1,8 +1,7 @@
-"""`zero-plugin checkpoint`: what is in a checkpoint, whether it is complete, and conversions from and to others."""
+"""`zero-plugin checkpoint`: inspects, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from zero_plugin.checkpoint.summary import (
     several_checkpoints,
     summarise,
 )
-from zero_plugin.cli.output import print_line, print_rows, progress_bar
+from zero_plugin.cli.output import print_json, print_line, print_rows, progress_bar
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import read_model_folder
@@ -69,7 +68,7 @@ def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
         raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
     if as_json:
         content |= {"tensors": listed} if tensors and kind != "several" else {}
-        print(json.dumps({"folder": str(folder), "kind": kind, **content}, indent=2, ensure_ascii=False))
+        print_json({"folder": str(folder), "kind": kind, **content})
     else:
         show()
         _show_tensors(listed)
@@ -240,8 +239,8 @@ def _print_differences(folder: Path, damages: list[str]) -> bool:
 
 
 _DIR = typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.", show_default=False)
-_OUT = typer.Argument(metavar="OUT", help="What to write; is not there yet.", show_default=False)
-_OVERWRITE = typer.Option("--overwrite", help="Replace the checkpoint or model that OUT is.")
+_OUT = typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.", show_default=False)
+_OVERWRITE = typer.Option("--overwrite", help="Replace OUT, if it is a checkpoint or a model.")
 _SHARD = typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")
 _TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
 
@@ -249,12 +248,12 @@ _TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's f
 def inspect(
     folder: Annotated[Path, _DIR],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a checkpoint holds: step, size, parameters, what wrote it, and how.
+    """Print what a checkpoint holds: step, size, parameters, and the run that wrote it.
 
-    Of a folder of several, each in a line. Of a Hugging Face folder or of one of DeepSpeed's checkpoints, what it is.
-    Nothing of the tensors is read.
+    A folder of several checkpoints is printed with a line for each. Hugging Face folders and DeepSpeed checkpoints are
+    described too. No tensor is read.
     """
     report(_existing(folder), tensors=tensors, as_json=as_json)
 
@@ -262,7 +261,7 @@ def inspect(
 def verify(folder: Annotated[Path, _DIR]) -> None:
     """Read a checkpoint, compare it with its checksums, and name each tensor and file that differs.
 
-    Exit code: 1 if it is damaged, 0 if not. Of a folder of several, all are read.
+    Exit code: 1 if it is damaged, 0 if not. In a folder of several checkpoints all are read.
     """
     if not verify_all(_existing(folder)):
         raise typer.Exit(1)
@@ -273,23 +272,24 @@ def export(
     out: Annotated[Path, _OUT],
     to: Annotated[
         Literal["hf", "single", "deepspeed_universal"],
-        typer.Option("--to", help="A model folder, one .safetensors file, or for DeepSpeed."),
+        typer.Option("--to", help="A model folder, one .safetensors file, or DeepSpeed's format."),
     ],
     dtype: Annotated[
         Literal["keep", "fp32", "bf16", "fp16"],
-        typer.Option("--dtype", help="Of the weights; fp32 are the optimizer's."),
+        typer.Option("--dtype", help="Dtype of the weights; fp32: the fp32 master weights."),
     ] = "keep",
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     model: Annotated[
-        int | None, typer.Option("--model", help="Which of several models, from 0.", show_default=False)
+        int | None,
+        typer.Option("--model", help="Index of the model, from 0, if there are several.", show_default=False),
     ] = None,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     trust_pickle: Annotated[bool, _TRUST] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder or one file, or all of it as DeepSpeed's universal format.
 
-    DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest complete one is
-    read. It needs no GPU, and no more memory than one tensor takes.
+    DIR may also be a DeepSpeed checkpoint or a model folder. In a folder of several checkpoints, the newest complete
+    one is read. This needs no GPU, and no more memory than one tensor takes.
     """
     if to == "deepspeed_universal" and dtype != "keep":
         raise typer.BadParameter(
@@ -317,17 +317,18 @@ def export(
 
 def import_(
     source_folder: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A checkpoint of DeepSpeed, or a model folder.", show_default=False)
+        Path, typer.Argument(metavar="SRC", help="A DeepSpeed checkpoint or a model folder.", show_default=False)
     ],
     out: Annotated[Path, _OUT],
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,
     trust_pickle: Annotated[bool, _TRUST] = False,
 ) -> None:
-    """Make a checkpoint, which load_state resumes from on any topology, of DeepSpeed's or of a Hugging Face folder.
+    """Convert a DeepSpeed checkpoint or a Hugging Face folder to a checkpoint for load_state, on any topology.
 
-    Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, fp32 master weights, optimizer states,
-    schedule and counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
+    From what DeepSpeed's save_checkpoint wrote (stages 0 to 3) it takes the weights, fp32 master weights, optimizer
+    states, learning-rate schedule and counters; pickles are read without running any code. From a Hugging Face folder
+    it takes the weights.
     """
     target, folder = out.expanduser().absolute(), _existing(source_folder)
     if recognise(folder) in ("checkpoint", "several"):

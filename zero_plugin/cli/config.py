@@ -143,7 +143,7 @@ def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
     ddp = {"cpu": "MULTI_CPU", "gpu": "MULTI_GPU"}[device]
     zero = "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"
     plain = (
-        {"NO": "one process with the whole model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
+        {"NO": "one process with the complete model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
     )
     kinds = {**plain, "DEEPSPEED": zero}
     default = "NO" if processes == 1 else "DEEPSPEED"
@@ -258,7 +258,7 @@ def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
     if compiler != "no":
         mode = prompts.choose("How does it compile?", _COMPILER_MODES, "default")
         answers["dynamo_config"] = {"dynamo_backend": compiler, "dynamo_mode": mode}
-        if prompts.confirm("Compile repeated blocks once for all, which is sooner done?", default=False):
+        if prompts.confirm("Compile only one of the repeated blocks, which is faster?", default=False):
             answers["dynamo_config"]["dynamo_use_regional_compilation"] = True
     return answers
 
@@ -311,7 +311,7 @@ def _gpu_ids(line: str) -> str:
 
 
 def _deepspeed_file(line: str) -> tuple[str, Document]:
-    """A DeepSpeed JSON without problems, by its whole path: the config that names it may be elsewhere."""
+    """The absolute path of a DeepSpeed JSON without problems; the config that names it may be in another folder."""
     file = Path(_text(line)).expanduser().resolve()
     try:
         document = read_document(file)
@@ -326,25 +326,25 @@ def _deepspeed_file(line: str) -> tuple[str, Document]:
 def config(
     action: Annotated[
         Literal["default", "update"] | None,
-        typer.Argument(help="In Accelerate's words: default is --default, update is --update.", show_default=False),
+        typer.Argument(help="As in Accelerate: default means --default, update means --update.", show_default=False),
     ] = None,
     config_file: Annotated[
         str | None,
-        typer.Option("--config_file", help="Where to write it, in place of the default file.", show_default=False),
+        typer.Option("--config_file", help="File to write, in place of the default file.", show_default=False),
     ] = None,
     default: Annotated[
-        bool, typer.Option("--default", help="Write what suits this machine, without a question.", show_default=False)
+        bool, typer.Option("--default", help="Write what suits this machine, without asking.", show_default=False)
     ] = False,
     update: Annotated[
         str | None,
         typer.Option("--update", metavar="FILE", help="Rewrite FILE in today's keys.", show_default=False),
     ] = None,
 ) -> None:
-    """Answer questions, get a launch config, with a sentence beside each key. Ctrl-C stops, and writes nothing.
+    """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.
 
-    The default file is $HF_HOME/zero_plugin/default_config.yaml, and
-    `zero-plugin launch` reads it when it is given none. A file that is there
-    is replaced only after you agree.
+    The default file is $HF_HOME/zero_plugin/default_config.yaml, which
+    `zero-plugin launch` reads if it is given no other. An existing file is
+    replaced only after you agree.
     """
     default = default or action == "default"
     if action == "update" and update is None:
@@ -362,7 +362,7 @@ def config(
         raise typer.Exit(130) from None
     except EOFError:
         print()
-        raise LaunchError("the answers ended before the questions; nothing is written") from None
+        raise LaunchError("the input ended before all questions were answered; nothing was written") from None
 
 
 def _write(file: Path, default: bool) -> None:

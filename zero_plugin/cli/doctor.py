@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,35 +17,8 @@ from typing import Annotated, Any, Final
 import typer
 
 import zero_plugin
-from zero_plugin.cli.doctor_machine import (
-    Needs,
-    check_disk,
-    check_folders,
-    check_gpus,
-    check_host_memory,
-    check_hostname,
-    check_locked_memory,
-    check_nodes,
-    check_port,
-    check_shared_memory,
-    check_tpu,
-    find_needs,
-)
-from zero_plugin.cli.doctor_software import (
-    TESTED,
-    check_builds,
-    check_compiler,
-    check_cuda,
-    check_libaio,
-    check_locks,
-    check_ninja,
-    check_packages,
-    check_python,
-    missing_builds,
-    nvcc_version,
-    torch_cuda,
-)
-from zero_plugin.cli.output import Finding, print_findings
+from zero_plugin.cli import doctor_machine, doctor_software
+from zero_plugin.cli.output import Finding, print_findings, print_json
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
@@ -88,17 +60,16 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
+    """Check this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
 
-    Each line that is not well ends with the command or the edit that fixes it. Exit code: 1 where something that the
-    config needs is wrong.
+    Each problem is printed with the command or the edit that fixes it. Exit code: 1 if something that the config needs
+    is missing or wrong.
     """
     document = document_from_flags({} if config_file is None else {"config_file": config_file})
     findings = list(examine(document, os.environ, build=build))
     healthy = all(finding.level != "wrong" for finding in findings)
     if as_json:
-        report = {"healthy": healthy, "files": list(document.sources), "findings": [asdict(f) for f in findings]}
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print_json({"healthy": healthy, "files": document.sources, "findings": [asdict(f) for f in findings]})
     else:
         print_findings(findings)
     raise typer.Exit(0 if healthy else 1)
@@ -115,45 +86,47 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     settings = launch_settings(document)
     names = [gpu.name for gpu in _gpus()]
     tpu = find_tpu(environ)
-    needs = find_needs(document, settings, len(names))
+    needs = doctor_machine.find_needs(document, settings, len(names))
     yield from _software(needs)
     yield _launch(document, Machine(len(names), count_cores(), tpu), environ)
-    cuda = torch_cuda(_torch_folder() / "version.py")
+    cuda = doctor_software.torch_cuda(_torch_folder() / "version.py")
     folder = build_folder(environ, cuda)
     stale = find_stale_build_locks(needs.ops, folder)
-    yield check_compiler(environ, missing_builds(needs.ops, folder))
-    yield check_ninja(environ, needs.ops)
-    nvcc, home = nvcc_version(environ) if cuda else (None, "")
-    yield check_cuda(cuda, nvcc, home, needs.cuda_ops)
-    yield check_libaio(environ, needed=bool(needs.nvme_folders))
-    yield check_locks(stale)
+    yield doctor_software.check_compiler(environ, doctor_software.missing_builds(needs.ops, folder))
+    yield doctor_software.check_ninja(environ, needs.ops)
+    nvcc, home = doctor_software.nvcc_version(environ) if cuda else (None, "")
+    yield doctor_software.check_cuda(cuda, nvcc, home, needs.cuda_ops)
+    yield doctor_software.check_libaio(environ, needed=bool(needs.nvme_folders))
+    yield doctor_software.check_locks(stale)
     of_build = {**environ, **({} if needs.on_gpu else {"DS_ACCELERATOR": "cpu"})}
     config = document.sources[0] if document.sources else ""
-    yield from check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
+    yield from doctor_software.check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
     on_tpu = bool(asks_for_tpu(settings))
     if not on_tpu:
         driver, requested = has_gpu_driver(), _requested_gpus(settings)
-        yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, requested=requested)
-    yield check_tpu(tpu, environ, requested=on_tpu)
-    yield check_host_memory(total_cpu_memory(), available_cpu_memory(), needs)
-    yield check_locked_memory(lockable_bytes(), needs)
+        yield doctor_machine.check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, requested=requested)
+    yield doctor_machine.check_tpu(tpu, environ, requested=on_tpu)
+    yield doctor_machine.check_host_memory(total_cpu_memory(), available_cpu_memory(), needs)
+    yield doctor_machine.check_locked_memory(lockable_bytes(), needs)
     there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
-    yield check_shared_memory(there and there.total, there.free if there else 0, needs)
-    yield check_nodes(read_nodes(), needs)
+    yield doctor_machine.check_shared_memory(there and there.total, there.free if there else 0, needs)
+    yield doctor_machine.check_nodes(read_nodes(), needs)
     for name in needs.nvme_folders:
-        yield from check_disk(name, look_at_disk(Path(name)))
-    yield from check_folders(environ)
-    yield check_hostname(socket.gethostname(), machines=settings.num_machines)
-    yield check_port(settings.main_process_port)
+        yield from doctor_machine.check_disk(name, look_at_disk(Path(name)))
+    yield from doctor_machine.check_folders(environ)
+    yield doctor_machine.check_hostname(socket.gethostname(), machines=settings.num_machines)
+    yield doctor_machine.check_port(settings.main_process_port)
 
 
-def _software(needs: Needs) -> Iterator[Finding]:
-    yield check_python(sys.version_info[:2])
+def _software(needs: doctor_machine.Needs) -> Iterator[Finding]:
+    yield doctor_software.check_python(sys.version_info[:2])
     try:
         required = metadata.requires("zero-plugin") or []
     except metadata.PackageNotFoundError:  # run from a folder that was not installed
         required = []
-    yield from check_packages({name: installed_version(name) for name in TESTED}, required, deepspeed=needs.deepspeed)
+    yield from doctor_software.check_packages(
+        {name: installed_version(name) for name in doctor_software.TESTED}, required, deepspeed=needs.deepspeed
+    )
 
 
 def _launch(document: Document, machine: Machine, environ: Mapping[str, str]) -> Finding:
@@ -183,7 +156,7 @@ def _requested_gpus(settings: LaunchSettings) -> str:
 
 
 def env() -> None:
-    """Print versions, devices and the config that `launch` takes when it is given none: what a bug report needs."""
+    """Print what a bug report needs: versions, devices and the config that `launch` uses by default."""
     for name, value in _facts():
         print(f"{name:<13} {value}")
     file = find_config_file(os.environ)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import Document, nvme_folders, offload_devices
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
 from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.config.schema import deepspeed_default
@@ -50,7 +50,7 @@ class Needs:
 
     @property
     def cuda_ops(self) -> tuple[str, ...]:
-        """Those of `ops` that nvcc compiles."""
+        """The `ops` that nvcc compiles."""
         return tuple(op for op in self.ops if op in ("fused_adam", "fused_lion", "fused_lamb", "quantizer"))
 
 
@@ -67,15 +67,13 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
     if not asks_for_deepspeed(document, settings):
         return Needs(on_gpu=on_gpu, processes=processes, binds_cores=settings.enable_cpu_affinity)
     training = document.deepspeed
-    zero = training.section("zero_optimization")
-    devices = {what: zero.value(f"offload_{what}", "device") for what in ("optimizer", "param")}
-    folders = [zero.value(f"offload_{what}", "nvme_path") for what, device in devices.items() if device == "nvme"]
+    devices = offload_devices(training)
     return Needs(
         deepspeed=True,
         on_gpu=on_gpu,
         processes=processes,
         ops=tuple(_ops(training, on_gpu=on_gpu)),
-        nvme_folders=tuple(dict.fromkeys(str(folder) for folder in folders if folder not in (None, AUTO))),
+        nvme_folders=tuple(nvme_folders(training)),
         locked_bytes=processes * _swap_buffer_bytes(training) if devices["param"] == "nvme" else 0,
         offloads_to_host="cpu" in devices.values(),
         binds_cores=settings.enable_cpu_affinity,
@@ -89,7 +87,7 @@ def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
 
 
 def _swap_buffer_bytes(training: Tree) -> int:
-    """Of the parameters' swap buffers in one process: their number and size are in the configuration."""
+    """The size of one process' swap buffers for parameters; their number and size are in the configuration."""
 
     def number(key: str) -> int:
         path = ("zero_optimization", "offload_param", key)
@@ -107,7 +105,7 @@ def _swap_buffer_bytes(training: Tree) -> int:
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
 _SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe
-_SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB unless told otherwise
+_SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB by default
 _UNLIMITED = (
     "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
     "/etc/security/limits.conf; docker run --ulimit memlock=-1)"

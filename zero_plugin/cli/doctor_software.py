@@ -21,7 +21,7 @@ _LIMIT_S: Final = 1200
 
 
 def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
-    """Those of `ops` that are not built in `folder`."""
+    """The `ops` that are not built in `folder`."""
     return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
 
 
@@ -271,6 +271,6 @@ def check_packages(installed: Mapping[str, str | None], required: list[str], *, 
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor: the last number changes no interface. `0.19.8` of a 0.x package counts whole."""
+    """Major and minor: the last number changes no interface. Of a 0.x package all three numbers count."""
     release = Version(re.sub(r"\+.*", "", version)).release
     return release[:2] if release[0] else release[:3]

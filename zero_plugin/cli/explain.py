@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags, with_options
-from zero_plugin.cli.output import print_line, print_rows
+from zero_plugin.cli.launch_flags import typed_flags, typed_options, with_launch_flags, with_options
+from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
@@ -104,7 +104,7 @@ _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What can be typed beside the launch flags."""
+    """The options of `zero-plugin explain` besides the launch flags."""
 
     file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE, show_default=False)] = None
     diff: Annotated[
@@ -112,16 +112,18 @@ class Options:
     ] = None
     output: Annotated[
         Literal["table", "json", "deepspeed"],
-        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given."),
+        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would get."),
     ] = "table"
-    everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show also the keys that have DeepSpeed's defaults.")] = (
+        False
+    )
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
     ] = None
     world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
     accelerator: Annotated[
-        Literal["cpu", "cuda"] | None, _fact("--accelerator", "What the workers run on; default: what is here.")
+        Literal["cpu", "cuda"] | None, _fact("--accelerator", "Device of the workers; default: that of this machine.")
     ] = None
     micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
     lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
@@ -157,12 +159,13 @@ class Options:
 
 @with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
 @with_options(Options)
-def explain(ctx: typer.Context, options: Options) -> None:
-    """Resolve FILE as far as it can be without a run, and print every value with where it came from.
+def explain(ctx: typer.Context, **typed: Any) -> None:
+    """Resolve FILE as far as it can be without a run, and print every value with its origin.
 
-    What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
-    that nothing could ever fill, are errors: exit code 2.
+    A value that only a run determines is shown as open, with the option that sets it here. Contradictions, and fields
+    that no run could fill, are errors: exit code 2.
     """
+    options = typed_options(Options, typed)
     if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
     facts, flags = options.facts, typed_flags(ctx)
@@ -171,7 +174,7 @@ def explain(ctx: typer.Context, options: Options) -> None:
         theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
         print_difference(ours, theirs, as_json=options.output == "json")
     elif options.output == "json":
-        print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
+        print_json(_as_json(ours))
     elif options.output == "deepspeed":
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
@@ -299,7 +302,7 @@ def print_table(explained: Explained) -> None:
     logged = [line for line in explained.resolved.logged if line.partition(" = ")[0] not in keys]
     notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
-        notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
+        notes.append(f"{waiting} open: a run determines them; here the options beside them do")
     _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
 
 
@@ -319,7 +322,7 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
     names = [ours.name, theirs.name]
     if as_json:
         differences = [{"path": path, "values": [row.as_json() for row in pair]} for path, pair in pairs]
-        print(json.dumps({"files": names, "differences": differences}, indent=2, ensure_ascii=False))
+        print_json({"files": names, "differences": differences})
         return
     if not pairs:
         print(f"{names[0]} and {names[1]} resolve to the same values")
@@ -363,7 +366,7 @@ def _origin(row: Row) -> str:
 
 
 def _place(where: str) -> str:
-    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the whole path, and a row has one place."""
+    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the complete path, and a row has one place."""
     file, _, place = where.partition(":")
     line, _, column = place.partition(":")
     return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where

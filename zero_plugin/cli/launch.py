@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
+from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.distributed.messages import show_messages
-from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
+from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
@@ -31,13 +32,13 @@ _DEMO = Path(__file__).parents[1] / "demo"
 @with_launch_flags()
 def launch(
     ctx: typer.Context,
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="What to run.", show_default=False)],
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.", show_default=False)],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENT...", help="The script's own arguments.", show_default=False)
     ] = None,
     **_: Any,
 ) -> None:
-    """Start SCRIPT as a config file and flags say. All that follows SCRIPT belongs to it.
+    """Start SCRIPT with a config file and flags. Everything after SCRIPT is passed to it.
 
     A flag overrides the file. Without --config_file the file is $ZERO_PLUGIN_CONFIG_FILE, else what
     `zero-plugin config` wrote, else what `accelerate config` wrote, else none.
@@ -51,7 +52,8 @@ def launch(
     document, of_job = fill_from_job(document, os.environ, flags.get("rdzv_endpoint"))
     machine = look_at_machine()
     if "model" in flags:
-        document, of_plan = plan_launch(document, flags["model"], sequence_length(flags), machine.gpus)
+        length = require_count("--sequence_length", flags.get("sequence_length"), "2048")
+        document, of_plan = plan_launch(document, flags["model"], length, machine.gpus)
         notes += of_plan
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
 
@@ -65,10 +67,10 @@ def demo(
     ] = None,
     **_: Any,
 ) -> None:
-    """Train a small GPT on Python's own library: ZeRO-2, on every GPU, else by two processes on the CPU.
+    """Train a small GPT on Python's own library with ZeRO-2: on all GPUs, or by two processes on the CPU.
 
-    Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- goes to
-    the training script: zero-plugin demo -- --steps 1000 --width 256; zero-plugin demo -- --help lists it all.
+    Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- is
+    passed to the training script: zero-plugin demo -- --steps 1000 --width 256; it lists its options with -- --help.
     """
     flags = {"config_file": str(_DEMO / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
@@ -84,7 +86,7 @@ def demo(
 def _start(
     document: Document, program: Program, machine: Machine, flags: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> None:
-    """Decide the launch, log what is worth knowing of it, then run it or, for `--dry_run`, print it.
+    """Resolve the launch and log its notes, then run it or, for `--dry_run`, print it.
 
     Raises:
         Exit: with the exit code of the workers.

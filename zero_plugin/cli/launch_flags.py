@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
@@ -18,6 +18,8 @@ from zero_plugin.config.document import SHORT_FIELDS
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
 from zero_plugin.config.schema import key_schema
 from zero_plugin.errors import Problem
+
+T = TypeVar("T")
 
 # By panel of the help; a key that is in none has no flag.
 _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -44,23 +46,23 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 _SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
-# Flags that are no key: they choose files, stand for several keys, or say what runs.
+# Flags without a key of the same name: they choose files, set several keys, or choose what runs.
 _WITH_VALUE: Final[Mapping[str, str]] = {
     "config_file": "YAML launch config or DeepSpeed JSON.",
     "deepspeed_config_file": "DeepSpeed JSON in place of the file's `deepspeed_config`.",
-    "model": "For a plan before the start: a transformers model's folder, or module:function.",
+    "model": "Model for a plan before the start: a transformers folder, or module:function.",
     "sequence_length": "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.",
     "rdzv_endpoint": "host:port of the rendezvous.",
 }
 _SWITCHES: Final[Mapping[str, str]] = {
     "cpu": "Run on the CPU, without DeepSpeed.",
-    "multi_gpu": "Plain data parallelism on GPUs.",
+    "multi_gpu": "Data parallelism (DDP) on GPUs, without ZeRO.",
     "tpu": "Data parallelism over the devices of a TPU, without DeepSpeed.",
-    "use_deepspeed": "ZeRO by DeepSpeed.",
+    "use_deepspeed": "Train with DeepSpeed ZeRO.",
     "module": "The program is a module, as with `python -m`.",
     "no_python": "The program is an executable.",
     "dry_run": "Print the environment and the torchrun command; start nothing.",
-    "quiet": "Say only what goes wrong.",
+    "quiet": "Log only warnings and errors.",
 }
 
 
@@ -69,7 +71,7 @@ def launch_flags() -> Mapping[str, Any]:
     """Each flag by its name, with its option.
 
     Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
-    same check and in the same words. A key that is true or false alone is a switch.
+    same check and in the same words. A key whose only values are true and false is a switch.
     """
     keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
     keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
@@ -91,44 +93,37 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     """Give a command that takes `ctx` and keywords the launch flags; `typed_flags(ctx)` tells which were typed.
 
     Args:
-        left_out: names of flags that would say nothing to this command.
+        left_out: names of flags that have no meaning for this command.
     """
-
-    def give(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        flags = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in launch_flags().items()
-            if name not in left_out
-        ]
-        command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-        return command
-
-    return give
+    flags = {name: (flag, None) for name, flag in launch_flags().items() if name not in left_out}
+    return lambda command: _with_keywords(command, flags)
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `ctx` and a dataclass the options that the fields of the dataclass describe.
+    """Give a command that takes keywords the options that a dataclass describes; see `typed_options`.
 
     Args:
         record: the dataclass; each field is annotated with its option, and has a default.
     """
     hints = get_type_hints(record, include_extras=True)
+    options = {field.name: (hints[field.name], field.default) for field in fields(record)}
+    return lambda command: _with_keywords(command, options)
 
-    def give(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(ctx: typer.Context, **values: Any) -> None:
-            command(ctx, record(**{field.name: values[field.name] for field in fields(record)}))
 
-        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        own = [
-            inspect.Parameter(field.name, context.kind, default=field.default, annotation=hints[field.name])
-            for field in fields(record)
-        ]
-        run.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-        return run
+def _with_keywords(command: Callable[..., None], keywords: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
+    """The command with further keywords in its signature, each with its annotation and its default."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in keywords.items()
+    ]
+    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    return command
 
-    return give
+
+def typed_options(record: type[T], keywords: Mapping[str, Any]) -> T:
+    """The dataclass of `with_options` from the keywords that the command was called with."""
+    return record(**{field.name: keywords[field.name] for field in fields(record)})  # type: ignore[arg-type]
 
 
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:

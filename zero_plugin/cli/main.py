@@ -38,7 +38,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 class _Command(TyperCommand):
-    """Says of a flag that Accelerate has, and this package does not, what to do in its place."""
+    """Explains what to do in place of a flag that Accelerate has and this package does not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -61,7 +61,7 @@ class _LazyCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         target = _COMMANDS[str(self.name)].get(cmd_name)
         if target == "":
-            help_text = "Look into checkpoints, verify them, and take them from and to other formats."
+            help_text = "Inspect and verify checkpoints, and convert them from and to other formats."
             return typer.main.get_group(_group(cmd_name, help=help_text))
         module, _, function = (target or "").partition(":")
         return _command(cmd_name, getattr(import_module(module), function)) if target else None

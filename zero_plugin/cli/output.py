@@ -5,11 +5,12 @@ A table fits the terminal; for a pipe it has aligned plain lines, which are neve
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Cell = str | tuple[str, str]  # a text, or a text and its style on a terminal
 
@@ -23,6 +24,11 @@ def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
     from rich.text import Text
 
     Console(highlight=False).print(Text(text, style), soft_wrap=not wraps)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON, texts as they are."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_rows(

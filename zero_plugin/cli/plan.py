@@ -5,19 +5,17 @@ It prints a line for every setup, the chosen one marked and taken apart; or all 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import with_options
-from zero_plugin.cli.output import print_line, print_rows
-from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
-from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.cli.launch_flags import typed_options, with_options
+from zero_plugin.cli.output import print_json, print_line, print_rows
+from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
@@ -26,7 +24,7 @@ from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import Cluster, Workload, is_known, name_setup, optimizer_sizes
 
-_HEAD: Final = ("", "strategy", "batch", "device", "host", "step", "samples/s", "why not")
+_HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
@@ -43,7 +41,7 @@ class Report:
     Attributes:
         work, cluster, wanted: what was asked.
         choice: what was found.
-        what_if: what would change it; None where nobody asked.
+        what_if: the changes with which something fits; None if they were not requested.
     """
 
     work: Workload
@@ -140,7 +138,7 @@ def _about_chosen(report: Report) -> list[str]:
     fits = f"the fastest that fits with {report.wanted.margin:.0%} left free"
     places = (
         (f"device, {needed.device_phase}", needed.device, needed.device_bytes, cluster.device_bytes),
-        ("host", needed.host, needed.host_bytes, cluster.host_bytes),
+        ("CPU memory", needed.host, needed.host_bytes, cluster.host_bytes),
         ("NVMe", needed.nvme, needed.nvme_bytes, cluster.nvme_bytes),
     )
     lines = ["", f"{_CHOSEN} {name_setup(chosen.setup)}: {fits}; {batch} samples per optimizer step"]
@@ -161,7 +159,7 @@ def _about_chosen(report: Report) -> list[str]:
 def _about_what_if(report: Report) -> list[str]:
     if report.what_if is None:
         return []
-    lines = ["", "any one of these would do:"] if report.what_if.changes else []
+    lines = ["", "any one of these changes is enough:"] if report.what_if.changes else []
     lines += [f"  {_as_flag(change.what)}: {name_setup(change.chosen.setup)}" for change in report.what_if.changes]
     largest = report.what_if.largest_elements
     lines.append(f"the largest model of this shape that fits: {show_count(largest) if largest else 'none'}")
@@ -227,67 +225,80 @@ def _panel(panel: str) -> Callable[..., Any]:
 _model, _machines = _panel("The model"), _panel("The machines")
 _training, _output = _panel("What is fixed"), _panel("Output")
 _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
-_RECOMPUTE: Final = "Recompute every block in the backward; default: whichever is faster."
-_TRACE: Final = "Trace the model's activations, which imports torch; else by a decoder's formula."
+_RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
+_TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
 _SOURCE: Final = "A transformers model's folder or config.json, a folder of *.safetensors, or module:function."
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What can be typed."""
+    """The options of `zero-plugin plan`."""
 
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_SOURCE, show_default=False)] = None
     params: Annotated[str | None, _model("--params", help="Parameters of a decoder, e.g. 7B.")] = None
-    hidden_size: Annotated[int | None, _model("--hidden_size", help="Its width.", min=1)] = None
-    layers: Annotated[int | None, _model("--layers", help="Its depth.", min=1)] = None
-    vocabulary: Annotated[int | None, _model("--vocabulary", help="Its tokens; default: 32000.", min=1)] = None
-    heads: Annotated[int | None, _model("--heads", help="Default: of 128 each.", min=1)] = None
-    kv_heads: Annotated[int | None, _model("--kv_heads", help="Default: as many as heads.", min=1)] = None
-    intermediate: Annotated[int | None, _model("--intermediate", help="Width of its MLP.", min=1)] = None
+    hidden_size: Annotated[int | None, _model("--hidden_size", help="Hidden size of the decoder.", min=1)] = None
+    layers: Annotated[int | None, _model("--layers", help="Number of layers.", min=1)] = None
+    vocabulary: Annotated[int | None, _model("--vocabulary", help="Size of the vocabulary; default: 32000.", min=1)] = (
+        None
+    )
+    heads: Annotated[
+        int | None, _model("--heads", help="Attention heads; default: one per 128 of hidden size.", min=1)
+    ] = None
+    kv_heads: Annotated[
+        int | None, _model("--kv_heads", help="Heads of keys and values; default: as --heads.", min=1)
+    ] = None
+    intermediate: Annotated[int | None, _model("--intermediate", help="Hidden size of the MLP.", min=1)] = None
     sequence_length: Annotated[int | None, _model("--sequence_length", help=_LENGTH, min=1)] = None
     trace: Annotated[bool, _model("--trace/--no_trace", help=_TRACE, show_default=True)] = True
     gpu: Annotated[str | None, _machines("--gpu", help="A known GPU, e.g. A100-80GB; default: this machine's.")] = None
-    gpu_memory: Annotated[str | None, _machines("--gpu_memory", help="Of each GPU, e.g. 24GiB.")] = None
-    host_memory: Annotated[str | None, _machines("--host_memory", help="Of each node, e.g. 64GiB.")] = None
-    nvme: Annotated[str | None, _machines("--nvme", help="Free space of each node's NVMe disk, e.g. 2TB.")] = None
-    gpus: Annotated[int | None, _machines("--gpus", help="On each node.", min=1)] = None
-    nodes: Annotated[int | None, _machines("--nodes", help="Machines.", min=1)] = None
-    mixed_precision: Annotated[
-        Literal["no", "fp16", "bf16"], _training("--mixed_precision", help="Computation type.", show_default=True)
+    gpu_memory: Annotated[str | None, _machines("--gpu_memory", help="Memory of each GPU, e.g. 24GiB.")] = None
+    host_memory: Annotated[str | None, _machines("--host_memory", help="CPU memory of each machine, e.g. 64GiB.")] = (
+        None
+    )
+    nvme: Annotated[str | None, _machines("--nvme", help="Free NVMe space of each machine, e.g. 2TB.")] = None
+    gpus: Annotated[int | None, _machines("--gpus", help="GPUs of each machine.", min=1)] = None
+    nodes: Annotated[int | None, _machines("--nodes", help="Number of machines.", min=1)] = None
+    precision: Annotated[
+        Literal["no", "fp16", "bf16"],
+        _training("--mixed_precision", help="Dtype of the computation.", show_default=True),
     ] = "bf16"
     optimizer: Annotated[
         str, _training("--optimizer", help="AdamW, Adam, Lion, Adagrad, SGD, …", show_default=True)
     ] = "AdamW"
     global_batch: Annotated[
-        int | None, _training("--global_batch", help="Samples of an optimizer step, on all GPUs.", min=1)
+        int | None, _training("--global_batch", help="Samples per optimizer step, on all GPUs.", min=1)
     ] = None
-    micro_batch: Annotated[int | None, _training("--micro_batch", help="Samples of a GPU and backward.", min=1)] = None
+    micro_batch: Annotated[int | None, _training("--micro_batch", help="Samples per GPU and backward.", min=1)] = None
     accumulation: Annotated[
-        int | None, _training("--gradient_accumulation_steps", help="Micro-batches of a step.", min=1)
+        int | None, _training("--gradient_accumulation_steps", help="Micro-batches per optimizer step.", min=1)
     ] = None
     zero_stage: Annotated[
         Literal["auto", "ddp", "0", "1", "2", "3"],
         _training("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", show_default=True),
     ] = "auto"
     offload_optimizer: Annotated[
-        _Device, _training("--offload_optimizer_device", help="Of optimizer states.", show_default=True)
+        _Device, _training("--offload_optimizer_device", help="Device for optimizer states.", show_default=True)
     ] = "auto"
-    offload_param: Annotated[_Device, _training("--offload_param_device", help="Of parameters.", show_default=True)] = (
-        "auto"
-    )
-    ratio: Annotated[float | None, _training("--ratio", help="Share of the optimizer on the host.", min=0, max=1)] = (
-        None
-    )
-    checkpointing: Annotated[
+    offload_param: Annotated[
+        _Device, _training("--offload_param_device", help="Device for parameters.", show_default=True)
+    ] = "auto"
+    ratio: Annotated[
+        float | None, _training("--ratio", help="Fraction of the optimizer states that is offloaded.", min=0, max=1)
+    ] = None
+    activation_checkpointing: Annotated[
         bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
     ] = None
     margin: Annotated[
-        float, _training("--margin", help="Share of each memory that stays free.", min=0, max=0.9, show_default=True)
+        float, _training("--margin", help="Fraction of each memory that stays free.", min=0, max=0.9, show_default=True)
     ] = 0.1
-    json: Annotated[bool, _output("--json", help="All numbers as JSON.", show_default=True)] = False
+    json: Annotated[bool, _output("--json", help="Print all numbers as JSON.", show_default=True)] = False
     what_if: Annotated[
         bool,
-        _output("--what_if", help="What to change where nothing fits; the largest model that fits.", show_default=True),
+        _output(
+            "--what_if",
+            help="Print what to change if nothing fits, and the largest model that fits.",
+            show_default=True,
+        ),
     ] = False
     picture: Annotated[
         Path | None, _output("--picture", help="Draw the memory of every strategy: FILE.png, .svg or .pdf.")
@@ -299,37 +310,29 @@ class Options:
 
     @property
     def source(self) -> ModelSource:
-        """Where the model is, or how large.
+        """The model: where it is, or its sizes.
 
         Raises:
             ConfigError: `--params` is no count.
         """
         names = ("hidden_size", "layers", "vocabulary", "heads", "kv_heads", "intermediate")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return ModelSource(self.model, trace=self.trace, parameters=_count("--params", self.params), **sizes)
+        parameters = require_count("--params", self.params, "7B, 350M or 1500000000")
+        return ModelSource(self.model, trace=self.trace, parameters=parameters, **sizes)
 
     @property
     def wanted(self) -> Wanted:
-        """What is fixed."""
-        return Wanted(
-            stage=_STAGES[self.zero_stage],
-            ddp=self.output is None or self.output.suffix != ".json",
-            precision=self.mixed_precision,
-            offload_optimizer=None if self.offload_optimizer == "auto" else self.offload_optimizer,
-            offload_param=None if self.offload_param == "auto" else self.offload_param,
-            ratio=self.ratio,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            activation_checkpointing=self.checkpointing,
-            global_batch=self.global_batch,
-            margin=self.margin,
-        )
+        """What is fixed: the options that have the name of a field there, where they are not `auto`, and the stage."""
+        named = {field.name for field in fields(Wanted)} & {field.name for field in fields(self)}
+        fixed: dict[str, Any] = {name: getattr(self, name) for name in named if getattr(self, name) != "auto"}
+        ddp = self.output is None or self.output.suffix != ".json"
+        return Wanted(stage=_STAGES[self.zero_stage], ddp=ddp, **fixed)
 
     def find_cluster(self) -> Cluster:
-        """The machines as stated; this one where no GPU is, and it has one.
+        """The machines that the options describe; this machine, if they name no GPU and it has one.
 
         Raises:
-            ConfigError: an amount of memory is none, or nothing tells the memory of a device.
+            ConfigError: an amount of memory is invalid, or the memory of a GPU is not known.
         """
         texts = {"gpu_memory": self.gpu_memory, "host_memory": self.host_memory, "nvme": self.nvme}
         sizes = {name: None if text is None else require_bytes(f"--{name}", text) for name, text in texts.items()}
@@ -352,19 +355,20 @@ _STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {
 
 
 @with_options(Options)
-def plan(_: typer.Context, options: Options) -> None:
-    """Say what each strategy costs in memory and time to train MODEL, and choose the fastest that fits.
+def plan(**typed: Any) -> None:
+    """Print what each strategy costs in memory and time to train MODEL, and choose the fastest that fits.
 
-    Nothing is trained and no weight is loaded; the machines need not be this one. Exit code: 0 where something fits, 1
-    where nothing does, 2 for a wrong input.
+    Nothing is trained and no weight is loaded; the machines may be others than this one. Exit code: 0 if a strategy
+    fits, 1 if none does, 2 for invalid input.
     """
+    options = typed_options(Options, typed)
     source, cluster, wanted = options.source, options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
     model, activations = open_model(source, options.sequence_length, wanted.precision)
     optimizer = optimizer_sizes(options.optimizer, fused=True)
     if not is_known(options.optimizer):
-        message = f"optimizer {optimizer.name} is not known: taken to keep {optimizer.states} tensors, as Adam"
+        message = f"optimizer {optimizer.name} is not known: it is assumed to keep {optimizer.states} tensors, as Adam"
         print(message, file=sys.stderr)
     work = Workload(model, activations, optimizer)
     choice = make_plan(work, cluster, wanted)
@@ -378,15 +382,8 @@ def plan(_: typer.Context, options: Options) -> None:
         draw_plan(options.picture, choice, cluster, report.headline, options.margin)
         written.append(options.picture)
     if options.json:
-        print(json.dumps(as_json(report), indent=2, ensure_ascii=False))
+        print_json(as_json(report))
     else:
         print_report(report, written)
     if choice.chosen is None:
         raise typer.Exit(1)
-
-
-def _count(flag: str, text: str | None) -> int | None:
-    count = None if text is None else read_count(text)
-    if text is not None and count is None:
-        raise ConfigError([Problem(flag, "", f"{text!r} is no count", "Write e.g. 7B, 350M or 1500000000.")])
-    return count

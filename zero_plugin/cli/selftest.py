@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
-from zero_plugin.cli.output import Finding, print_findings
+from zero_plugin.cli.output import Finding, print_findings, print_json
 from zero_plugin.config.document import Document
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job
@@ -57,7 +57,7 @@ class Outcome:
 
     Attributes:
         check: a name of `STEPS`.
-        status: `begun` is what stays of a check that nobody ended.
+        status: `begun` remains if a check did not end.
         said: what was measured, what is wrong, or why it was left out.
         seconds: how long it took.
         advice: what to do about it, where that is known better than by the check.
@@ -133,17 +133,17 @@ def selftest(
         str | None,
         typer.Option(
             "--folder",
-            help="Where the checkpoint is tried; all machines must see it. Default: a temporary one of one machine.",
+            help="Folder for the checkpoint; all machines must share it. Default: temporary, on one machine only.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **_: Any,
 ) -> None:
-    """Try collectives, one optimizer step, offload, a checkpoint and a data loader, as the config says.
+    """Test collectives, one optimizer step, offload, a checkpoint and a data loader with a config.
 
-    Launch flags change how it runs, as with `launch`. It takes well under a minute, unless DeepSpeed has ops to build
-    first. Exit code: 1 where something fails. With several machines, start it on each.
+    It takes the flags of `launch`, and well under a minute, unless DeepSpeed has to build ops first. Exit code: 1 if
+    something fails. With several machines, start it on each of them.
     """
     flags = typed_flags(ctx)
     endpoint = flags.get("rdzv_endpoint")
@@ -189,9 +189,7 @@ def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
             {"check": f.check, "result": f.level, "said": f.found, "fix": f.fix, "seconds": round(o.seconds, 3)}
             for f, o in zip(findings, outcomes, strict=True)
         ]
-        print(
-            json.dumps({"passed": passed, "exit_code_of_workers": code, "checks": rows}, indent=2, ensure_ascii=False)
-        )
+        print_json({"passed": passed, "exit_code_of_workers": code, "checks": rows})
     else:
         print_findings(findings)
     raise typer.Exit(0 if passed else 1)

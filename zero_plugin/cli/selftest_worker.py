@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,7 @@ from zero_plugin.accelerator import Accelerator
 from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome, note
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.document import nvme_folders, offload_devices
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.plugins import InitProcessGroupKwargs
 from zero_plugin.config.resolve.facts import Resolved
@@ -243,7 +244,8 @@ def check_host_and_device(run: Run) -> str:
 
 def check_nvme(run: Run) -> str:
     """Write and read a file by DeepSpeed's own asynchronous I/O, as its offload does."""
-    folders = _nvme_folders(run)
+    training = run.accelerator.document.deepspeed
+    folders = nvme_folders(training)
     if not folders:
         raise LeftOut("nothing is offloaded to NVMe")
 
@@ -251,24 +253,16 @@ def check_nvme(run: Run) -> str:
 
     said = []
     for folder in folders:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="zero_plugin-test-", dir=folder) as own:
             file = Path(own) / f"rank-{run.accelerator.process_index}"
-            aio = run.accelerator.document.deepspeed.section("aio").nested()
+            aio = training.section("aio").nested()
             trip = measure_nvme(file, _SWAPPED, {key: value for key, value in aio.items() if value != "auto"})
         if not trip.equal:
             raise CheckError(f"what is read from {folder} is not what was written")
         wrote, read = speed(_SWAPPED, trip.write_seconds), speed(_SWAPPED, trip.read_seconds)
         said.append(f"{folder}: writes {wrote}, reads {read}, per process and all at once")
     return "; ".join(said)
-
-
-def _nvme_folders(run: Run) -> Iterable[str]:
-    zero = run.accelerator.document.deepspeed.section("zero_optimization")
-    sections = [zero.section(f"offload_{what}") for what in ("optimizer", "param")]
-    paths = [section.value("nvme_path") for section in sections if section.value("device") == "nvme"]
-    for path in dict.fromkeys(paths):
-        Path(path).mkdir(parents=True, exist_ok=True)
-    return list(dict.fromkeys(paths))
 
 
 _WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 does not partition smaller ones
@@ -457,10 +451,10 @@ def _describe(run: Run) -> str:
     accelerator = run.accelerator
     settings = [str(accelerator.mixed_precision).replace("no", "fp32")]
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        zero = accelerator.document.deepspeed.section("zero_optimization")
-        settings.insert(0, f"ZeRO-{zero.value('stage', default=0)}")
-        devices = {what: zero.value(f"offload_{what}", "device") for what in ("optimizer", "param")}
-        settings += [f"{what} offload to {device}" for what, device in devices.items() if device not in (None, "none")]
+        training = accelerator.document.deepspeed
+        settings.insert(0, f"ZeRO-{training.value('zero_optimization', 'stage', default=0)}")
+        devices = offload_devices(training)
+        settings += [f"{what} offload to {device}" for what, device in devices.items() if device != "none"]
     elif run.processes > 1:
         settings.insert(0, "DDP" if run.device.type != "xla" else "data parallel")
     else:

@@ -30,7 +30,7 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5, "E": 6}
 
 
 def read_bytes(amount: Any, *, least: int = 1) -> int | None:
-    """Bytes in a whole number, or in a text such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
+    """Bytes from an integer, or from a string such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
 
     Capitals do not matter: `24Gb` is `24GB`, for memory is not counted in bits.
 
@@ -70,11 +70,28 @@ def require_bytes(where: str, amount: Any) -> int:
 
 
 def read_count(amount: Any) -> int | None:
-    """A count in a whole number, or in a text such as `7B`, `350M` or `1_000_000`; None for anything else."""
+    """A count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; None for anything else."""
     found = _COUNT.fullmatch(str(amount))
     if found is None or isinstance(amount, bool):
         return None
     return round(float(found[1].replace(",", "").replace("_", "")) * 1000 ** _POWERS[found[2].upper()]) or None
+
+
+def require_count(where: str, amount: Any, example: str) -> int | None:
+    """A count, as `read_count`; None for None.
+
+    Args:
+        where: the flag that `amount` was given by.
+        amount: as it is written.
+        example: how one is written.
+
+    Raises:
+        ConfigError: it is no count.
+    """
+    count = read_count(amount)
+    if amount is not None and count is None:
+        raise ConfigError([Problem(where, "", f"{amount!r} is no count", f"Write e.g. {example}.")])
+    return count
 
 
 _UNITS: Final = (("GiB", 2**30, 0.1 * 2**30), ("MiB", 2**20, 0.1 * 2**20), ("KiB", 2**10, 2**10), ("bytes", 1, 0))

@@ -91,7 +91,7 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
 
     Args:
         found: the key, with the schema of its section.
-        schema: the schema of the whole.
+        schema: the schema of the document.
         in_yaml: whether the configuration is in a launch YAML, with its short fields.
     """
     path, key = found.path, found.path[-1]
@@ -254,7 +254,7 @@ def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
 
 
 def _as_section(found: Violation) -> str:
-    """The section that a single value stands for, as `"fp16": {"enabled": true}`; "" where it fits no key."""
+    """The section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" where it fits no key."""
     for name in ("enabled", "device", "type", "stage"):
         wanted = found.wanted.get("properties", {}).get(name)
         if wanted is not None and not isinstance(found.value, dict | list) and validator(wanted).is_valid(found.value):

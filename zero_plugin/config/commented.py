@@ -30,7 +30,7 @@ _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch 
 
 
 def key_comments() -> dict[KeyPath, str]:
-    """By the path of a key in a launch config, what the schema says of it; DeepSpeed's own keys have no comment."""
+    """The comment for each key of a launch config, by its path, from the schema; DeepSpeed's own keys have none."""
     keys = yaml_schema()["properties"]
     compiling, training = keys["dynamo_config"]["properties"], keys["deepspeed_config"]["properties"]
     described: dict[KeyPath, Any] = {
@@ -50,7 +50,7 @@ def config_text(values: Mapping[str, Any], file: Path) -> str:
 
 
 def write_config(values: Mapping[str, Any], file: Path) -> None:
-    """Check a launch config in Accelerate's layout and write it, whole or not at all.
+    """Check a launch config in Accelerate's layout and write it, completely or not at all.
 
     Raises:
         ConfigError: the values have problems; nothing is written.
@@ -62,7 +62,7 @@ def write_config(values: Mapping[str, Any], file: Path) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a configuration whole, and make its folder where that is missing.
+    """Write a configuration, completely or not at all, and create its folder.
 
     Raises:
         MachineError: the file cannot be written.

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, show
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, show
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _ZERO = "zero_optimization"
@@ -29,6 +29,7 @@ SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
 }
+ZERO_FIELDS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))  # that only ZeRO has
 
 # Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
 LAUNCH_FIELDS: Final = (
@@ -148,6 +149,18 @@ _WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", 
 _TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 
 
+def offload_devices(training: Tree) -> dict[str, Any]:
+    """Where `optimizer` and `param` are offloaded to: `none`, `cpu`, `nvme`, or AUTO."""
+    return {what: training.value(_ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
+
+
+def nvme_folders(training: Tree) -> list[str]:
+    """The folders of what is offloaded to NVMe, each once; one that is open is none."""
+    on_nvme = [what for what, device in offload_devices(training).items() if device == "nvme"]
+    folders = [training.value(_ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
+    return list(dict.fromkeys(folder for folder in folders if isinstance(folder, str)))
+
+
 def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
     """Both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
 
@@ -210,6 +223,7 @@ def _text(text: str) -> str:
 
 
 _TRAINING = "deepspeed"
+Said = Mapping[KeyPath, tuple[str, Any]]  # by path: the flag or the call that set it, and the value
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +264,16 @@ class Document:
                 return found
         return self.sources[0] if self.sources else "the configuration"
 
-    def overlay(self, values: Mapping[KeyPath, Any], *, kind: OriginKind, where: Mapping[KeyPath, str]) -> Document:
-        """A document with `values` laid over this one (the later layer wins).
+    def overlay(self, kind: OriginKind, said: Said) -> Document:
+        """A document with what was `said` laid over this one (the later layer wins).
 
         Args:
-            values: by path; a path that starts with `deepspeed` goes to the training configuration, any other is a
-                launch key.
             kind: what the new layer is.
-            where: for each path, the flag or call that set it.
+            said: a path that starts with `deepspeed` goes to the training configuration, any other is a launch key.
         """
         entries: dict[KeyPath, Entry] = {}
-        for path, value in values.items():
-            origin = Origin(kind, where[path], key=_typed_key(where[path], path))
+        for path, (where, value) in said.items():
+            origin = Origin(kind, where, key=_typed_key(where, path))
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
             entries.update({path + leaf[1:]: entry for leaf, entry in tree.entries.items()})
         return self.lay(entries)
@@ -331,6 +343,7 @@ def to_environment(document: Document, processes: int | None = None) -> str:
             "notes": [astuple(note) for note in document.notes],
         },
         separators=(",", ":"),
+        default=_tag,
     )
     if len(text) > _LARGEST:
         message = f"needs {len(text)} bytes to hand over to the workers"
@@ -344,7 +357,7 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return None
-    data = json.loads(text)
+    data = json.loads(text, object_hook=_read_tag)
     return Document(
         launch=_decode_tree(data["launch"]),
         deepspeed=_decode_tree(data["deepspeed"]),
@@ -355,29 +368,19 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
 
 
 def _encode_tree(tree: Tree) -> list[Any]:
-    return [[path, _encode(entry.value), *astuple(entry.origin)] for path, entry in tree.entries.items()]
+    return [[path, entry.value, *astuple(entry.origin)] for path, entry in tree.entries.items()]
 
 
 def _decode_tree(rows: list[Any]) -> Tree:
-    return Tree({tuple(path): Entry(_decode(value), Origin(*origin)) for path, value, *origin in rows})
+    return Tree({tuple(path): Entry(freeze(value), Origin(*origin)) for path, value, *origin in rows})
 
 
-def _encode(value: Any) -> Any:
-    """JSON in which an object is always a tag: `{"auto": …}` for AUTO, `{"keys": …}` for a mapping."""
-    if value is AUTO:
-        return {"auto": True}
-    if isinstance(value, Mapping):
-        return {"keys": {key: _encode(child) for key, child in value.items()}}
-    if isinstance(value, tuple):
-        return [_encode(child) for child in value]
-    return value
+def _tag(value: Any) -> dict[str, Any]:
+    """What JSON has no word for, as an object that is only that: AUTO, and a mapping, which may have any key."""
+    return {"auto": True} if value is AUTO else {"keys": list(value.items())}
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if "auto" in value:
-            return AUTO
-        return MappingProxyType({key: _decode(child) for key, child in value["keys"].items()})
-    if isinstance(value, list):
-        return tuple(_decode(child) for child in value)
-    return value
+def _read_tag(found: dict[str, Any]) -> Any:
+    if "keys" in found:
+        return dict(found["keys"])
+    return AUTO if "auto" in found else found

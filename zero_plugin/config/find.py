@@ -16,7 +16,7 @@ from typing import Any, Final
 from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
-from zero_plugin.config.document import SHORT_FIELDS, Document, from_environment, one_spelling
+from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said, from_environment, one_spelling
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import parse_yaml
 from zero_plugin.config.read import document_from_mapping, read_document
@@ -78,13 +78,8 @@ _TRAINING: Final = {
 }
 _DEEPSPEED: Final = {
     f"{_ZERO}CONFIG_FILE": "deepspeed_config_file",
-    f"{_ZERO}ZERO_STAGE": "zero_stage",
-    f"{_ZERO}OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    f"{_ZERO}OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    f"{_ZERO}OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    f"{_ZERO}OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    **{f"{_ZERO}{name.upper()}": name for name in ZERO_FIELDS},
     f"{_ZERO}ZERO3_INIT": "zero3_init_flag",
-    f"{_ZERO}ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
     f"{_ZERO}MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
 }
 _REFUSED: Final = {
@@ -172,7 +167,7 @@ def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mappin
 
 
 def lay_document(under: Document, own: Document) -> Document:
-    """`own`, a whole document named in code, laid over `under` as arguments in code are; its defaults fill only gaps.
+    """Lay `own`, a complete document from code, over `under`, as arguments in code are; its defaults fill only gaps.
 
     Raises:
         ConfigError: `own` has problems, or says other than `under`.
@@ -207,29 +202,27 @@ def _with_defaults(laid: Tree, own: Tree) -> Tree:
     return laid.replace(defaults.entries)
 
 
-def overlay_flags(document: Document, values: Mapping[KeyPath, Any], flags: Mapping[KeyPath, str]) -> Document:
+def overlay_flags(document: Document, said: Said) -> Document:
     """Lay launch flags over a document; a flag overrides what the file says, since that is what it is for.
 
     Args:
         document: what the file says.
-        values: by path; a path that starts with `deepspeed` is a training key, any other a launch key.
-        flags: the flag that set each path, e.g. `--zero_stage`.
+        said: see `Document.overlay`; by flags such as `--zero_stage`.
     """
-    return _read_laid(document.overlay(values, kind="flag", where=flags))
+    return _read_laid(document.overlay("flag", said))
 
 
-def overlay_code(document: Document, values: Mapping[KeyPath, Any], calls: Mapping[KeyPath, str]) -> Document:
+def overlay_code(document: Document, said: Said) -> Document:
     """Lay arguments in code over a document. They fill what is open and agree with what is not.
 
     Args:
         document: what file and flags say.
-        values: by path; a path that starts with `deepspeed` is a training key, any other a launch key.
-        calls: the call that set each path, e.g. `Accelerator(gradient_accumulation_steps=4)`.
+        said: see `Document.overlay`; by calls such as `Accelerator(gradient_accumulation_steps=4)`.
 
     Raises:
         ConfigError: an argument differs from an explicit value; lists every such pair.
     """
-    return _agreed(document, document.overlay(values, kind="code", where=calls))
+    return _agreed(document, document.overlay("code", said))
 
 
 def _agreed(document: Document, laid: Document) -> Document:
@@ -262,7 +255,7 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
             continue
         if old.value is AUTO or _says_nothing(old.value):
             continue
-        if new is None:  # code wrote a whole mapping as null or a scalar, or a key below this one
+        if new is None:  # code wrote null or a scalar in place of a mapping, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
         if new.value is AUTO or same_value(old.value, new.value):
             kept[path] = old
@@ -285,8 +278,8 @@ def _says_nothing(value: Any) -> bool:
 _BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may be before a training key, as in the YAML
 
 
-def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    """The value of each key, as `overlay_flags` takes them, and where it was said.
+def read_assignments(texts: Iterable[str], flag: str) -> Said:
+    """The value of each key, as `overlay_flags` takes them.
 
     Args:
         texts: e.g. `zero_optimization.stage=3`, `zero_stage=3`, `optimizer.params.betas=[0.9, 0.95]`.
@@ -295,8 +288,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any
     Raises:
         ConfigError: one is no `key=value`, or its value cannot be read.
     """
-    values: dict[KeyPath, Any] = {}
-    where: dict[KeyPath, str] = {}
+    said: dict[KeyPath, tuple[str, Any]] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -307,21 +299,20 @@ def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any
         read = parse_yaml(value, place, problems).plain()
         if problems:
             raise ConfigError(problems)
-        path = _path_of(tuple(key.split(".")))
+        path = path_of(tuple(key.split(".")))
         if path[0] == "deepspeed":
             nested: Any = read
             for part in reversed(path[1:]):
                 nested = {part: nested}
             tree, _ = one_spelling(Tree.from_nested(nested, lambda _, place=place: Origin("flag", place)))  # type: ignore[misc]
-            found = {("deepspeed", *leaf): entry.value for leaf, entry in tree.entries.items()}
+            said |= {("deepspeed", *leaf): (place, entry.value) for leaf, entry in tree.entries.items()}
         else:
-            found = {path: read}
-        values.update(found)
-        where.update(dict.fromkeys(found, place))
-    return values, where
+            said[path] = (place, read)
+    return said
 
 
-def _path_of(parts: KeyPath) -> KeyPath:
+def path_of(parts: KeyPath) -> KeyPath:
+    """The path of a key as `Document.overlay` takes it, from its name with what may be before it in a launch YAML."""
     if len(parts) > 1 and parts[0] in _BEFORE_TRAINING:
         parts = parts[1:]
     elif parts[0] in LAUNCH_KEYS:

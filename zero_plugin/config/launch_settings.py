@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.choices import DynamoBackend
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import Document, offload_devices
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
 from zero_plugin.errors import Problem
 
@@ -66,31 +66,31 @@ class LaunchSettings(BaseModel):
     distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
     """DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA. Default: by the machine."""
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """no (fp32), bf16, fp16, or auto: the best that the device has. Default: as fp16 and bf16 sections say."""
+    """no (fp32), bf16, fp16, or auto: best for the device. Default: what the fp16 and bf16 sections enable."""
     num_processes: int | None = Field(None, ge=1)
     """Processes on all machines together, 1 or more. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)
     """Machines that take part, 1 or more. Default: 1."""
     min_machines: int | None = Field(None, ge=1)
-    """How few go on when others are lost, with more accumulation; needs c10d and max_restarts. Default: all."""
+    """The fewest machines that a run may continue on; needs c10d and max_restarts. Default: all."""
     machine_rank: int = Field(0, ge=0)
-    """This machine's number, from 0; another on each machine. Default: 0."""
+    """This machine's rank, from 0; different on each machine. Default: 0."""
     main_process_ip: str | None = None
     """Address of machine 0, as the others reach it. Default: this machine."""
     main_process_port: int | None = Field(None, ge=0, le=65535)
     """Port on machine 0, up to 65535. Default, and for 0: a free one; 29500 with several machines."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
-    """How the machines meet: static (each knows its number), c10d, etcd or etcd-v2. Default: static."""
+    """torchrun's rendezvous: static (each machine has its rank), c10d, etcd or etcd-v2. Default: static."""
     rdzv_conf: str = Field("", pattern=_PAIRS, examples=["timeout=60,read_timeout=60"])
     """torchrun's options for the rendezvous: key=value,key=value. Default: none."""
     same_network: bool = False
-    """true or false: whether all machines are in one local network; it changes nothing here. Default: false."""
+    """true or false: whether all machines are in one local network; it has no effect here. Default: false."""
     gpu_ids: _GpuIds = "all"
     """all, or numbers such as "0,1" among the GPUs that the launcher sees. Default: all."""
     use_cpu: bool = False
     """true or false: train on the CPU, also beside GPUs. Default: false."""
     enable_cpu_affinity: bool = False
-    """true or false: bind each process to the cores of the memory near its GPU. Default: false."""
+    """true or false: bind each process to the cores of its GPU's NUMA node. Default: false."""
     num_cpu_threads_per_process: int | None = Field(None, ge=1)
     """OMP_NUM_THREADS of each process, 1 or more. Default: cores divided by local processes."""
     max_restarts: int = Field(0, ge=0)
@@ -100,11 +100,11 @@ class LaunchSettings(BaseModel):
     grace_period: float = Field(30.0, ge=0)
     """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
-    """Seconds between two looks of torchrun at its workers, above 0. Default: 0.1."""
+    """Seconds between two checks of the workers by torchrun, above 0. Default: 0.1."""
     log_dir: str | None = None
     """Folder for a log of each worker. Default: none are written."""
     tee: _Streams | None = None
-    """Streams to show and log: 0 no, 1 output, 2 errors, 3 both, or 0:3,1:2. Default: 3 with log_dir, else 0."""
+    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, else 0."""
     role: str = "default"
     """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
     debug: bool = False
@@ -112,7 +112,7 @@ class LaunchSettings(BaseModel):
     main_training_function: str = "main"
     """Function that TPU and notebook launches call. Default: main."""
     scheduler_counts: Literal["steps", "processes"] = "processes"
-    """What a schedule counts: optimizer steps (steps), or one per process and step. Default: processes."""
+    """Learning-rate schedulers count optimizer steps (steps), or one per process and step. Default: processes."""
     deepspeed_hostfile: str | None = None
     """File with a line `host slots=GPUS` for each machine, for DeepSpeed's launcher. Default: none."""
     deepspeed_multinode_launcher: str | None = Field(None, pattern=r"^\w[\w-]*$", examples=list(LAUNCHERS))
@@ -124,9 +124,9 @@ class LaunchSettings(BaseModel):
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
     """Classes of mixture-of-experts, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
     gpu_memory: _Bytes | None = None
-    """Memory of one device that the plan of stage auto may count on, e.g. 24GiB. Default: what is free."""
+    """Memory of one device that the plan of stage auto may use, e.g. 24GiB. Default: what is free."""
     host_memory: _Bytes | None = None
-    """CPU memory of one machine that the plan of stage auto may count on, e.g. 64GiB. Default: what is free."""
+    """CPU memory of one machine that the plan of stage auto may use, e.g. 64GiB. Default: what is free."""
     zero3_init_flag: bool | None = None
     """true or false: at stage 3, transformers' from_pretrained builds models partitioned. Default: true."""
 
@@ -167,19 +167,16 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     its place; "" for nothing."""
     if asks_for_deepspeed(document, settings):
         return ""
-    zero = document.deepspeed.section("zero_optimization")
-    stage = zero.value("stage")
+    stage = document.deepspeed.value("zero_optimization", "stage")
     parts = [] if stage in (None, 0) else [f"ZeRO stage {'auto' if stage is AUTO else stage}"]
-    for what in ("optimizer", "param"):
-        device = zero.value(f"offload_{what}", "device")
-        if device not in (None, "none", AUTO):
-            parts.append(f"{what} offload to {device}")
+    devices = offload_devices(document.deepspeed)
+    parts += [f"{what} offload to {device}" for what, device in devices.items() if device not in ("none", AUTO)]
     if not parts:
         return ""
     asked = document.launch.get("distributed_type")
-    told = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
-    whole = "; each TPU device holds the whole model, its gradients and optimizer states"
-    return told + whole if asks_for_tpu(settings) else told
+    dropped = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
+    complete = "; each TPU device holds the complete model, its gradients and optimizer states"
+    return dropped + complete if asks_for_tpu(settings) else dropped
 
 
 # On one machine of a pod alone, the TPU's runtime would wait for the others.
@@ -255,13 +252,13 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 
 def ignored_keys(launch: Tree) -> list[Problem]:
     """A warning for each key that says something and is not followed."""
-    told: dict[str, Problem] = {}
+    warnings: dict[str, Problem] = {}
     for (name, *below), entry in launch.entries.items():
-        if name in WITHOUT_MEANING and name not in told and entry.value not in SAYS_NOTHING:
+        if name in WITHOUT_MEANING and name not in warnings and entry.value not in SAYS_NOTHING:
             why, fix = WITHOUT_MEANING[name]
             value = "" if below else show(entry.value)
-            told[name] = Problem(entry.origin.where, name, f"has no meaning here ({why})", fix, value, "warning")
-    return list(told.values())
+            warnings[name] = Problem(entry.origin.where, name, f"has no meaning here ({why})", fix, value, "warning")
+    return list(warnings.values())
 
 
 COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
@@ -283,8 +280,8 @@ _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
         name: {"type": "boolean", "description": f"true or false: {what}"}
         for name, what in {
             "use_fullgraph": "refuse a model that breaks into several graphs.",
-            "use_dynamic": "compile for changing shapes; without it, torch finds out.",
-            "use_regional_compilation": "compile repeated blocks once for all.",
+            "use_dynamic": "compile for changing shapes; by default torch detects them.",
+            "use_regional_compilation": "compile one of the repeated blocks for all of them.",
         }.items()
     },
 }

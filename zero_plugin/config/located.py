@@ -206,7 +206,7 @@ class _Yaml(_Reader):
         self._count(1, self._where(event))
         value: Any
         if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(event.value) if event.style is None else event.value
+            value = read_scalar(event.value) if event.style is None else event.value
         elif isinstance(event, yaml.SequenceStartEvent):
             value = []
             while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
@@ -242,7 +242,8 @@ class _Yaml(_Reader):
         return syntax_error(self._where(event), message, fix)
 
 
-def _scalar(text: str) -> Any:
+def read_scalar(text: str) -> Any:
+    """A plain scalar of YAML 1.2: null, true, false, a number, else the text."""
     word = text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]
@@ -334,7 +335,7 @@ class _Json(_Reader):
             elif found and found != closing:
                 is_open = self._text.startswith("/*", self._at)
                 fix = "Close the comment with */." if is_open else "Add the comma or bracket."
-                raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", fix)
+                raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` is expected", fix)
         self._open.pop()
         self._at += 1
 
@@ -344,7 +345,7 @@ class _Json(_Reader):
         hjson = _HJSON_KEY.match(self._text, self._at) or _HJSON_TEXT.match(self._text, self._at)
         if hjson is None:
             fix = "Delete it." if self._next() == "," else 'Write "key": value, in double quotes.'
-            raise self._refuse(f"{self._glimpse()} where a key must stand", fix)
+            raise self._refuse(f"{self._glimpse()} where a key is expected", fix)
         self._note_hjson()
         self._at = hjson.end()
         return hjson[1]
@@ -373,7 +374,7 @@ class _Json(_Reader):
 
     def _no_value(self, path: KeyPath) -> Any:
         """Note the bare word here as a problem and read past it, as an open value unless its meaning is plain."""
-        message = f"{self._glimpse()} where a value must stand"
+        message = f"{self._glimpse()} where a value is expected"
         fix = "Write a number, true, false, null or a quoted text."
         bare = _BARE_VALUE.match(self._text, self._at)
         if bare is None:
@@ -416,7 +417,7 @@ class _Json(_Reader):
     def _refuse_end(self, closing: str) -> ConfigError:
         opened = text_place("", self._text, self._open[-1]).lstrip(":")
         fix = f"Close the bracket of {opened}, or one inside it."
-        return self._refuse(f"the end of the file where `{closing}` must stand", fix)
+        return self._refuse(f"the end of the file where `{closing}` is expected", fix)
 
     def _refuse(self, message: str, fix: str) -> ConfigError:
         return syntax_error(self._where(), message, fix)

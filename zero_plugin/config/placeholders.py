@@ -85,7 +85,7 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer or `DummyOptim` whose learning rate it drives.
-        total_num_steps: length of the whole schedule, in the counting that `scheduler_counts` names.
+        total_num_steps: length of the complete schedule, in the counting that `scheduler_counts` names.
         warmup_num_steps: length of the warm-up, in the same counting.
         lr_scheduler_callable: builds the schedule from the real optimizer; the configuration then describes none.
         **kwargs: every other argument of that schedule; each fills its own open field.

@@ -278,7 +278,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: compile for changing shapes; None lets torch find out.
         options: for the backend.
         disable: call `torch.compile`, but have it do nothing.
-        use_regional_compilation: compile the repeated blocks of a model, once for all, and not the whole.
+        use_regional_compilation: compile one of the repeated blocks of a model for all of them, instead of the model.
     """
 
     backend: DynamoBackend = None  # type: ignore[assignment]  # None until __post_init__
@@ -509,7 +509,7 @@ def parse_configuration(given: Any) -> dict[str, Any] | str:
             try:
                 parsed: dict[str, Any] = json.loads(text)
             except ValueError as error:
-                fix = "Pass whole JSON, or the path of a file."
+                fix = "Pass complete JSON, or the path of a file."
                 raise ConfigError([Problem("hf_ds_config", "", f"broken JSON: {error}", fix)]) from None
             return parsed
     return config
@@ -524,7 +524,7 @@ def _decoded(text: str) -> str:
 
 @dataclass
 class DeepSpeedPlugin:
-    """A DeepSpeed configuration: a whole one, short fields, or both where they agree.
+    """A DeepSpeed configuration: a complete one, short fields, or both where they agree.
 
     What is None or `auto` is filled from the launch configuration and the loop. Once `Accelerator` has it, it shows
     what runs; what a script writes into `deepspeed_config` until the next `prepare` is followed there.
@@ -616,7 +616,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """What transformers' `from_pretrained` makes inside is built whole, or with `enable` partitioned at stage 3."""
+        """Inside, transformers' `from_pretrained` partitions models at stage 3 if `enable`, and never otherwise."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
             with self._pretrained(enable):
@@ -675,9 +675,8 @@ class DeepSpeedPlugin:
                 training = training.without(*path)
         if problems:
             raise ConfigError(problems)
-        values = {("deepspeed", *path): value for path, value in changed.items()}
-        calls = {("deepspeed", *path): _written(path) for path in changed}
-        return overlay_code(replace(document, deepspeed=training), values, calls)
+        said = {("deepspeed", *path): (_written(path), value) for path, value in changed.items()}
+        return overlay_code(replace(document, deepspeed=training), said)
 
     def _refuse_without_meaning(self) -> None:
         problems = []

@@ -112,7 +112,7 @@ def _text(path: Path, data: bytes) -> str:
 _TRAINING: Final = "deepspeed_config"
 _TRAINING_FILE: Final = "deepspeed_config_file"
 DEFAULT_STAGE: Final = Entry(
-    2, Origin("default", "zero_plugin", "Accelerate's default where DeepSpeed is asked for without a stage")
+    2, Origin("default", "zero_plugin", "Accelerate's default where DeepSpeed is requested without a stage")
 )
 _STAGE_OF_A_FILE: Final = Entry(
     0, Origin("default", "DeepSpeed's default", "the configuration that the launch config names has no stage")
@@ -259,8 +259,8 @@ class _Reading:
     def _launch_tree(self, tree: Tree) -> Tree:
         settings = tree.where(lambda path, _: path[0] in LaunchSettings.model_fields)
         understood, read = read_as_wanted(settings, validator(launch_schema())) if settings else (settings, [])
-        tree, told = precision_from_switch(tree.replace(understood.entries))
-        self._tell([*told, *read, *ignored_keys(tree)])
+        tree, notes = precision_from_switch(tree.replace(understood.entries))
+        self._tell([*notes, *read, *ignored_keys(tree)])
         return tree
 
     def _merged(self, layers: list[Tree]) -> Tree:

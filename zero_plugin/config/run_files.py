@@ -16,7 +16,7 @@ from typing import Any, Final
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text file so that whoever reads it, also after a crash, finds the old text or the new, whole.
+    """Write a text file so that every reader, also after a crash, finds either the old text or the new one, complete.
 
     Raises:
         OSError: the file cannot be written, or its folder is missing.

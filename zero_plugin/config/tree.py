@@ -129,7 +129,7 @@ class Tree:
         return Tree({p[n:]: e for p, e in self.entries.items() if len(p) > n and p[:n] == prefix})
 
     def under(self, *prefix: str) -> Tree:
-        """The same leaves with `prefix` put before their paths."""
+        """The same leaves with `prefix` before their paths."""
         return Tree({prefix + p: e for p, e in self.entries.items()})
 
     def replace(self, changes: Mapping[KeyPath, Entry]) -> Tree:

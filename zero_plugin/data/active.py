@@ -27,7 +27,7 @@ class DataLoaderStateMixin:
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
         repeats_unseen: name of what shares the samples and may repeat some; None where repeats are known.
-        epoch_length: batches of a whole epoch; None where that is not known.
+        epoch_length: batches of a complete epoch; None if it is not known.
         loop: number of the loop that runs, or ran last.
     """
 
@@ -233,7 +233,7 @@ class LoaderProgress:
         return loaders[0] if len(loaders) == 1 else self._lead(self._beside(loaders))
 
     def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
-        """Those that run side by side."""
+        """The loaders that are iterated together: without those in whose loop another one is iterated."""
         return [loader for loader in loaders if not self._of(loader).encloses] or loaders
 
     def _lead(self, loaders: list[DataLoaderStateMixin]) -> DataLoaderStateMixin:
@@ -318,7 +318,7 @@ class GradientState:
         self._run.sync_gradients = ends
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """The same; loops written after transformers' Trainer call it."""
+        """Set `sync_gradients`; loops written after transformers' Trainer call this."""
         self.sync_gradients = sync_gradients
 
     @property
@@ -328,7 +328,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As configured in the plugin; it has no effect."""
+        """The value in the plugin; it has no effect."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property

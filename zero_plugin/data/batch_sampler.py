@@ -34,8 +34,8 @@ class Share(NamedTuple):
     """One process's part of one step.
 
     Attributes:
-        indices: what the dataset is asked for.
-        real: how many of them, from the front, are not repeated to make the step even.
+        indices: the samples that are read from the dataset.
+        real: how many of them, from the front, are not repetitions that make the step even.
     """
 
     indices: list[Any]
@@ -49,17 +49,17 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How batches are shared.
+    """How batches are shared among processes.
 
     Attributes:
-        rank, world: this process among how many.
+        rank, world: the rank of this process, and the number of processes.
         batch_size: samples in a full batch of one process; None where batches have no common size.
         even: complete the last step from the first samples of the epoch, so that every process has a full batch.
-        split: each of the loader's batches is cut into one piece per process, instead of dealt out whole.
+        split: each of the loader's batches is cut into one piece per process, instead of going to one process.
         drop_last: an incomplete last step is left out, as the loader was configured.
         batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
             unknown size, and counts here as one sample.
-        cut: into how many batches each of the user's was cut before.
+        cut: the number of micro-batches into which each of the user's batches was cut before.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Sharing:
 
 
 def share_batches(
-    batches: Iterable[list[Any]], how: Sharing, report_dropped: Callable[[int], None] | None
+    batches: Iterable[list[Any]], sharing: Sharing, report_dropped: Callable[[int], None] | None
 ) -> Iterator[Share]:
     """This process's shares, one per step.
 
@@ -86,24 +86,26 @@ def share_batches(
     Raises:
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
     """
-    steps = _cut(batches, how) if how.split and how.world > 1 else _deal(batches, how.world)
+    steps = _cut(batches, sharing) if sharing.split and sharing.world > 1 else _deal(batches, sharing.world)
     step = first = next(steps, None)
     while step is not None:
         # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
-        is_full = _is_full(step, how)
+        is_full = _is_full(step, sharing)
         following = None if is_full else next(steps, None)
-        if len(step) > how.world or (following is not None and len(step) < how.world):
+        if len(step) > sharing.world or (following is not None and len(step) < sharing.world):
             raise LoopError(
                 f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
-                f"hold {how.world} × {how.batch_size}. Use split_batches=False with batches of varying size"
+                f"hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying size"
             )
-        if following is None and not is_full and how.even and not how.drop_last:
+        if following is None and not is_full and sharing.even and not sharing.drop_last:
             assert first is not None
-            yield _complete(step, first, how)
-        elif len(step) == how.world or (how.rank < len(step) and report_dropped is None and not how.drop_last):
-            own = step[how.rank]
+            yield _complete(step, first, sharing)
+        elif len(step) == sharing.world or (
+            sharing.rank < len(step) and report_dropped is None and not sharing.drop_last
+        ):
+            own = step[sharing.rank]
             yield Share(own, len(own))
-        elif not how.drop_last and report_dropped is not None:
+        elif not sharing.drop_last and report_dropped is not None:
             report_dropped(sum(map(len, step)))
         step = next(steps, None) if is_full else following
 
@@ -122,19 +124,21 @@ def split_size(batch_size: int | None, num_processes: int) -> int:
     return batch_size // num_processes
 
 
-def count_steps(samples: int, how: Sharing) -> int:
-    """In how many steps all processes have a batch of so many samples, which are batched alike."""
-    assert how.batch_size is not None
-    full, tail = divmod(samples, how.world * how.batch_size)
-    needed = 1 if how.even else (how.world - 1) * how.batch_size + 1  # below it, some process has nothing
-    return full + (tail >= needed and not how.drop_last)
+def count_steps(samples: int, sharing: Sharing) -> int:
+    """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
+    assert sharing.batch_size is not None
+    full, tail = divmod(samples, sharing.world * sharing.batch_size)
+    needed = 1 if sharing.even else (sharing.world - 1) * sharing.batch_size + 1  # below it, some process has nothing
+    return full + (tail >= needed and not sharing.drop_last)
 
 
-def _is_full(step: list[list[Any]], how: Sharing) -> bool:
-    """Whether every process surely has its share of it as it is."""
-    if len(step) != how.world:
+def _is_full(step: list[list[Any]], sharing: Sharing) -> bool:
+    """Whether every process has a share of this step that does not need to be completed."""
+    if len(step) != sharing.world:
         return False
-    return not how.even or how.drop_last or all(len(batch) == (how.batch_size or len(batch)) for batch in step)
+    return (
+        not sharing.even or sharing.drop_last or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
+    )
 
 
 def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
@@ -143,28 +147,33 @@ def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]
         yield step
 
 
-def _cut(batches: Iterable[list[Any]], how: Sharing) -> Iterator[list[list[Any]]]:
-    size = how.batch_size
+def _cut(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
+    size = sharing.batch_size
     assert size is not None
     for batch in map(list, batches):
         yield [batch[start : start + size] for start in range(0, len(batch), size)]
 
 
-def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Share:
-    """This process's share of the last step, filled up from the first step's samples, round and round."""
-    if how.batch_size is None:  # nothing says what a full batch is: missing ones are the first ones over again
-        missing = how.rank - len(step)
-        return Share(step[how.rank], len(step[how.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
+def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
+    """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
+    if (
+        sharing.batch_size is None
+    ):  # a full batch has no known size: whole batches of the first step replace missing ones
+        missing = sharing.rank - len(step)
+        return (
+            Share(step[sharing.rank], len(step[sharing.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
+        )
+    # All lower ranks are completed here too: each takes its samples from `filler` first.
     filler = cycle(chain.from_iterable(first))
-    for real in [*step, *[[]] * how.world][: how.rank + 1]:
-        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]
+    for real in [*step, *[[]] * sharing.world][: sharing.rank + 1]:
+        own = [*real, *islice(filler, max(0, sharing.batch_size - len(real)))]
     return Share(own, len(real))
 
 
 class SeedableRandomSampler(RandomSampler):
     """torch's RandomSampler, with its generator seeded by `initial_seed + epoch` at the start of each epoch.
 
-    Each whole iteration ends an epoch, unless `set_epoch` says otherwise.
+    Each complete iteration ends an epoch, unless `set_epoch` sets another.
 
     Attributes:
         initial_seed: `data_seed`, or torch's seed when the sampler was made.
@@ -238,9 +247,9 @@ class _AroundBatchSampler(BatchSampler):
 class BatchSamplerShard(_AroundBatchSampler):
     """The batch sampler of one process.
 
-    With W processes, process r gets batches r, r + W, … of the whole, or with `split_batches` the r-th piece of each.
-    The last step is completed from the epoch's first samples, round and round, unless the sampler drops it; without
-    `even_batches`, the first processes get what there is of it.
+    With W processes, process r gets batches r, r + W, … of all batches, or with `split_batches` the r-th piece of each.
+    The last step is completed from the epoch's first samples, repeatedly if needed, unless the sampler drops it;
+    without `even_batches`, only the first processes have a batch in it.
 
     In a prepared loader (`report_dropped` is given) the order is process 0's: it alone draws from the loader's sampler
     and sends the others the batches: those of torch's own samplers a thousand at a time, those of any other, which may
@@ -258,7 +267,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         batch_sampler: the batches of all processes; anything that gives lists of indices.
         num_processes: processes that share them; with one, in a prepared loader, they are taken as they come.
         process_index: this process.
-        split_batches: each batch is cut into one piece per process, instead of dealt out whole.
+        split_batches: each batch is cut into one piece per process, instead of going to one process.
         even_batches: complete the last step, so that every process has a full batch.
         report_dropped: gets the number of samples left out at an epoch's end.
         real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
@@ -297,7 +306,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             split_size(self.batch_size, num_processes)
 
     def skipping(self, count: int) -> BatchSamplerShard:
-        """The same without the first `count` batches."""
+        """The same batch sampler without the first `count` batches."""
         later = copy.copy(self)
         later._skip += count
         self._draw_from = None
@@ -339,7 +348,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
         draws, self._draw_from = self._draw_from, None
         if draws is None:
-            # Asking the generators where they stand takes longer than a step of a tiny model.
+            # Reading the state of the generators takes longer than a step of a tiny model.
             self.draws = Draws([], None) if _is_sequential(self.batch_sampler) else Draws.of(sampler)
             return iter(self.batch_sampler)
         self.draws = draws
@@ -398,7 +407,7 @@ class CutBatchSampler(_AroundBatchSampler):
     What is not listed here (`set_epoch`, …) is the batch sampler's own.
 
     Args:
-        batch_sampler: the whole batches.
+        batch_sampler: the batches before they are cut.
         batch_size: samples of a piece.
         pieces: of a full batch.
     """
@@ -447,7 +456,7 @@ def _drawn_by_main(draw: Callable[[], Iterator[Any]], at_once: int) -> Iterator[
 
 
 def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """The same loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
+    """A copy of the loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
     copied = copy.copy(loader)
     copied.__dict__.update(attributes, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
     return copied
@@ -461,7 +470,7 @@ def batches_of(loader: DataLoader[Any]) -> Any:
 
 
 def with_batches(loader: DataLoader[Any], batches: Any, **attributes: Any) -> DataLoader[Any]:
-    """The same loader with another batch sampler, or sampler where it has none, and other attributes."""
+    """A copy of the loader with another batch sampler (or sampler, if it has no batch sampler) and other attributes."""
     key = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return copy_loader(loader, **{**attributes, key: batches})
 
@@ -494,7 +503,7 @@ def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> D
     Args:
         loader: as the script made it.
         cut: into how many.
-        split_among: processes among which each batch is split; 1 where each gets whole ones.
+        split_among: processes among which each batch is split; 1 where each process gets complete batches.
 
     Raises:
         LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.

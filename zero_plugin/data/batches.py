@@ -57,33 +57,34 @@ def _moves_itself(node: Any) -> bool:
     return hasattr(node, "to") and not isinstance(node, type)
 
 
-class Kept:
-    """What of a batch or a sample has to stay as it is while others are read.
+class OverwriteCheck:
+    """Detects whether reading further batches or samples overwrites one that is still in use.
 
     Args:
-        tree: where tensors, arrays and what moves itself to a device are looked for; everything else stays by itself.
+        tree: the batch or sample. Its tensors, arrays and objects that move themselves to a device are watched; nothing
+            else in it can be refilled.
     """
 
     def __init__(self, tree: Any) -> None:
         self._leaves = [(leaf, _copy(leaf)) for leaf in list_leaves(tree) if _may_be_refilled(leaf)]
 
     def check(self, following: Any = None) -> None:
-        """Find what was overwritten.
+        """Check that nothing was overwritten.
 
         Args:
-            following: what was read meanwhile.
+            following: what was read since the construction of this object.
 
         Raises:
-            LoopError: something was.
+            LoopError: a tensor, an array or an object was overwritten or was yielded again.
         """
         made = {id(leaf) for leaf in list_leaves(following)}
         for leaf, copy in self._leaves:
             if id(leaf) in made if copy is None else not _is_equal(leaf, copy):
                 raise LoopError(
-                    f"the dataset or its collate function refills one {_name(leaf)}: reading on has changed what is "
-                    "still in use. Of data without a sure length one batch is read ahead, to know which is the epoch's "
-                    "last, and where processes share a stream each reads past the others' samples.\nGive each sample "
-                    "its own memory: tensor.clone(), or array.copy()."
+                    f"the dataset or its collate function refills one {_name(leaf)}: reading further samples has "
+                    "overwritten one that is still in use. One batch is read ahead if the length of the data is not "
+                    "known, and processes that share a stream also read each other's samples.\nGive each sample its "
+                    "own memory: tensor.clone(), or array.copy()."
                 )
 
 
@@ -117,7 +118,7 @@ def _name(leaf: Any) -> str:
 def count_rows(batch: Any) -> int | None:
     """Samples in a batch: rows of its first tensor, else members of its first list without tensors; None without both.
 
-    Tensors without a dimension, which hold one value for the whole batch, do not count.
+    Tensors without a dimension, which hold one value for all of the batch, do not count.
     """
     rows = next((leaf.shape[0] for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     columns = filter(is_object_column, list_leaves(batch, is_object_column))
@@ -127,13 +128,13 @@ def count_rows(batch: Any) -> int | None:
 def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
     """The batch with some of its samples.
 
-    Tensors and lists with one row per sample are cut; what has another length, or none, belongs to the batch as a whole
+    Tensors and lists with one row per sample are cut; what has another length, or none, belongs to all of the batch
     and stays.
 
     Args:
         batch: collated.
         rows: of every tensor, and of every list without tensors.
-        process_index: not used here; a function of the user's that stands in for this one may want to know.
+        process_index: not used here; a user's function that replaces this one may need it.
         num_processes: likewise.
     """
     del process_index, num_processes
@@ -150,7 +151,7 @@ def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_proc
 def join_rows(batches: Sequence[Any]) -> Any:
     """Batches of one structure as one, one's samples after the other's.
 
-    What belongs to a batch as a whole is taken from the first.
+    What belongs to all of a batch is taken from the first.
 
     Raises:
         LoopError: tensors that differ beyond their first dimension.
@@ -251,7 +252,7 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
 
 
 def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
-    """The real samples' part; of a value for the batch as a whole, one row or none."""
+    """The real samples' part; of a value for all of the batch, one row or none."""
     real = loader.real_samples
     if isinstance(column, Tensor) and column.ndim:
         _check_rows(f"a tensor of shape {tuple(column.shape)}", column.shape[0], loader)
@@ -268,14 +269,14 @@ def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
     samples, real = loader.batch_samples, loader.real_samples
     if samples is not None and real is not None and 0 < real < samples:
         announce(
-            f"gather_for_metrics: a value for the batch as a whole counts {samples - real} repeated samples of "
+            f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
             f"{samples}; gather one value per sample to leave them out",
             by_each=True,
         )
 
 
 def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:
-    """At every step, not only the last: a mistake shows in the first minute, and on all processes at once."""
+    """Check the number of rows at every step, so that a mistake is an error at the first, on all processes at once."""
     samples = loader.batch_samples
     # `loss.repeat(batch_size)` is common, also where the last batch is shorter: then its first rows are meant.
     if samples is not None and rows not in (samples, loader.batch_size):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
 from zero_plugin.data.batch_sampler import Sharing
-from zero_plugin.data.batches import Kept, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
+from zero_plugin.data.batches import OverwriteCheck, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
 from zero_plugin.data.loader import DataLoaderAdapter, Delivery, refuse_mesh
 from zero_plugin.distributed.collectives import broadcast, broadcast_object_list, num_processes, process_index
 from zero_plugin.errors import LoopError
@@ -58,7 +58,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         refuse_mesh(torch_device_mesh)
         base: DataLoader[Any] = DataLoader(dataset, **kwargs)
         size, world = getattr(base.batch_sampler, "batch_size", base.batch_size), num_processes()
-        how = Sharing(
+        sharing = Sharing(
             rank=process_index(),
             world=world,
             batch_size=size // world if split_batches and size else size,
@@ -67,25 +67,25 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             batched=base.batch_sampler is not None,
         )
         delivery = Delivery(non_blocking=_non_blocking)
-        self._wrap(base, how, delivery, skip=skip_batches, epoch=iteration, slice_fn=slice_fn)
+        self._wrap(base, sharing, delivery, skip=skip_batches, epoch=iteration, slice_fn=slice_fn)
 
     def _wrap(
         self,
         base: DataLoader[Any],
-        how: Sharing,
+        sharing: Sharing,
         delivery: Delivery,
         *,
         slice_fn: SliceFunction | None = None,
         **options: Any,
     ) -> None:
-        super()._wrap(base, how, delivery, **options)
-        self.split_batches = how.split
+        super()._wrap(base, sharing, delivery, **options)
+        self.split_batches = sharing.split
         self.slice_fn: SliceFunction = cut_rows if slice_fn is None else slice_fn
 
     def _portions(self, skip: int) -> Iterator[Portion]:
-        how, target = self._how, self.device or torch.device("cpu")
+        sharing, target = self._sharing, self.device or torch.device("cpu")
         steps: Iterator[Any] = iter(())
-        if how.rank == 0:
+        if sharing.rank == 0:
             steps = self._read_steps(skip)
         elif isinstance(self.base_dataloader.dataset, IterDataPipe):
             iter(self.base_dataloader)  # torch makes their shuffles equal on all processes, by a collective
@@ -99,44 +99,46 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 )
             self.remainder = samples  # when the loop has the last step, it is this one's
             if first is None:
-                first = map_tensors(Tensor.clone, cut_rows(step, slice(0, how.world)))
-            part, rest = divmod(samples, how.world)
-            if rest and how.even:
-                step = join_rows([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
+                first = map_tensors(Tensor.clone, cut_rows(step, slice(0, sharing.world)))
+            part, rest = divmod(samples, sharing.world)
+            if rest and sharing.even:
+                step = join_rows([step, *[first] * -(-(sharing.world - rest) // (count_rows(first) or 1))])
                 part, rest = part + 1, 0
             elif part == 0:
                 self._report_dropped(samples)
                 continue
-            start = how.rank * part + min(how.rank, rest)
-            rows = part + (how.rank < rest)
-            own = self.slice_fn(step, slice(start, start + rows), process_index=how.rank, num_processes=how.world)
+            start = sharing.rank * part + min(sharing.rank, rest)
+            rows = part + (sharing.rank < rest)
+            own = self.slice_fn(
+                step, slice(start, start + rows), process_index=sharing.rank, num_processes=sharing.world
+            )
             yield Portion(own, rows, max(0, min(rows, samples - start)))
 
     def _share_step(self, step: Any, target: torch.device) -> Any:
         """Process 0's on every process; None at the end."""
-        if self._how.world == 1:
+        if self._sharing.world == 1:
             return step
         if step is not None:
             step = move_batch(step, target)
         shapes = broadcast_object_list([map_tensors(lambda tensor: tensor.to("meta"), step)])[0]
-        if self._how.rank:
+        if self._sharing.rank:
             step = map_tensors(lambda tensor: torch.empty_like(tensor, device=target), shapes)
         sent = iter(broadcast([leaf for leaf in list_leaves(step) if isinstance(leaf, Tensor)]))
         return map_tensors(lambda _: next(sent), step)
 
     def _read_steps(self, skip: int) -> Iterator[Any]:
-        needed = 1 if self._how.split else self._how.world
+        needed = 1 if self._sharing.split else self._sharing.world
         may_refill = needed > 1 and self._may_refill()
         batches = (portion.batch for portion in self._read(skip * needed))
         while True:
             step: list[Any] = []
-            kept: list[Kept] = []
+            kept: list[OverwriteCheck] = []
             for batch in islice(batches, needed):
                 step.append(batch)
-                kept.append(Kept(batch if may_refill else None))
+                kept.append(OverwriteCheck(batch if may_refill else None))
             for one in kept:
                 one.check()
-            if not step or (len(step) < needed and self._how.drop_last):
+            if not step or (len(step) < needed and self._sharing.drop_last):
                 return
             yield join_rows(step)
 
@@ -146,13 +148,19 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         return known
 
     def _count_steps(self) -> int:
-        how, batches = self._how, super()._count_steps()
-        steps = batches if how.split else batches // how.world if how.drop_last else -(-batches // how.world)
+        sharing, batches = self._sharing, super()._count_steps()
+        steps = (
+            batches
+            if sharing.split
+            else batches // sharing.world
+            if sharing.drop_last
+            else -(-batches // sharing.world)
+        )
         return steps - self._lacks_the_last_step()
 
     def _lacks_the_last_step(self) -> bool:
         """Whether an epoch's last samples are fewer than the processes, and left out."""
-        if self._how.even or self._how.drop_last or self.total_batch_size is None:
+        if self._sharing.even or self._sharing.drop_last or self.total_batch_size is None:
             return False
         samples = len(self.dataset if self._shard is None else self._shard.sampler)
-        return 0 < samples % self.total_batch_size < self._how.world
+        return 0 < samples % self.total_batch_size < self._sharing.world

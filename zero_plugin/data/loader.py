@@ -24,7 +24,7 @@ from zero_plugin.data.batch_sampler import (
     shard_of,
     with_batches,
 )
-from zero_plugin.data.batches import Kept, Portion, move_batch
+from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_object, num_processes, start_sum
 from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed
@@ -157,34 +157,34 @@ class LogOnce:
             announce(line.format(found), by_each=self._by_each)
 
 
-def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
-    """What is called with the number of samples that all processes leave out at an epoch's end.
+def report_dropped(sharing: Sharing, *, is_least: bool = False) -> LogOnce:
+    """A function that logs, once, how many samples all processes leave out at the end of each epoch.
 
     Args:
-        how: how the loader is shared.
-        is_least: whether the number is what is known, and more may be left out.
+        sharing: how the loader's batches are shared.
+        is_least: whether the number is a lower bound.
     """
-    what, least = "samples" if how.batched else "batches", "at least " if is_least else ""
+    what, least = "samples" if sharing.batched else "batches", "at least " if is_least else ""
     line = (
-        f"{what} left out: {least}{{}} at the end of each epoch, so that all {how.world} processes stop together; "
+        f"{what} left out: {least}{{}} at the end of each epoch, so that all {sharing.world} processes stop together; "
         "even_batches: true repeats samples instead"
     )
-    return LogOnce(line if how.rank == 0 else "")
+    return LogOnce(line if sharing.rank == 0 else "")
 
 
 class Reading:
-    """One loop's reading of an epoch, at most one batch beyond the one that the loop has.
+    """Reads an epoch for one loop, at most one batch ahead of the loop.
 
     Args:
-        portions: those of this process; each is read when it is asked for.
-        refills: whether what reads them may write into memory that it gave before.
+        portions: the batches of this process; each is read only when it is needed.
+        refills: whether the loader may reuse the memory of a batch for a later one.
     """
 
     def __init__(self, portions: Iterable[Portion] = (), *, refills: bool = False) -> None:
         self._portions = iter(portions)
         self._refills = refills
-        self._following: list[Portion | None] = []  # what was read beyond, None for the end
-        self._held: list[Any] = []  # of the loop's batch, what is still where the loader made it
+        self._following: list[Portion | None] = []  # the batch that was read ahead, None for the end
+        self._held: list[Any] = []  # the tensors of the loop's batch that are still in the loader's memory
 
     def take(self) -> Portion | None:
         """The next batch, for the loop; None at the end."""
@@ -192,27 +192,27 @@ class Reading:
         return self._following.pop() if self._following else next(self._portions, None)
 
     def hold(self, made: Any, given: Any) -> None:
-        """The loop is given a batch.
+        """Remember the batch that the loop gets.
 
         Args:
-            made: as the loader made it.
-            given: as the loop gets it: moved to the device, in containers of its own.
+            made: the batch as the loader made it.
+            given: the batch as the loop gets it: moved to the device, in new containers.
         """
         if self._refills:
             unmoved = {id(leaf) for leaf in list_leaves(made)}
             self._held = [leaf for leaf in list_leaves(given) if id(leaf) in unmoved]
 
     def is_last(self) -> bool:
-        """Whether no batch follows the one that the loop has; reads the following one, if that was not done before.
+        """Whether the loop has the last batch; reads one batch ahead to know it.
 
         Raises:
-            LoopError: reading has changed the batch that the loop has.
+            LoopError: reading ahead has overwritten the batch that the loop has.
         """
         if not self._following:
-            kept = Kept(self._held)
+            current = OverwriteCheck(self._held)
             following = next(self._portions, None)
             self._following.append(following)
-            kept.check(following)
+            current.check(following)
             self._held = []
         return self._following[0] is None
 
@@ -223,10 +223,10 @@ class Reading:
 class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     """A DataLoader around another; iterate it, as often as there are epochs.
 
-    Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
-    tells. Of a stream one batch is read ahead, after the one before was moved to the device. With any other sampler,
-    which may give what it has learnt from the loop, one is read ahead where somebody asks for `end_of_dataloader` or
-    `batches_left`, as an accumulation window of several batches does; with several processes all have to ask.
+    With each batch it is known whether it is the last one of the epoch: over map-style data with torch's own samplers
+    by the length, over a stream by reading one batch ahead, after the previous one was moved to the device.
+    Another sampler may depend on the loop, so with it one batch is read ahead only when `end_of_dataloader` or
+    `batches_left` is read, as by an accumulation window of several batches; then all processes have to read it.
 
     What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
 
@@ -245,17 +245,17 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @classmethod
     def around(
-        cls: type[_Adapter], base: DataLoader[Any], how: Sharing, delivery: Delivery, **options: Any
+        cls: type[_Adapter], base: DataLoader[Any], sharing: Sharing, delivery: Delivery, **options: Any
     ) -> _Adapter:
         """Around a DataLoader that there is already; the options are `_wrap`'s."""
         loader = cls.__new__(cls)
-        loader._wrap(base, how, delivery, **options)
+        loader._wrap(base, sharing, delivery, **options)
         return loader
 
     def _wrap(
         self,
         base: DataLoader[Any],
-        how: Sharing,
+        sharing: Sharing,
         delivery: Delivery,
         *,
         skip: int = 0,
@@ -267,7 +267,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
         Args:
             base: what is read. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a `StreamShard`.
-            how: its batches are shared.
+            sharing: how its batches are shared.
             delivery: how they reach the loop.
             skip: batches that are left out at the beginning of every epoch.
             epoch: the first.
@@ -275,12 +275,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             repeats_unseen: name of the user's sampler that shares the samples and may repeat some.
         """
         self.base_dataloader = base
-        self._how = how
+        self._sharing = sharing
         self._delivery = delivery
         self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
         self._is_stream = isinstance(self.dataset, IterableDataset)
-        self._ends_unknown = ends_unknown and how.world > 1
+        self._ends_unknown = ends_unknown and sharing.world > 1
         self.repeats_unseen = repeats_unseen
         self._shard = shard_of(base)
         self._place = _Place()
@@ -291,12 +291,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._batches: int | None = None  # of the running epoch, by its length
         self._reading = Reading()
         self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
-        self._report_dropped = report_dropped(how, is_least=ends_unknown)
+        self._report_dropped = report_dropped(sharing, is_least=ends_unknown)
         self._report_restart = LogOnce(_BEGINS_AGAIN, by_each=True)
         self._report_reading_ahead = LogOnce(_READS_AHEAD)
-        self.batch_size = how.batch_size if how.batched else None
-        self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
-        self.drop_last = how.drop_last
+        self.batch_size = sharing.batch_size if sharing.batched else None
+        self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
+        self.drop_last = sharing.drop_last
         self.device = delivery.device
         self.remainder = -1
         if epoch:
@@ -318,7 +318,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         return self.base_dataloader.multiprocessing_context
 
     def _count_steps(self) -> int:
-        """Batches of a whole epoch on this process; TypeError for a stream without a length."""
+        """Batches of a complete epoch on this process; TypeError for a stream without a length."""
         if self._stream is not None:
             return self._stream.count_batches()
         return len(self.base_dataloader if self._shard is None else self._shard)
@@ -330,7 +330,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     @property
     def cut(self) -> int:
         """Into how many batches each of the user's is cut."""
-        return self._how.cut
+        return self._sharing.cut
 
     @property
     def total_dataset_length(self) -> int:
@@ -339,7 +339,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def epoch_length(self) -> int | None:  # type: ignore[override]
-        """Batches of a whole epoch; None where that is not known, as of a stream."""
+        """Batches of a complete epoch; None where that is not known, as of a stream."""
         return self._count_batches(self._skip)
 
     @property
@@ -477,7 +477,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         epoch = self._epochs.of(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._how.world > 1:  # the copies of the dataset have to draw alike
+            if self._sharing.world > 1:  # the copies of the dataset have to draw alike
                 seed = int(broadcast(torch.tensor(seed)))
             self._stream.begin_epoch(seed + self._epochs.current, epoch)
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
@@ -535,7 +535,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
         with undisturbed() if shard.resumes else nullcontext():
             iterator = iter(base)
-        counts, batched = shard.counts, self._how.batched
+        counts, batched = shard.counts, self._sharing.batched
         counted = base.in_order  # else nobody knows which batch came first
         for batch in iterator:
             try:
@@ -557,16 +557,16 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def _keep_together(self, skip: int) -> Iterator[Portion]:
         """This process's portions, for as long as the processes go on together; every process must iterate it.
 
-        Each portion costs one sum over the processes, of two integers. Nothing is read before it is asked for. A stream
+        Each portion costs one sum over the processes, of two integers. Nothing is read before it is needed. A stream
         that divides itself is read again (`even`) by a process that is through with its part, whose portions are then
         repeats, until the last one is. Else all stop with the first.
 
         Raises:
             LoopError: the processes' streams are to be the same, and are not.
         """
-        how = self._how
+        sharing = self._sharing
         begins_again = self._stream is not None and self._stream.division is not Division.BY_SKIPPING
-        begins_again = begins_again and how.even and not how.drop_last
+        begins_again = begins_again and sharing.even and not sharing.drop_last
         portions, again = self._read(skip), iter(list[Portion]())
         last: Portion | None = None
         steps = 0
@@ -575,7 +575,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         while True:
             # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
             going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
-            if going == 0 or (going < how.world and (last is None or not begins_again)):
+            if going == 0 or (going < sharing.world and (last is None or not begins_again)):
                 if samples:
                     self._report_dropped(samples)
                 return
@@ -687,8 +687,8 @@ def describe_alone(base: DataLoader[Any], drop_last: bool = False) -> Sharing:
     """How a loader built by hand is shared: by the `BatchSamplerShard` that it was given, else not."""
     shard, sampler = shard_of(base), batches_of(base)
     alone = Sharing(0, 1, getattr(sampler, "batch_size", base.batch_size), batched=sampler is not None)
-    how = alone if shard is None else shard.sharing()
-    return replace(how, drop_last=drop_last or getattr(sampler, "drop_last", False))
+    sharing = alone if shard is None else shard.sharing()
+    return replace(sharing, drop_last=drop_last or getattr(sampler, "drop_last", False))
 
 
 def refuse_mesh(mesh: Any) -> None:

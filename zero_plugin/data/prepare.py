@@ -49,9 +49,8 @@ def prepare_loader(
 
     A map-style dataset is shared by indices, unless a sampler with `num_replicas` and `rank`, as torch's
     DistributedSampler, gives each process its own already. An iterable dataset divides itself (WebDataset, torchdata,
-    LitData, MosaicML Streaming, a split `datasets` stream), or is asked for its `shard(num_shards, index)`, or is read
-    as a whole by each process and worker, which keeps its own part. A loader that is prepared already is returned as it
-    is.
+    LitData, MosaicML Streaming, a split `datasets` stream), or by its method `shard(num_shards, index)`. Any other is
+    read completely by each process and worker, which keeps its own part. A loader that is already prepared is returned.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset, of a subclass too.
@@ -84,13 +83,13 @@ def prepare_loader(
     _check_loader(loader, world_size)
     if use_seedable_sampler:
         loader = _seed_sampler(loader, data_seed)
-    whole, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
+    uncut, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
     stream = isinstance(loader.dataset, IterableDataset)
     batches = batches_of(loader)
     batched = batches is not None
     batch_size = getattr(batches, "batch_size", None) if batched else 1
     dividing = None if stream or world_size == 1 else find_dividing_sampler(loader, rank, world_size)
-    how = Sharing(
+    sharing = Sharing(
         rank=rank,
         world=world_size,
         batch_size=_split_size(batch_size if batched and not dividing else None, world_size)
@@ -100,20 +99,20 @@ def prepare_loader(
         split=split_batches,
         drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),
         batched=batched,
-        cut=1 if loader is whole else cut,
+        cut=1 if loader is uncut else cut,
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
-        alone = replace(how, rank=0, world=1, even=False, split=False, batch_size=batch_size)
+        alone = replace(sharing, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
-        return DataLoaderDispatcher.around(base, how, delivery, slice_fn=slice_fn)
+        return DataLoaderDispatcher.around(base, sharing, delivery, slice_fn=slice_fn)
     if not stream:
         _check_same_length(loader.dataset)
     real = None if dividing is None else count_real_samples(loader, dividing)
     repeats_unseen = None if dividing is None or real is not None else type(dividing).__name__
     return DataLoaderShard.around(
-        _give_part(loader, how, shard_iterable, is_divided=dividing is not None, real=real),
-        how,
+        _give_part(loader, sharing, shard_iterable, is_divided=dividing is not None, real=real),
+        sharing,
         delivery,
         ends_unknown=stream or repeats_unseen is not None,
         repeats_unseen=repeats_unseen,
@@ -122,7 +121,7 @@ def prepare_loader(
 
 def _give_part(
     loader: DataLoader[Any],
-    how: Sharing,
+    sharing: Sharing,
     shard_iterable: ShardIterable,
     *,
     is_divided: bool = False,
@@ -132,35 +131,37 @@ def _give_part(
 
     Args:
         loader: reads all of it.
-        how: it is shared.
+        sharing: how it is shared.
         shard_iterable: of `prepare_loader`.
         is_divided: the loader's sampler gives this process its own part.
         real: how many of that part's samples, from the front, are not repeated ones; None for all.
     """
     stream = isinstance(loader.dataset, IterableDataset)
     if stream:
-        part = share_stream(loader, how, shard_iterable)
+        part = share_stream(loader, sharing, shard_iterable)
     else:
-        rank, world = (0, 1) if is_divided else (how.rank, how.world)
+        rank, world = (0, 1) if is_divided else (sharing.rank, sharing.world)
         shard = BatchSamplerShard(
             loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
             world,
             rank,
-            how.split,
-            how.even and world > 1,
-            report_dropped=report_dropped(how, is_least=is_divided),
+            sharing.split,
+            sharing.even and world > 1,
+            report_dropped=report_dropped(sharing, is_least=is_divided),
             real=real,
-            batched=how.batched,
+            batched=sharing.batched,
         )
         part = with_batches(loader, shard)
-    if loader.num_workers and (how.rank or (stream and loader.worker_init_fn is not None)):
-        part = copy_loader(part, worker_init_fn=WorkerStart(how.rank, loader.worker_init_fn, stream=stream))
+    if loader.num_workers and (sharing.rank or (stream and loader.worker_init_fn is not None)):
+        part = copy_loader(part, worker_init_fn=WorkerStart(sharing.rank, loader.worker_init_fn, stream=stream))
     return part
 
 
 def _check_loader(loader: Any, world_size: int) -> None:
     if isinstance(loader, SkipDataLoader):
-        raise LoopError("prepare: the loader skips batches already; prepare the whole one, then skip_first_batches")
+        raise LoopError(
+            "prepare: the loader skips batches already; prepare the one without skipping, then call skip_first_batches"
+        )
     if not isinstance(loader, DataLoader):
         raise LoopError(f"prepare: found a {type(loader).__name__}; give a torch.utils.data.DataLoader")
     if world_size > 1 and not loader.in_order:
@@ -177,7 +178,7 @@ def _check_same_length(dataset: Any) -> None:
     if len(set(lengths)) > 1:
         raise LoopError(
             f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one "
-            "dataset among the processes, so give each of them the whole one"
+            "dataset among the processes, so give each of them the complete one"
         )
 
 
@@ -262,7 +263,7 @@ def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
         size = len(data)
         indices = sorted({step * (size - 1) // (_SAMPLES - 1) for step in range(_SAMPLES)}) if size else []
         with undisturbed():
-            if loader.batch_sampler is None:  # the sampler gives whole batches
+            if loader.batch_sampler is None:  # the sampler yields batches, not indices
                 return loader.collate_fn(data[indices])
             return loader.collate_fn([data[index] for index in indices])
     except Exception:  # noqa: BLE001 - the user's code; the dataset may have other keys. The loop will meet what is wrong

@@ -21,7 +21,7 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, split_size, with_batches
-from zero_plugin.data.batches import Kept, Portion
+from zero_plugin.data.batches import OverwriteCheck, Portion
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import SameDraws, generator_of
 from zero_plugin.tensors.nested import list_leaves
@@ -35,7 +35,7 @@ class Division(Enum):
     """Who divides a stream among the processes."""
 
     BY_SKIPPING = "each process reads all of it and keeps its part"
-    BY_SHARD_METHOD = "the dataset, asked for its shard"
+    BY_SHARD_METHOD = "the dataset, by its shard() method"
     BY_ITSELF = "the dataset, from rank and worker"
 
 
@@ -62,31 +62,31 @@ def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
     return not isinstance(pieces, int) or (pieces > 0 and pieces % world == 0)
 
 
-def share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
+def share_stream(loader: DataLoader[Any], sharing: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
     """The loader over this process's samples of its stream."""
     dataset: Any = loader.dataset
     if shard_iterable == "never" or divides_itself(dataset):
         division = Division.BY_ITSELF
-    elif how.world > 1 and can_be_asked_for_its_shard(dataset, how.world):
+    elif sharing.world > 1 and can_be_asked_for_its_shard(dataset, sharing.world):
         division = Division.BY_SHARD_METHOD
     else:
         division = Division.BY_SKIPPING
-    if division is Division.BY_SKIPPING and how.rank == 0 and (how.world > 1 or loader.num_workers > 1):
+    if division is Division.BY_SKIPPING and sharing.rank == 0 and (sharing.world > 1 or loader.num_workers > 1):
         announce(
-            f"{type(dataset).__name__}: each of {how.world} processes with {max(1, loader.num_workers)} loader workers "
-            "reads all of the data and keeps its part; if the dataset gives each process and worker its own samples, "
-            "write Accelerator(shard_iterable='never')"
+            f"{type(dataset).__name__}: each of {sharing.world} processes with {max(1, loader.num_workers)} loader "
+            "workers reads all of the data and keeps its part; if the dataset gives each process and worker its own "
+            "samples, write Accelerator(shard_iterable='never')"
         )
     batched = loader.batch_sampler is not None
     shared = copy_loader(
         loader,
-        dataset=StreamShard(dataset, how, division, lasting_workers=loader.persistent_workers),
+        dataset=StreamShard(dataset, sharing, division, lasting_workers=loader.persistent_workers),
         collate_fn=CountingCollate(loader.collate_fn, batched),
     )
     if not batched:
         return shared
-    assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
-    return with_batches(shared, BatchSampler(loader.sampler, how.batch_size, loader.drop_last))
+    assert sharing.batch_size is not None, "a DataLoader over a stream batches by a number only"
+    return with_batches(shared, BatchSampler(loader.sampler, sharing.batch_size, loader.drop_last))
 
 
 class Drawn(NamedTuple):
@@ -111,36 +111,37 @@ class StreamShard:
     Attributes:
         dataset: the user's dataset.
         division: who divides it among the processes.
-        is_divided: whether the worker's `worker_init_fn` took the dataset to divide it among the workers.
+        is_divided: whether the `worker_init_fn` of this worker has read the dataset, which it does to divide it among
+            the workers.
     """
 
-    def __init__(self, dataset: Any, how: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
+    def __init__(self, dataset: Any, sharing: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
         self.dataset = dataset
         self.division = division
         self.is_divided = False
-        self._how = how
-        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the dataset gets
-        if lasting_workers:  # they see no other change in the main process
-            self._clock.share_memory_()  # type: ignore[no-untyped-call]
+        self._sharing = sharing
+        self._seed_and_epoch = torch.tensor([0, -1])  # of the current epoch; -1 if no epoch is passed to the dataset
+        if lasting_workers:  # such workers see changes of the main process in shared memory only
+            self._seed_and_epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin_epoch(self, seed: int, epoch: int | None) -> None:
-        """Set what the coming iteration draws from, and the epoch that the dataset gets; None for nothing."""
-        self._clock[0], self._clock[1] = seed, -1 if epoch is None else epoch
+        """Set the seed of the next iteration, and the epoch that is passed to the dataset; None passes none."""
+        self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
-        how, (rank, world) = self._how, self._place()
+        sharing, (rank, world) = self._sharing, self._rank_and_world()
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         dataset = self._dataset_now(workers, worker)
         if self.division is Division.BY_ITSELF or self.is_divided:
             workers, worker = 1, 0
-        if world == workers == 1 and not how.even:
+        if world == workers == 1 and not sharing.even:
             for sample in dataset:
                 yield Drawn(sample, True, None)
             return
         same: AbstractContextManager[None] = nullcontext()
         if world * workers > 1 or isinstance(dataset, IterDataPipe):
-            same = SameDraws(int(self._clock[0]))
+            same = SameDraws(int(self._seed_and_epoch[0]))
         with same, WorkerWatch("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
             first = self._read_step(samples)
@@ -148,7 +149,7 @@ class StreamShard:
             workers, worker = 1, 0
         fingerprint = _fingerprint(first) if world > 1 and first else None
         batches = self._batches(first, samples, same)
-        shares = share_batches(batches, replace(how, rank=rank, world=world, split=False), None)
+        shares = share_batches(batches, replace(sharing, rank=rank, world=world, split=False), None)
         for share in islice(shares, worker, None, workers):
             for place, sample in enumerate(share.indices):
                 yield Drawn(sample, place < share.real, fingerprint)
@@ -156,51 +157,55 @@ class StreamShard:
     def _batches(
         self, first: list[Any], samples: Iterator[Any], same: AbstractContextManager[None]
     ) -> Iterator[list[Any]]:
-        """The batches of all processes, a step read at a time; an incomplete last one is completed from the first."""
-        how, step = self._how, first
-        assert how.batch_size is not None
-        size = self._place()[1] * how.batch_size
-        kept = Kept(first if how.even and not how.drop_last else None)
+        """Yield the batches of all processes; one step is read at a time."""
+        sharing, step = self._sharing, first
+        assert sharing.batch_size is not None
+        size = self._rank_and_world()[1] * sharing.batch_size
+        first_samples = OverwriteCheck(first if sharing.even and not sharing.drop_last else None)
         while step:
             if len(step) < size:
-                if how.drop_last:
+                if sharing.drop_last:
                     return
-                kept.check()
-            yield from (step[start : start + how.batch_size] for start in range(0, len(step), how.batch_size))
+                first_samples.check()
+            yield from (step[start : start + sharing.batch_size] for start in range(0, len(step), sharing.batch_size))
             if len(step) < size:
                 return
             with same:
                 step = self._read_step(samples)
 
     def _read_step(self, samples: Iterator[Any]) -> list[Any]:
-        """The next samples of all processes; reading the others' must not change this one's."""
-        own, (rank, world) = self._how.batch_size, self._place()
+        """Read the samples of one step: the next `batch_size` samples of every process.
+
+        The samples of this process are compared afterwards: a dataset that reuses its buffer for the samples of the
+        processes after this one would overwrite them.
+        """
+        own, (rank, world) = self._sharing.batch_size, self._rank_and_world()
         assert own is not None
         if world == 1:
             return list(islice(samples, own))
         step = list(islice(samples, (rank + 1) * own))
-        kept = Kept(step[rank * own :])
+        own_samples = OverwriteCheck(step[rank * own :])
         step += islice(samples, world * own - len(step))
-        kept.check()
+        own_samples.check()
         return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
-        return count_steps(len(self._dataset_now(1, 0)), replace(self._how, world=self._place()[1]))
+        return count_steps(len(self._dataset_now(1, 0)), replace(self._sharing, world=self._rank_and_world()[1]))
 
-    def _place(self) -> tuple[int, int]:
-        """This process's place among those that skip each other's samples."""
-        return (self._how.rank, self._how.world) if self.division is Division.BY_SKIPPING else (0, 1)
+    def _rank_and_world(self) -> tuple[int, int]:
+        """The rank and number of the processes that skip each other's samples; (0, 1) if none are skipped."""
+        return (self._sharing.rank, self._sharing.world) if self.division is Division.BY_SKIPPING else (0, 1)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
         """The dataset to read from now on, set to the epoch."""
-        how, epoch = self._how, int(self._clock[1])
+        sharing, epoch = self._sharing, int(self._seed_and_epoch[1])
         dataset = self.dataset
-        if self.division is Division.BY_SHARD_METHOD and how.world > 1:
+        if self.division is Division.BY_SHARD_METHOD and sharing.world > 1:
             epoch = epoch if epoch >= 0 else getattr(dataset, "epoch", epoch)
-            dataset = dataset.shard(num_shards=how.world, index=how.rank)
+            dataset = dataset.shard(num_shards=sharing.world, index=sharing.rank)
         elif self.division is Division.BY_ITSELF and isinstance(dataset, IterDataPipe):
-            apply_sharding(dataset, workers * how.world, worker * how.world + how.rank)
+            apply_sharding(dataset, workers * sharing.world, worker * sharing.world + sharing.rank)
         if isinstance(epoch, int) and epoch >= 0 and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         return dataset
@@ -228,7 +233,10 @@ class CountingCollate:
 
 
 def _fingerprint(samples: list[Any]) -> int:
-    """Of tensors, numbers and text; other objects may print their address."""
+    """A checksum of the samples' tensors, arrays, numbers and strings.
+
+    Other objects are left out: their `repr` may contain an address, which differs between processes.
+    """
     checksum = len(samples)
     for leaf in list_leaves(samples):
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
@@ -242,10 +250,12 @@ def _fingerprint(samples: list[Any]) -> int:
 
 
 class WorkerWatch:
-    """A context in which it stands for torch's worker info, and notes what the code inside reads of it.
+    """A context manager that replaces torch's worker info, and records whether the code inside reads it.
+
+    In the main process, where `torch.utils.data.get_worker_info()` is None, it does nothing.
 
     Args:
-        *names: what is watched of `torch.utils.data.get_worker_info()`; in the main process that is None.
+        *names: the attributes of the worker info that are watched.
 
     Attributes:
         asked: whether one of the names was read.
@@ -263,7 +273,7 @@ class WorkerWatch:
 
     def __enter__(self) -> WorkerWatch:
         if self._info is not None:
-            torch_worker._worker_info = self  # type: ignore[assignment]  # there is no public way to be asked
+            torch_worker._worker_info = self  # type: ignore[assignment]  # there is no public way to notice a read
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -281,7 +291,7 @@ class WorkerStart:
         rank: this process.
         user_start: the user's `worker_init_fn`.
         stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
-            it takes it to divide the data, the `StreamShard` gets to know.
+            it reads that dataset, `StreamShard.is_divided` is set: it may have divided the data over the workers.
     """
 
     def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
@@ -313,8 +323,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     """The samples of an iterable dataset that are one process's, by skipping the others'.
 
     With W processes, of every W × `batch_size` samples process r gets the r-th `batch_size`, or with `split_batches` of
-    every `batch_size` samples the r-th part. An incomplete end is completed from the first samples, round and round, or
-    dropped. `prepare` shares streams itself, over the loader's workers too, and counts the repeated samples.
+    every `batch_size` samples the r-th part. An incomplete end is completed from the first samples, repeated as needed,
+    or dropped. `prepare` shares streams itself, over the loader's workers too, and counts the repeated samples.
 
     Args:
         dataset: the same on every process.
@@ -345,21 +355,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.epoch = 0
         self._own = split_size(batch_size, num_processes) if split_batches else batch_size  # samples of a step
-        self._how = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
+        self._sharing = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know; one with a generator instead gets that seeded by the epoch."""
+        """Pass the epoch to the dataset; without a `set_epoch`, its generator is seeded by the epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Samples of this process; TypeError where the dataset has no length."""
-        return count_steps(len(self.dataset), self._how) * self._own
+        return count_steps(len(self.dataset), self._sharing) * self._own
 
     def __iter__(self) -> Iterator[Any]:
         generator = generator_of(self.dataset)
         if generator is not None and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        for share in share_batches(BatchSampler(self.dataset, self._own, self.drop_last), self._how, None):
+        for share in share_batches(BatchSampler(self.dataset, self._own, self.drop_last), self._sharing, None):
             yield from share.indices

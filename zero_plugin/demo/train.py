@@ -43,7 +43,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.heads):
             raise ValueError(
-                f"hidden_size {self.hidden_size} does not split into {self.heads} heads of even width; "
+                f"hidden_size {self.hidden_size} does not split into {self.heads} heads of an even size; "
                 f"write a multiple of {2 * self.heads}"
             )
 
@@ -245,7 +245,7 @@ def read_text(*, max_bytes: int = 8_000_000, held_out_bytes: int = 131_072) -> t
 
 def _files(root: Path) -> list[Path]:
     files = [p.relative_to(root) for p in root.rglob("*.py") if not _LEFT_OUT.intersection(p.relative_to(root).parts)]
-    # Sorted by a hash of the name: a fixed order in which any beginning is a fair sample of the whole library.
+    # Sorted by a hash of the name: a fixed order in which every prefix is a fair sample of the library.
     files.sort(key=lambda p: hashlib.sha256(p.as_posix().encode()).digest())
     return [root / p for p in files]
 
@@ -355,7 +355,7 @@ def read_arguments() -> argparse.Namespace:
 def at_least_one(text: str) -> int:
     """The argument type of a count."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
     return int(text)
 
 
@@ -367,7 +367,7 @@ def repeat(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 @torch.no_grad()
 def bits_per_byte(model: Callable[[Tensor], Tensor], loader: Iterable[Batch], accelerator: Accelerator) -> float:
-    """Mean loss over the whole text, in bits: what an ideal compressor driven by the model would need for a byte."""
+    """Mean loss over all of the text, in bits: what an ideal compressor driven by the model would need for a byte."""
     nats = [accelerator.gather_for_metrics(next_byte_loss(model(ids), targets)) for ids, targets in loader]
     return float(torch.cat(nats).mean()) / math.log(2)
 

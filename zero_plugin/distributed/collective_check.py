@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.process_end import end_process, within
 from zero_plugin.errors import LoopError
+from zero_plugin.machine.hardware import process_stat
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +40,23 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class RankProgress:
-    """Where one process is. What it publishes of calls and passes, and that it is gone, stays true for good.
+    """What one process publishes about its progress. What it says of calls and passes, and that it is gone, stays true.
 
     Attributes:
-        beat: counts up with each time that it is published; one that stays says nothing about now.
-        calls: collective calls entered so far.
-        call: name of the last one entered, "" for none.
-        left: collective calls left so far.
-        passes: parts of the training that need all processes, entered since that call.
-        line: where its script is, `file:line`.
-        since: seconds that it is there.
-        busy: what it imports, compiles or saves there, "" for nothing of these.
-        quiet: seconds since it last did.
-        machine: whose process ids `pid` is one of.
-        pid: of the process.
-        ended: whether it has come to its end with all others.
-        gone: whether it ends without them.
-        failed: whether it does so with an error.
+        beat: the number of times that it was published; if it does not change, the rest is out of date.
+        calls: the number of collective calls that the process has entered.
+        call: the name of the last of them, "" for none.
+        left: the number of collective calls that it has left.
+        passes: the number of parts of the training that need all processes, entered since the last call.
+        line: the current line of its script, as `file:line`.
+        since: the seconds that it has been in that line.
+        busy: what it imports, compiles or saves there; "" for none of these.
+        quiet: the seconds since it last imported, compiled or saved.
+        machine: the machine on which `pid` is valid.
+        pid: the process id.
+        ended: whether it has ended together with all other processes.
+        gone: whether it has ended without the others.
+        failed: whether it has ended with an error.
     """
 
     beat: int = 0
@@ -94,10 +95,8 @@ class RankProgress:
             return "gone"
         except OSError:  # of another user
             return "alive"
-        with suppress(OSError):
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
-        return "alive"
+        letter = (process_stat(self.pid) or [""])[0]
+        return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
 
 
 def begin_progress() -> RankProgress:
@@ -394,9 +393,9 @@ class CollectiveCheck:
 
     Time is counted in ticks that this process was awake for: one that is stopped and continued has not waited.
 
-    Calls that are rare and long (`meets`) wait for each other in the store before they touch the process group. There
-    an error is a `LoopError` in the script. In any other call the script sits in an operation of C++ that nothing can
-    interrupt, so the error is printed, last calls are made (`call_before_end`), and the process ends with exit code 1.
+    In calls that are rare and long (`waits_for_all`) the processes first wait for each other in the store. There an
+    error is a `LoopError` in the script. In any other call the script waits in a C++ operation that cannot be
+    interrupted, so the error is printed, the calls of `call_before_end` are made, and the process exits with 1.
 
     Args:
         store: shared by all processes.
@@ -425,11 +424,11 @@ class CollectiveCheck:
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
 
-    def enter(self, name: str, *, meets: bool) -> bool:
-        """The script comes to a collective call. False inside another one, which it is a part of.
+    def enter(self, name: str, *, waits_for_all: bool) -> bool:
+        """Called when the script enters a collective call. Returns False inside another call, of which it is a part.
 
         Raises:
-            LoopError: another process is in another call, or gone, or has not come in time to a call that `meets`.
+            LoopError: another process is in another call, is gone, or is too late for a call with `waits_for_all`.
         """
         if self._now is not None:
             return False
@@ -437,7 +436,7 @@ class CollectiveCheck:
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
         self._now = Call(progress.calls, name, passes)
-        if meets:
+        if waits_for_all:
             try:
                 self._wait_for_all(f"met/{progress.calls}/{name}")
             except BaseException:
@@ -446,20 +445,20 @@ class CollectiveCheck:
         return True
 
     def leave(self, *, done: bool) -> None:
-        """The script has left the call, with its result or by an error."""
+        """Called when the script has left the call; `done` if without an error."""
         if done:
             self._progress.left = self._progress.calls
         self._now = None
 
     def pass_together(self) -> None:
-        """The training comes to an operation that needs all processes, and that is not a call of its own."""
+        """Count an operation of the training that needs all processes and is not itself a collective call."""
         self._progress.passes += 1
 
     def exchange(self, word: str) -> list[str]:
-        """Inside a call: every process' word, by rank; they wait for each other in the store.
+        """Exchange a string with all processes, inside a call; returns every process' string by rank.
 
         Raises:
-            LoopError: as for a call that `meets`.
+            LoopError: as for a call with `waits_for_all`.
         """
         self._exchanges += 1
         keys = [f"word/{self._exchanges}/{rank}" for rank in range(self._world_size)]
@@ -468,7 +467,7 @@ class CollectiveCheck:
         return [each.decode() for each in self._store.multi_get(keys)]
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise what lies behind a backend's error; return if it is not that the processes disagree.
+        """Raise a clearer error in place of a backend's error, if the processes disagree; otherwise return.
 
         Raises:
             LoopError: another process is in another call, or gone.
@@ -486,14 +485,14 @@ class CollectiveCheck:
             self._in_script = False
 
     def stop(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
-        """End the thread; this is the last that the others see, as in `RankProgress`."""
+        """End the thread, and publish to the other processes why; the arguments are those of `RankProgress`."""
         self._stopping.set()
         self._thread.join(timeout=5)
         last = replace(self._progress, ended=ended, gone=gone, failed=failed)
         self._answers(lambda: publish(self._store, self._rank, last))
 
-    def tell_loss(self, how: str) -> None:
-        """Have the others end, whatever they wait in: this process ends, and `how`."""
+    def report_failure(self, how: str) -> None:
+        """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
         self._stopping.set()
         self._answers(lambda: self._store.set("end", f"process {self._rank} {how}"))
 
@@ -629,12 +628,12 @@ def start_watching(patience: Patience | None = None) -> None:
     patience = patience or Patience(tick=max(1.0, group.size() / 500))  # the store has a thousand visitors a second
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
-    atexit.unregister(_publish_end)
-    atexit.register(_publish_end)
+    atexit.unregister(_report_exit)
+    atexit.register(_report_exit)
 
 
 def time_out(group: Any) -> float:
-    """Of the group's operations, in seconds; without end for a backend that does not say."""
+    """The time-out of the group's operations in seconds; infinite for a backend that has none."""
     device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
     options = getattr(group._get_backend(device), "options", None)
     limit = getattr(options, "_timeout", None)
@@ -642,14 +641,15 @@ def time_out(group: Any) -> float:
 
 
 def end_watching() -> None:
-    """All processes have come to their end; nothing is left to check."""
+    """Stop the check; called on all processes when the group ends."""
     global _check, _watched_group
     if _check is not None:
         _check.stop(ended=True)
     _check = _watched_group = None
 
 
-def _publish_end() -> None:
+def _report_exit() -> None:
+    """Report to the other processes that this one exits, and whether by an uncaught exception."""
     if _check is not None:
         _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
 
@@ -669,25 +669,25 @@ def pass_together() -> None:
         _check.pass_together()
 
 
-def tell_loss(how: str) -> None:
-    """Have the other processes end within seconds, whatever they wait in: this one ends, and `how`."""
+def report_failure(how: str) -> None:
+    """End the other processes within seconds; see `CollectiveCheck.report_failure`."""
     if _check is not None:
-        _check.tell_loss(how)
+        _check.report_failure(how)
 
 
-def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def collective(name: str, *, waits_for_all: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that every process has to call.
 
     Args:
         name: what messages call it.
-        meets: the processes wait for each other in the store first; for calls that are rare and long.
+        waits_for_all: the processes wait for each other in the store first; for calls that are rare and long.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check = _check
-            if check is None or not dist.is_initialized() or not check.enter(name, meets=meets):
+            if check is None or not dist.is_initialized() or not check.enter(name, waits_for_all=waits_for_all):
                 return function(*args, **kwargs)
             done = False
             try:

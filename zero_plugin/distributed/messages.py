@@ -28,7 +28,7 @@ def show_messages(
 
     Args:
         quiet: let warnings and errors pass only, as all processes of a run but the first do.
-        prefix: stands before each message.
+        prefix: the text before each message.
         is_main: whether the calling thread is the run's first process, whose messages below warnings are shown; for
             processes that are threads. By default all threads are.
     """

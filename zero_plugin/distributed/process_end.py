@@ -11,14 +11,34 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final, NoReturn
 
 from zero_plugin.errors import LoopError, ZeroPluginError
 
 _log = logging.getLogger(__name__)
+
+
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def own_signals() -> Iterator[bool]:
+    """Afterwards the signals that end a process are handled as before: others set handlers, and leave them.
+
+    Yields whether handlers can be set at all, which only the main thread can.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield False
+        return
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 class StopHandler:

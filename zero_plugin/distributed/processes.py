@@ -99,16 +99,16 @@ class Processes:
         """
         if self.world_size > 1:
             if not dist.is_initialized():
-                raise LoopError("end_training() has ended the process group; there is nobody to wait for any more.")
+                raise LoopError("end_training() has ended the process group; there are no processes to wait for.")
             over_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.device.index or 0] if over_nccl else None)
 
     def hold(self, end: Callable[[], None]) -> None:
-        """Somebody trains with these processes until `stop` is called with the same `end`, which ends that training."""
+        """Keep the process group for a run, until `stop` is called with the same `end`; `end()` ends that run."""
         _own.holders.append(end)
 
     def stop(self, end: Callable[[], None], destroy_group: Callable[[], None]) -> None:
-        """End the process group, if this package made it and nobody else holds it.
+        """End the process group, if this package made it and no other run needs it.
 
         Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
 
@@ -123,7 +123,7 @@ class Processes:
             _own.end()
 
     def end_group(self) -> None:
-        """End all that trains with these processes, then their group, whoever made it; collective."""
+        """End all runs on these processes, then their process group, also one that the script made; collective."""
         for end in reversed(tuple(_own.holders)):
             end()
         _own.end()
@@ -136,9 +136,9 @@ class _OwnGroup:
     """The default process group, where this package made it.
 
     Attributes:
-        group: it, or None.
-        holders: what ends each training that has not ended.
-        destroyers: how those end it that have.
+        group: the process group; None if this package has made none, or has ended it.
+        holders: for each run that has not ended, the function that ends it.
+        destroyers: for each run that has ended, its function that ends the group.
         launched: whether a launcher set the environment that describes it.
         on_xla: whether its processes compute on XLA devices.
     """
@@ -150,7 +150,7 @@ class _OwnGroup:
         self.launched = False
         self.on_xla = False
         self._groups = 0
-        self._left: dict[str, str] = {}  # in the environment, by a group of one
+        self._left: dict[str, str] = {}  # the variables that a group of one process has set
         self._at_exit: Callable[[], None] | None = None
 
     @property
@@ -213,15 +213,15 @@ class _OwnGroup:
         self.group = None
 
     def _forget_environment(self) -> None:
-        """Take out of the environment what a group of one left there."""
+        """Remove the environment variables that a group of one process has set."""
         if not self.launched:
             for name in self._left:
                 os.environ.pop(name, None)
 
     def _end_left_over(self) -> None:
-        """Nobody who trains has ended it: a script that used `PartialState` alone."""
+        """End a group that no run has ended: that of a script which used `PartialState` alone."""
         if self.lives:
-            collective("end_training", meets=True)(self.end)()
+            collective("end_training", waits_for_all=True)(self.end)()
 
 
 _own = _OwnGroup()
@@ -482,7 +482,7 @@ def _length(inputs: Any) -> int:
         if len(set(lengths.values())) > 1:
             raise LoopError(f"split_between_processes needs values of one length in a dict, and got {lengths}.")
         return next(iter(lengths.values()), 0)
-    datasets = sys.modules.get("datasets")  # whoever holds a Dataset has imported it
+    datasets = sys.modules.get("datasets")  # a script that has a Dataset has imported it
     if (
         (isinstance(inputs, Tensor | np.ndarray) and inputs.ndim)
         or (isinstance(inputs, Sequence) and not isinstance(inputs, str | bytes))
@@ -597,7 +597,7 @@ class ProcessCalls:
             meet()
         try:
             yield
-        except Exception:  # whoever is interrupted, or exits, leaves at once
+        except Exception:  # a process that is interrupted, or exits, leaves at once
             if first:
                 meet()
             raise

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from zero_plugin.config.amounts import read_count
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import (
@@ -239,19 +238,6 @@ def _plan(document: Document, facts: Facts, model: str, sequence_length: int | N
     cluster = _find_cluster(document, settings, facts.machine.processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
     return replace(facts, planned=planned)
-
-
-def sequence_length(flags: Mapping[str, str | bool]) -> int | None:
-    """`--sequence_length` as typed; None where it is not.
-
-    Raises:
-        ConfigError: it is no count.
-    """
-    typed = flags.get("sequence_length")
-    found = read_count(typed)
-    if typed is not None and found is None:
-        raise ConfigError([Problem("--sequence_length", "", f"{typed!r} is no count", "Write e.g. 2048.")])
-    return found
 
 
 def _find_cluster(document: Document, settings: LaunchSettings, processes: int) -> Cluster:

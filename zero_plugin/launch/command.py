@@ -1,4 +1,4 @@
-"""The command lines of a worker and of a whole launch, and the variables that scripts of other layers read.
+"""The command lines of a worker and of a launch, and the variables that scripts of other layers read.
 
 By these variables scripts built on Accelerate or transformers' Trainer learn what the configuration says.
 """
@@ -58,14 +58,14 @@ def foreign_variables(
 
 
 def network_variables(host: str, *, on_cpu: bool) -> dict[str, str]:
-    """By these variables gloo and NCCL take the network that leads to `host`, where it is known which one does.
+    """The variables that make gloo and NCCL use the network interface by which `host` is reached, if it is known.
 
-    They would take that of this machine's name, which on many systems leads nowhere.
+    By default gloo uses the interface of this machine's host name, which on many systems other machines cannot reach.
     """
     interface = interface_towards(host)
     if interface is None:
         return {}
-    # NCCL takes a name without = for the start of one
+    # without the "=", NCCL would take the name as a prefix
     return {"GLOO_SOCKET_IFNAME": interface, **({} if on_cpu else {"NCCL_SOCKET_IFNAME": f"={interface}"})}
 
 

@@ -29,7 +29,7 @@ from zero_plugin.launch.report import (
     shell_code,
 )
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
-from zero_plugin.machine.hardware import MemoryWatch
+from zero_plugin.machine.hardware import MemoryWatch, process_stat
 from zero_plugin.machine.op_builds import RunningBuilds
 
 _logger = logging.getLogger(__name__)
@@ -105,10 +105,7 @@ def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[N
 
 def _why_idle(pid: int) -> str:
     """What keeps a process from running, by the kernel's word; "" for nothing."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    state = (process_stat(pid) or [""])[0]
     return {"T": "stopped by a signal (SIGSTOP, Ctrl-Z)", "t": "stopped by a debugger"}.get(state, "")
 
 

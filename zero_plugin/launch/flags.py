@@ -12,17 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
-from zero_plugin.config.document import SHORT_FIELDS, Document
-from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
-from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
-    COMPILER_PREFIX,
-    LaunchSettings,
-    ignored_keys,
-)
+from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said
+from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
+from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
+from zero_plugin.config.located import read_scalar
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin, show
 from zero_plugin.distributed.messages import show_messages
@@ -39,15 +34,13 @@ _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "tpu": {"distributed_type": "XLA", "use_cpu": False},
     "use_deepspeed": {"distributed_type": "DEEPSPEED"},
 }
-# Flags that ask for something only ZeRO has.
-_ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
 _FILE_FLAG: Final = "--deepspeed_config_file"
 
 
 def document_from_flags(
     flags: Mapping[str, str | bool], assignments: Iterable[str] = (), content: bytes | None = None
 ) -> Document:
-    """Read the file, lay the flags over it, check the whole.
+    """Read the file, lay the flags over it, and check the result.
 
     Args:
         flags: what was typed, by the flag's name with underscores.
@@ -63,16 +56,13 @@ def document_from_flags(
         except ConfigError as error:
             raise ConfigError(_with_reason(error.problems, file)) from None
     document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
-    zero_flags = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
+    zero_flags = [name for name in (*ZERO_FIELDS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         zero_flags.append("config_file")
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
-    values, where = _values(flags)
-    assigned, assigned_where = read_assignments(assignments, "--set")
-    values, where = {**values, **assigned}, {**where, **assigned_where}
     problems = list(_contradictions(flags, document))
-    document = overlay_flags(document, values, where)
+    document = overlay_flags(document, {**_said(flags), **read_assignments(assignments, "--set")})
     if zero_flags and not document.launch.value("distributed_type"):
         what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
         requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
@@ -115,31 +105,24 @@ def _with_training(document: Document, training: Document) -> Document:
     )
 
 
-def _values(flags: Mapping[str, str | bool]) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    values: dict[KeyPath, Any] = {}
-    where: dict[KeyPath, str] = {}
+def _said(flags: Mapping[str, str | bool]) -> Said:
+    said: dict[KeyPath, tuple[str, Any]] = {}
     for name, text in flags.items():
         if name in _SWITCHES:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
-        elif name in SHORT_FIELDS:
-            new = {("deepspeed", *SHORT_FIELDS[name]): _read(text)}
-        elif name in LaunchSettings.model_fields:
-            new = {(name,): _read(text)}
+        elif name in SHORT_FIELDS or name in LaunchSettings.model_fields:
+            new = {path_of((name,)): _read(text)}
         else:  # it chooses a file, or says what runs
             continue
-        values.update(new)
-        where.update(dict.fromkeys(new, f"--{name}"))
-    return values, where
+        said |= {path: (f"--{name}", value) for path, value in new.items()}
+    return said
 
 
 def _read(text: str | bool) -> Any:
     """A flag's text as a file would read it."""
-    if isinstance(text, bool):
-        return text
-    number = as_number(text)
-    return {"true": True, "false": False, "null": None}.get(text.lower(), text if number is None else number)
+    return read_scalar(text) if isinstance(text, str) and text else text
 
 
 def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iterator[Problem]:
@@ -165,7 +148,7 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         return
     message = f"has no effect without ZeRO, and {chosen} requests a run without it"
-    yield from (Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags)
+    yield from (Problem(f"--{name}", "", message, fix) for name in ZERO_FIELDS if name in flags)
     stage = document.deepspeed.get("zero_optimization", "stage")
     if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"

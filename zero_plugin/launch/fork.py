@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.distributed.process_end import ENDING_SIGNALS, own_signals
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.engine import (
@@ -40,7 +40,6 @@ from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
 _logger = logging.getLogger(__name__)
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _INTERRUPTED: Final = 130  # 128 + SIGINT
 _CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
 _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
@@ -79,7 +78,7 @@ def run_forked(
     threads = find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    undisturbed = _own_signals(), _signals_wait_for_forks(), _end_copies_soon(), _meant_to_fork()
+    undisturbed = own_signals(), _signals_wait_for_forks(), _end_copies_soon(), _meant_to_fork()
     with torchrun_ready(spec) as folder, contextlib.ExitStack() as stack:
         for context in (*undisturbed, _variables_while(_DRIVER_ASKED, _LEFT)):
             stack.enter_context(context)
@@ -169,7 +168,7 @@ def _copies_end_with_ctrl_c() -> Iterator[None]:
             copy.kill()
         raise KeyboardInterrupt
 
-    with _own_signals() as may_handle:
+    with own_signals() as may_handle:
         if may_handle:
             signal.signal(signal.SIGINT, end)
         yield
@@ -248,8 +247,8 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
 
     def fork_undisturbed(workers: Any) -> None:
         received: list[int] = []
-        with _own_signals() as may_handle:
-            for number in _SIGNALS if may_handle else ():  # torch handles no signals in another thread
+        with own_signals() as may_handle:
+            for number in ENDING_SIGNALS if may_handle else ():  # torch handles no signals in another thread
                 signal.signal(number, lambda number, _: received.append(number))
             fork(workers)
         if received:
@@ -266,21 +265,6 @@ def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
     return replaced(
         ProcessContext, "_join_procs_with_timeout", lambda copies, timeout: wait(copies, min(timeout, AFTER_FAILURE_S))
     )
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[bool]:
-    """Afterwards signals are handled as before: torchrun's engine sets handlers and leaves them, where a notebook needs
-    its own again. Yields whether handlers can be set at all, which only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield False
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -321,7 +305,7 @@ def _begin_copy(threads: int) -> None:
 def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
     """Run the function as a process of its own would: nothing of the launcher's continues, and its end is an end."""
     _begin_copy(threads)
-    for number in _SIGNALS:
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     os.environ["FORK_LAUNCHED"] = "1"
     if cores:

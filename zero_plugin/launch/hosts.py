@@ -29,6 +29,7 @@ from zero_plugin.config.launch_settings import LAUNCHERS, LaunchSettings, asks_f
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.resolve import config_for_scripts
 from zero_plugin.config.tree import AUTO, did_you_mean, show
+from zero_plugin.distributed.process_end import ENDING_SIGNALS, own_signals
 from zero_plugin.errors import LaunchError, MachineError, Problem
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.command import foreign_variables, program_arguments
@@ -66,7 +67,6 @@ _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWERS_WITHIN_S: Final = 30
 _STOPS_WITHIN_S: Final = 10.0
 _AT_ONCE: Final = 32
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNAL_CODES: Final = range(256 - 31, 255)  # DeepSpeed passes a rank's -9 on as 247; 255 is ssh's own
 
 
@@ -239,7 +239,7 @@ def _chosen_hosts(request: Request, launcher: str) -> tuple[list[Host], list[Pro
         # srun counts tasks: it cannot take slot 1 without slot 0, nor fewer tasks on one host than on another.
         if launcher == "slurm" and len({host.slots for host in hosts} | {tuple(range(len(hosts[0].slots)))}) > 1:
             message = "slurm takes the first slots, and as many on each host"
-            problems.append(request.problem(key, message, "Filter whole hosts."))
+            problems.append(request.problem(key, message, "Filter hosts without naming slots."))
     return hosts, problems
 
 
@@ -453,16 +453,12 @@ def _raised_signals() -> Iterator[None]:
     """Signals that end a launcher are raised in it, so that it ends its workers; under nohup SIGHUP stays ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the system's signature
-        for other in before:
+        for other in ENDING_SIGNALS:
             signal.signal(other, signal.SIG_IGN)  # a second one must not break off the stopping
         raise _StoppedError(number)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, stop)
-    try:
+    with own_signals():
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, stop)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

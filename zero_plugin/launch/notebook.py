@@ -13,7 +13,6 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
 from zero_plugin.config.read import document_from_mapping, read_document
-from zero_plugin.config.tree import KeyPath
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.fork import launch_variables, run_forked, run_on_devices
@@ -129,8 +128,7 @@ def _document(config: Any, values: Mapping[str, tuple[str, Any]], call: str) -> 
         document = document_from_mapping(config, f"{call}(config=…)")
     else:
         document = read_document(str(Path(config)))
-    given: dict[KeyPath, Any] = {(key,): value for key, (_, value) in values.items()}
-    document = overlay_code(document, given, {(key,): f"{call}({argument})" for key, (argument, _) in values.items()})
+    document = overlay_code(document, {(key,): (f"{call}({text})", value) for key, (text, value) in values.items()})
     return replace(document, notes=check_document(document))
 
 

@@ -31,7 +31,10 @@ _SENT: Final = (
     *("ZERO_PLUGIN_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "WANDB_", "MLFLOW_", "XDG_CACHE_HOME"),
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED"),
 )
-_NOT_SENT: Final = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")  # the launcher's own word on each machine, and its own file
+_NOT_SENT: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "DS_ENV_FILE",
+)  # DeepSpeed's launcher sets the first one itself, and reads the second
 _SECRET: Final = frozenset(
     ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "CREDENTIAL", "CREDENTIALS", "AUTH")
 )
@@ -46,7 +49,7 @@ class WorkerConfig:
         arguments: the program and its arguments, as the worker file takes them.
         environment: variables to set.
         deepspeed_config: for scripts that read a DeepSpeed JSON; None without ZeRO.
-        main_address, main_port: where the processes meet, where what starts them does not say.
+        main_address, main_port: the rendezvous, if what starts the processes does not set it.
         bind: whether each process is bound to cores.
     """
 
@@ -70,7 +73,7 @@ def decode_config(word: str) -> WorkerConfig:
 
 
 def choose_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The variables to send, by an allow-list, and the names of those on it that stay here since they hold a secret."""
+    """The variables to send, by an allow-list, and the names of those on it that are not sent as they hold secrets."""
     wanted = [name for name in sorted(environ) if name.startswith(_SENT) and name not in _NOT_SENT]
     kept = tuple(name for name in wanted if _SECRET.intersection(name.upper().split("_")))
     return {name: environ[name] for name in wanted if name not in kept}, kept
@@ -94,7 +97,7 @@ def main() -> None:
             os.environ.update(place.environment(os.environ))
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     on_gpus = has_gpu_driver() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    for name, value in _of_this_machine(here, on_gpus=on_gpus).items():
+    for name, value in _machine_variables(here, on_gpus=on_gpus).items():
         os.environ.setdefault(name, value)
     if config.bind:
         _bind(here, on_gpus=on_gpus)
@@ -108,13 +111,15 @@ def main() -> None:
     worker.main()
 
 
-def _of_this_machine(processes: int, *, on_gpus: bool) -> Mapping[str, str]:
-    """What `zero-plugin launch` sets on its own machine: threads, DeepSpeed's device, the way to the others."""
-    found = {"OMP_NUM_THREADS": str(max(1, count_cores() // processes)), "LOCAL_WORLD_SIZE": str(processes)}
+def _machine_variables(processes: int, *, on_gpus: bool) -> Mapping[str, str]:
+    """The variables that differ between machines: the number of threads, DeepSpeed's device, the network interface."""
+    variables = {"OMP_NUM_THREADS": str(max(1, count_cores() // processes)), "LOCAL_WORLD_SIZE": str(processes)}
     if not on_gpus:
-        found["DS_ACCELERATOR"] = "cpu"
-    alone = processes == int(os.environ.get("WORLD_SIZE", "1"))
-    return found if alone else {**found, **network_variables(os.environ.get("MASTER_ADDR", ""), on_cpu=not on_gpus)}
+        variables["DS_ACCELERATOR"] = "cpu"
+    is_only_machine = processes == int(os.environ.get("WORLD_SIZE", "1"))
+    if is_only_machine:
+        return variables
+    return variables | network_variables(os.environ.get("MASTER_ADDR", ""), on_cpu=not on_gpus)
 
 
 def _bind(processes: int, *, on_gpus: bool) -> None:

@@ -1,6 +1,6 @@
 """Where the launchers of a run meet: a rendezvous of one machine, and what several machines check before torchrun's.
 
-torch's own rendezvous would let others in: the store of `c10d` listens on every interface, and whoever writes a pickle
+torch's own rendezvous would let others in: the store of `c10d` listens on every interface, and who writes a pickle
 into it has the launcher run code; that of `static` listens on every interface too, and is not renewed for a restart. A
 launch on one machine has a store that listens on loopback alone, and nothing in it is a pickle.
 
@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -36,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from zero_plugin.distributed.process_end import end_process
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import LOOPBACK, Rendezvous
 from zero_plugin.machine.network import (
@@ -345,9 +345,7 @@ class Contact:
 
     def leave(self) -> None:
         """Say what happened and end this process: threads of torch's that wait for machine 0 would keep it for ever."""
-        _logger.error("%s%s", self.lost, self._fix)
-        sys.stdout.flush()
-        os._exit(1)
+        end_process(f"{self.lost}{self._fix}")
 
     def _watch(self) -> None:
         heard = time.monotonic()

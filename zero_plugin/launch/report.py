@@ -55,7 +55,7 @@ class Failure:
 
     Attributes:
         exitcode: of the process; negative: the signal that ended it.
-        timestamp: when it was found, in whole seconds.
+        timestamp: when it was detected, in seconds, an integer.
         pid: its process id.
     """
 
@@ -166,7 +166,7 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
     if kills:
         lines = [f"The kernel did it, because CPU memory ran out{total}: it counts {kills} more such kills."]
     elif kills == 0:
-        lines = [f"Not because CPU memory ran out{total}: the kernel counts no such kill. Somebody else sent it,"]
+        lines = [f"Not because CPU memory ran out{total}: the kernel counts no such kill. Another process sent it,"]
         lines.append("a person, a scheduler, or a watchdog.")
     else:
         lines = [f"On Linux that is nearly always the kernel, because CPU memory ran out{total}; `dmesg` tells."]

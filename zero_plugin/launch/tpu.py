@@ -207,7 +207,7 @@ def _function_problems(request: Request) -> Iterator[Problem]:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that running the module may bind; `*` stands for those that nobody can tell."""
+    """Names that running the module may bind; `*` for those that cannot be known."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -327,7 +327,7 @@ def _run_replica(rank: int, function: str, name: str, is_module: bool, *, note: 
 
 
 def _leave(error: BaseException, rank: int) -> NoReturn:
-    code = report_end(error, rank)
+    code = report_end(error, str(rank))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -56,16 +56,20 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def report_end(error: BaseException, rank: int) -> int:
-    """Tell why a replica that ends with `error` does, as `main` does of a worker; its exit code."""
+def report_end(error: BaseException, rank: str) -> int:
+    """Tell why a worker, or a replica in one, that ends with `error` does; its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        return _INTERRUPTED
-    if isinstance(error, SystemExit):
-        code = int(error.code) if isinstance(error.code, int) else 1
-        if _claim_first_failure(code, str(rank)) and isinstance(error.code, str):
-            _write_error(error.code)
-        return code
-    return _report_exception(error, str(rank))
+        return _INTERRUPTED  # the launcher says what happened
+    if not isinstance(error, SystemExit):
+        return _report_exception(error, rank)
+    if error.code is None:
+        return 0
+    code = int(error.code) if isinstance(error.code, int) else 1  # True is an int too
+    if not isinstance(error.code, int):
+        _write_error(error.code)
+    if code:
+        _claim_first_failure(code, rank)
+    return code
 
 
 def read_first_failure() -> int | None:
@@ -146,19 +150,8 @@ def _run_program() -> int:
             run_module(sys.argv[2], sys.argv[3:])
         else:
             run_script(sys.argv[1], sys.argv[2:])
-    except SystemExit as end:
-        if end.code is None:
-            return 0
-        code = int(end.code) if isinstance(end.code, int) else 1  # True is an int too
-        if not isinstance(end.code, int):
-            _write_error(end.code)
-        if code:
-            _claim_first_failure(code, _rank())
-        return code
-    except KeyboardInterrupt:
-        return _INTERRUPTED  # the launcher says what happened
-    except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
-        return _report_exception(error, _rank())
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's program
+        return report_end(error, os.environ.get("RANK", "0"))
     return 0
 
 
@@ -193,12 +186,8 @@ def _write_error(line: object) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
-
-
 def _report_exception(error: BaseException, rank: str) -> int:
-    """Print the whole traceback if no rank failed before, one line otherwise; the exit code.
+    """Print the complete traceback if no rank failed before, one line otherwise; return the exit code.
 
     Not an excepthook: torch.distributed replaces that, and loses what is printed if the hook ends the process.
     """
@@ -248,7 +237,7 @@ def _claim_first_failure(code: int, rank: str, kind: str = "") -> bool:
 
 
 def put_first(file: Path, text: str) -> bool:
-    """Write what only the first of several processes may, as a whole or not at all; whether this is the first.
+    """Write a file that only the first of several processes may write; return whether this process is the first.
 
     Who comes second may end at once, and have the first ended in the midst of its writing.
     """

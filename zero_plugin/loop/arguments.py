@@ -209,11 +209,7 @@ def overlay_arguments(
         given[("use_cpu",)] = ("Accelerator(cpu=True)", True)
     for key, value in ({} if scaler is None else _fp16_keys(scaler)).items():
         given[("deepspeed", "fp16", key)] = (f"GradScalerKwargs(…), which means fp16.{key} {value}", value)
-    return overlay_code(
-        document,
-        {path: value for path, (_, value) in given.items()},
-        {path: where for path, (where, _) in given.items()},
-    )
+    return overlay_code(document, given)
 
 
 def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:

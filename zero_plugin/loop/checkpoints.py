@@ -97,7 +97,7 @@ class Checkpoints:
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
-    @collective("save_state", meets=True)
+    @collective("save_state", waits_for_all=True)
     def save(
         self,
         output_dir: str | os.PathLike[str] | None,
@@ -145,7 +145,7 @@ class Checkpoints:
             self._rotate(target, keep, SCRIPT)
         return target
 
-    @collective("wait_for_save", meets=True)
+    @collective("wait_for_save", waits_for_all=True)
     def wait(self) -> Path | None:
         """Wait for the checkpoint that is written in the background; see `Accelerator.wait_for_save`."""
         return self._run.background.wait()
@@ -220,7 +220,7 @@ class Checkpoints:
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
-    @collective("load_state", meets=True)
+    @collective("load_state", waits_for_all=True)
     def load(
         self,
         input_dir: str | os.PathLike[str] | None,
@@ -248,7 +248,7 @@ class Checkpoints:
             folder, passed_over, strict=strict, weights_only=weights_only, verify=verify, loaders_resume=loaders_resume
         )
 
-    @collective("resume", meets=True)
+    @collective("resume", waits_for_all=True)
     def resume(self, folder: str | os.PathLike[str] | None) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()

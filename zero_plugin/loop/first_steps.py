@@ -138,7 +138,7 @@ class FirstSteps:
     def warn_if_never_stepped(self) -> None:
         """Warn if `optimizer.step()` was never called although more backwards ran than a window has."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
-        asked = any(o.applied_steps or o.skipped_in_a_row or not o.acted for o, _ in optimizers)
+        asked = any(o.was_stepped for o, _ in optimizers)
         if self._logged or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
             return
         self._logged = True

@@ -17,6 +17,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop.window import Phase, Window
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer, has_step_hooks
+from zero_plugin.strategies.precision import FoundInf
 
 if TYPE_CHECKING:
     from zero_plugin.data.active import GradientState
@@ -41,8 +42,6 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         window: the accumulation window of its model, which it steps.
-        skipped_in_a_row: the number of steps that were skipped since the last applied one.
-        applied_steps: the number of applied steps.
         acted: False if the last call of `step` was inside an accumulation window, where it does nothing.
         schedulers: the prepared schedulers of this optimizer.
         device_placement, scaler: the given arguments.
@@ -60,8 +59,9 @@ class AcceleratedOptimizer(Optimizer):
                 "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
             )
         self.device_placement, self.scaler = device_placement, scaler
-        self.skipped_in_a_row = 0
-        self.applied_steps = 0
+        self._skipped_in_a_row = 0
+        self._applied_steps = 0
+        self._uncounted: bool | FoundInf | None = None  # whether the last step was applied, until `settle` counts it
         self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
         self.window = Window(1, UnpreparedOptimizer(optimizer, steps=num_processes() == 1))
@@ -163,7 +163,7 @@ class AcceleratedOptimizer(Optimizer):
         """
         self._refuse_if_partitioned("load_state_dict()")
         self._await_copy()
-        replacing = self.session.reading() if isinstance(self.session, Session) else nullcontext()
+        replacing = self.session.loading() if isinstance(self.session, Session) else nullcontext()
         with replacing:
             self.optimizer.load_state_dict(state_dict)
 
@@ -184,6 +184,7 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
         _ = self.optimizer  # raises once training has ended
+        self.settle()
         kept = self.window.describe_kept_gradients()
         self.acted = self.window.count_step(has_stepped=self.applied_steps > 0)
         if not self.acted:
@@ -201,12 +202,12 @@ class AcceleratedOptimizer(Optimizer):
         except BaseException:
             self.window.fail()
             raise
-        self._is_overflow = not self.window.apply()
+        self._uncounted = self.window.apply()
+        if isinstance(self._uncounted, FoundInf) and not (last_chance or self._after_step):
+            return  # reading it now would wait for the device
+        self.settle(culprit)
         if self._is_overflow:
-            self._count_skip(culprit)
             return
-        self.skipped_in_a_row = 0
-        self.applied_steps += 1
         for hook in tuple(self._post_hooks.values()):
             hook(self, (), {})
         for call in self._after_step:
@@ -229,7 +230,42 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step` that ended a window was skipped because gradients were not finite."""
+        self.settle()
         return self._is_overflow
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """The number of steps that were skipped since the last applied one."""
+        self.settle()
+        return self._skipped_in_a_row
+
+    @property
+    def applied_steps(self) -> int:
+        """The number of applied steps."""
+        self.settle()
+        return self._applied_steps
+
+    @property
+    def was_stepped(self) -> bool:
+        """Whether `step` was called, inside a window too; nothing is read from the device."""
+        return not self.acted or self._uncounted is not None or self._applied_steps + self._skipped_in_a_row > 0
+
+    def restore_counts(self, applied_steps: int, skipped_in_a_row: int) -> None:
+        """Count on from the numbers of a checkpoint."""
+        self.settle()
+        self._applied_steps, self._skipped_in_a_row = applied_steps, skipped_in_a_row
+
+    def settle(self, culprit: str | None = None) -> None:
+        """Count the last step as applied or skipped, if that is not done yet; `culprit` has made it not finite."""
+        if (applied := self._uncounted) is None:
+            return
+        self._uncounted = None
+        self._is_overflow = applied.read() if isinstance(applied, FoundInf) else not applied
+        if self._is_overflow:
+            self._count_skip(culprit)
+            return
+        self._skipped_in_a_row = 0
+        self._applied_steps += 1
 
     @property
     def loss_scale(self) -> float:
@@ -296,18 +332,18 @@ class AcceleratedOptimizer(Optimizer):
         self._after_step.remove(call)
 
     def _count_skip(self, culprit: str | None) -> None:
-        self.skipped_in_a_row += 1
+        self._skipped_in_a_row += 1
         if not self._warned_of_skips and self.session.loss_scale == 1.0:
             self._warned_of_skips = True  # under fp16 skipped steps are expected while the loss scale is adjusted
             announce(
-                f"the step after {self.applied_steps} applied ones was skipped, since its gradients are not finite; "
+                f"the step after {self._applied_steps} applied ones was skipped, since its gradients are not finite; "
                 f"the weights are unchanged. After {self.session.most_skips} skipped steps in a row the run stops."
             )
-        if self.skipped_in_a_row >= self.session.most_skips:
+        if self._skipped_in_a_row >= self.session.most_skips:
             named = f"the first is that of {culprit}" if culprit else "the parameter is unknown"
             raise LoopError(
-                f"{self.skipped_in_a_row} steps in a row were skipped, after {self.applied_steps} applied ones: their "
-                f"gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
+                f"{self._skipped_in_a_row} steps in a row were skipped, after {self._applied_steps} applied ones: "
+                f"their gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
                 "Look at that layer's inputs and at the loss (a division by 0, log(0), an empty batch), or lower the "
                 "learning rate; torch.autograd.set_detect_anomaly(True) finds the operation."
             )

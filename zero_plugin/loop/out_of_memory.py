@@ -24,7 +24,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_report, micro_batch_cut
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.batch_sampler import smaller_cut
-from zero_plugin.distributed.collective_check import tell_loss
+from zero_plugin.distributed.collective_check import report_failure
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.machine.hardware import memory_available_bytes
@@ -177,7 +177,7 @@ def describe_end(error: BaseException | None) -> list[str]:
     report = _report_of(error)
     if report is None:
         return []
-    tell_loss("has run out of memory")
+    report_failure("has run out of memory")
     return _lines(report)
 
 
@@ -187,7 +187,7 @@ def _explain(error: BaseException | None) -> None:
         return
     if not leave_out_of_memory_report(report, os.environ):
         _log.error("\n".join(_lines(report)))
-    tell_loss("has run out of memory")
+    report_failure("has run out of memory")
 
 
 def _report_of(error: BaseException | None) -> OutOfMemoryReport | None:

@@ -116,8 +116,15 @@ class Prepared:
             for name, value in training.measure().items()
         }
 
+    def settle(self) -> None:
+        """Count the last step of each optimizer; see `AcceleratedOptimizer.settle`."""
+        for training in self.trained:
+            if training.optimizer is not None:
+                training.optimizer.settle()
+
     def free(self) -> None:
         """Release everything that is prepared, and its memory."""
+        self.settle()
         for training in self.trainings:
             if training.session.before_change is not None:
                 training.session.before_change()
@@ -158,7 +165,7 @@ class Prepared:
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
-    @collective("prepare", meets=True)
+    @collective("prepare", waits_for_all=True)
     def prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
         """The prepared objects, in the order of `objects`; collective. See `Accelerator.prepare`.
 

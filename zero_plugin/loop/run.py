@@ -234,7 +234,7 @@ class Run(ProcessCalls):
             prepared.first_steps.warn_if_never_stepped()
         self._close()
 
-    @collective("end_training", meets=True)
+    @collective("end_training", waits_for_all=True)
     def _close(self) -> None:
         with ExitStack() as ends:  # in reverse order
             ends.callback(self.processes.stop, self.end, self.strategy.destroy_process_group)
@@ -261,6 +261,7 @@ class Run(ProcessCalls):
 
     def _describe_end(self) -> None:
         if (prepared := self._prepared()) is not None:
+            prepared.settle()
             for training in prepared.trained:
                 for line in training.describe_end():
                     _log.info(line)

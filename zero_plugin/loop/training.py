@@ -208,7 +208,7 @@ def refuse_lomo(what: str) -> NoReturn:
     """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
 
     Args:
-        what: the beginning of the sentence.
+        what: what the script did, as the subject of the message.
 
     Raises:
         LoopError: always.
@@ -345,8 +345,7 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
     if not restore_groups(session.optimizer, session.optimized_pieces(), saved["groups"]):
         left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
     session.restore_scale(saved["loss_scale"])
-    training.optimizer.applied_steps = saved["applied_steps"]
-    training.optimizer.skipped_in_a_row = saved["skipped_in_a_row"]
+    training.optimizer.restore_counts(saved["applied_steps"], saved["skipped_in_a_row"])
     return left
 
 

@@ -50,7 +50,7 @@ class TrainingLoop:
         steps = redistribute_steps(steps * run.cut, run.accumulated_by, run.processes.world_size)
         if before is None or before.value != steps:
             path = ("deepspeed", key)
-            run.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))
+            run.overlay(lambda d: d.overlay("code", {path: (call, steps)}))
         for window in self._prepared.windows:
             window.resize(steps)
 

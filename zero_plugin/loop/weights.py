@@ -71,7 +71,7 @@ class Weights:
         module = extract_model(session.module, keep_torch_compile=keep_torch_compile)
         return module if keep_fp32_wrapper else bare_copy(module)
 
-    @collective("get_state_dict", meets=True)
+    @collective("get_state_dict", waits_for_all=True)
     def collect(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
         """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
         state: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class Weights:
         wrapped = session is not None and session.model is not session.module
         return state if unwrap or not wrapped else {f"module.{name}": tensor for name, tensor in state.items()}
 
-    @collective("save_model", meets=True)
+    @collective("save_model", waits_for_all=True)
     def save_model(
         self,
         model: nn.Module,
@@ -112,7 +112,7 @@ class Weights:
             self._write_adapters(model, unpartitioned_tensors(weights), target)
             return
 
-        def write_more(folder: Path) -> None:
+        def write_other_files(folder: Path) -> None:
             self._write_record(model, folder)
             if not trainable_only:
                 write_configuration(module, folder, stored_as)
@@ -123,7 +123,7 @@ class Weights:
             max_shard_bytes=limit,
             tied=shared_names(self.unwrap(model)),
             notes={"contains": "the parameters that were trained"} if trainable_only else {},
-            write_more=write_more,
+            write_more=write_other_files,
         )
 
     def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
@@ -193,7 +193,7 @@ class Weights:
             self._enter_whole_weights(stack, models)
             yield
 
-    @collective("whole_weights", meets=True)
+    @collective("whole_weights", waits_for_all=True)
     def _enter_whole_weights(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
         for model in models:
             session = self._prepared.session_of(model)
@@ -238,7 +238,7 @@ class Weights:
             raise LoopError("init_model(weights=…): no model was constructed inside.")
         reports.extend(self.load(model, weights, strict=strict) for model in models)
 
-    @collective("load_weights", meets=True)
+    @collective("load_weights", waits_for_all=True)
     def load(self, model: nn.Module, weights: Path, *, strict: bool) -> WeightsReport:
         """Read weights into a model; see `Accelerator.load_weights`."""
         self._run.follow_configuration()
@@ -257,7 +257,7 @@ class Weights:
             if session is not None:
                 if session.before_change is not None:
                     session.before_change()
-                with session.reading():
+                with session.loading():
                     all_or_none(lambda: read(session_fragments(session, changing=True)))
             else:
                 all_or_none(lambda: report.initialized.extend(_without_values(module, places)))

@@ -14,7 +14,7 @@ from zero_plugin.data.active import LoaderProgress
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
-from zero_plugin.strategies.precision import Measured
+from zero_plugin.strategies.precision import FoundInf, Measured
 
 FAILED_BACKWARD = (
     "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
@@ -216,8 +216,8 @@ class Window:
         """Count a backward that computed gradients of this model in a micro-batch of other models.
 
         Args:
-            ends: whether their windows end there. If this model has gradients of such backwards alone, a step applies
-                them where theirs does.
+            ends: whether the windows of those models end with this micro-batch. If this model has only such foreign
+                gradients, the next `step()` applies them if it applies those of the other models.
         """
         self._since_step += 1
         if not (self.in_context or self._backwards or self.is_decided):
@@ -435,15 +435,14 @@ class Window:
         self._complete()
         return self.session.first_nonfinite()
 
-    def apply(self) -> bool:
-        """Apply the gradients after `count_step`; False if they are not finite, so that the step was skipped.
-
-        Collective.
+    def apply(self) -> bool | FoundInf:
+        """Apply the gradients after `count_step`; whether the step was applied, see `Session.step`. Collective.
 
         Raises:
             LoopError: the gradients must not be applied; see `Session.step`.
         """
-        applied, session = True, self._given
+        applied: bool | FoundInf = True
+        session = self._given
         if self.phase in (Phase.EMPTY, Phase.APPLIED):
             if session is not None:
                 session.step_without_backward(is_again=self.phase is Phase.APPLIED and self._kept is not False)

@@ -86,6 +86,11 @@ def read_text(file: Path) -> str:
         return ""
 
 
+def process_stat(pid: int) -> list[str]:
+    """Of a process, its state, its parent's number and more, as the kernel lists them; empty where it is gone."""
+    return read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
+
+
 _SYSTEM: Final = Path("/sys")
 _GPU_DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under WSL
@@ -129,7 +134,7 @@ def count_cores() -> int:
 
 
 def _quotas() -> Iterator[int]:
-    """Cores that the processes of each of this process' control groups may use together, rounded up to whole ones."""
+    """Cores that the processes of each of this process' control groups may use together, rounded up to an integer."""
     for group in own_groups("cpu"):
         of_version_1 = (read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         quota, period = (read_text(group / "cpu.max").split() or [*of_version_1])[:2]
@@ -449,7 +454,7 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
 
 
 def filesystem_of(folder: Path, mounts: Path) -> str:
-    """The kind of file system that a folder lies on, as the kernel's `mountinfo` has it."""
+    """The kind of file system that a folder is on, from the kernel's `mountinfo`."""
     wanted, kind, longest = str(folder.resolve()), "unknown", -1
     for mount in read_mounts(mounts):
         inside = wanted == mount.folder or wanted.startswith(mount.folder.rstrip("/") + "/")

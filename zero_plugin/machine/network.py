@@ -32,7 +32,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which `host` is reached, e.g. `eth0`; None where it cannot be told.
+    """The network interface by which `host` is reached, e.g. `eth0`; None where it is not known.
 
     For `host` itself that is the interface that carries the address, not the loopback that the route would name.
     """

@@ -1,4 +1,4 @@
-"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits without a word."""
+"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits silently."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from zero_plugin.config.document import offload_devices
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.errors import MachineError
+from zero_plugin.machine.hardware import PROC, process_stat
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[s
         on_gpu: whether it computes on GPUs.
     """
     zero = training.section("zero_optimization")
-    devices = [zero.value(f"offload_{what}", "device", default="none") for what in ("optimizer", "param")]
+    devices = list(offload_devices(training).values())
     by_torch = bool(training.value("optimizer", "params", "torch_adam"))
     by_section = training.value("optimizer", "type") not in (None, AUTO)
     ops = []
@@ -163,10 +165,8 @@ def _target(link: Path) -> Path | None:
 
 def _with_children(processes: Collection[int]) -> set[int]:
     """These processes, and all that they have started and that has not ended."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    stats = {int(folder.name): process_stat(int(folder.name)) for folder in PROC.glob("[0-9]*")}
+    parents = {process: int(stat[1]) for process, stat in stats.items() if stat}
     family = set(processes)
     while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.errors import LaunchError, MachineError
 
-PJRT_DEVICE: Final = "PJRT_DEVICE"  # by it torch_xla is told which runtime to load
+PJRT_DEVICE: Final = "PJRT_DEVICE"  # selects the runtime that torch_xla loads
 _GOOGLE: Final = "0x1ae0"  # PCI vendor; as torch_xla 2.9 looks for chips, in torch_xla/_internal/tpu.py
 _CHIPS: Final = frozenset(("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"))  # v2/v3 v4 v5p v5e v6e v7x
 # A container may hide the PCI bus. Both folders of devices are others' too, so a variable has to say TPU as well.
@@ -102,7 +102,7 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
         environ: whether the user has chosen the CPU, to try things there.
 
     Raises:
-        LaunchError: it runs on something else than a TPU, which nobody has asked for.
+        LaunchError: it runs on something else than a TPU, which was not requested.
         MachineError: torch_xla or the runtime does not work here.
     """
     asked = environ.get(PJRT_DEVICE, "")  # before the import, which sets it where it is open

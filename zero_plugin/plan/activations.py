@@ -217,7 +217,7 @@ def _line(two: int, three: int) -> Affine:
 
 
 def _without_idle_mask(model: nn.Module, example: Example) -> Example:
-    """Without a padding mask of ones, which transformers drops when it sees its values."""
+    """The example without a padding mask of ones, which transformers drops if it can read its values."""
     if isinstance(example, Mapping) and hasattr(model, "main_input_name"):
         mask = example.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type != "meta" and bool(mask.all()):
@@ -242,10 +242,14 @@ def _resizer(example: Example) -> Callable[[int], Example]:
 
 
 def _loss(outputs: Any) -> Tensor:
-    """The outputs' own loss, else a cross-entropy over each of them."""
-    stated = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(stated, Tensor):
-        return stated
+    """A scalar to run the backward from.
+
+    It is the `loss` among the outputs, else their first scalar. If they have neither, `log_softmax` of every output
+    replaces the cross-entropy that a script would compute: it needs about the same memory.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     found = [leaf for leaf in list_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalars = [leaf for leaf in found if leaf.dim() == 0]
     losses = scalars[:1] or [torch.log_softmax(leaf, -1).mean() for leaf in found]
@@ -277,7 +281,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _no_warnings_of_fakes() -> AbstractContextManager[None]:
-    """Without what torch prints of an operation that meets wrong shapes: the error that it raises is reported."""
+    """Silence torch's log of an operation with wrong shapes: the error that it raises is reported anyway."""
     return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
@@ -498,7 +502,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _attend_in_heads(*args: Any, **kwargs: Any) -> Any:
-    """`nn.MultiheadAttention` by torch's fused kernel for CPUs, which takes no dropout, unless scores are asked for."""
+    """`nn.MultiheadAttention` by torch's fused kernel for CPUs, which takes no dropout, unless scores are requested."""
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
     if not call.arguments["need_weights"]:
@@ -528,7 +532,7 @@ class _Pass:
         inputs: the storages that it was given and no earlier block was, and their bytes.
         outputs: addresses of the storages that it made and returned.
         kept: what only the block's own backward needs: with checkpointing it is freed after use, and made again. When
-            that is, and bytes; for weights that autocast converted it is the end of the whole forward.
+            that is, and bytes; for weights that autocast converted it is the end of the complete forward.
         backward: when its backward begins; None where no gradient comes.
         lost: bytes of its inputs that died in the forward; with checkpointing they stay, for the second forward.
     """
@@ -555,7 +559,7 @@ class BlockPasses:
         tape: of the step.
         shared: addresses of the storages that something else than a block's own backward needs.
         passes: the forwards.
-        forward: operations of the whole forward, once it has ended.
+        forward: operations of the complete forward, once it has ended.
     """
 
     tape: LiveBytes
@@ -564,7 +568,7 @@ class BlockPasses:
     forward: int | None = None
 
     def end_forward(self, outputs: Any) -> None:
-        """To be called when the whole forward has ended, with what it returned: later, blocks run a second time."""
+        """To be called with the outputs when the complete forward has ended: later, blocks run a second time."""
         self.forward = len(self.tape.after)
         held = self.shared | {leaf.untyped_storage()._cdata for leaf in _counted(outputs, self.tape)}
         for own in self.passes:

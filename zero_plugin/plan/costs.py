@@ -76,9 +76,9 @@ def sharded_elements(parameters: Parameters, processes: int, *, trainable: bool)
 
 @lru_cache(maxsize=256)
 def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, ...]:
-    """Elements of each sub-group that one process' stage-3 optimizer updates at a time: `_create_fp16_sub_groups`.
+    """Elements, on one process, of each sub-group of parameters that the stage-3 optimizer updates at a time.
 
-    A sub-group is closed by the parameter that brings it to `size` elements or more.
+    As in DeepSpeed's `_create_fp16_sub_groups`, parameters are added to a sub-group until it has at least `size`.
     """
     if size >= sharded_elements(parameters, processes, trainable=True):
         return (sharded_elements(parameters, processes, trainable=True),)
@@ -131,8 +131,8 @@ def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, pr
         buckets = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's; gradients zero_grad frees
         kept = {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
         own = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
-        whole = trained * width + (own if setup.stage is None else frozen * width)
-        return {"parameters": whole, "optimizer states": optimizer.states * trained * _FP32, **kept}
+        unpartitioned = trained * width + (own if setup.stage is None else frozen * width)
+        return {"parameters": unpartitioned, "optimizer states": optimizer.states * trained * _FP32, **kept}
     if setup.stage == 0:
         states = optimizer.states * trained * _FP32
         return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}
@@ -471,7 +471,7 @@ class Footprint:
 
     @property
     def device_bytes(self) -> int:
-        """Of one device."""
+        """Bytes on one device."""
         return sum(self.device.values())
 
     @property
@@ -481,12 +481,12 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """Of one node."""
+        """Bytes of CPU memory on one node."""
         return sum(self.host.values())
 
     @property
     def nvme_bytes(self) -> int:
-        """Of one node."""
+        """Bytes of NVMe on one node."""
         return sum(self.nvme.values())
 
 
@@ -612,7 +612,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The time of the complete step."""
         return sum(self.terms.values())
 
 

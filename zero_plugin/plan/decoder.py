@@ -11,7 +11,7 @@ from zero_plugin.plan.situation import Activations, Affine, ModelSizes, Paramete
 
 _VOCABULARY: Final = 32_000  # Llama's and Llama 2's
 _HEAD_SIZE: Final = 128  # Llama's at every size
-_WIDTH_PER_LAYER: Final = 128  # Llama 7B: 4096 / 32; 13B: 5120 / 40
+_HIDDEN_SIZE_PER_LAYER: Final = 128  # Llama 7B: 4096 / 32; 13B: 5120 / 40
 _MARGIN: Final = 0.2  # see `Activations.margin`
 _INDEX_BYTES: Final = 8  # token ids and labels are int64
 
@@ -40,7 +40,7 @@ def decoder_sizes(
         heads: of 128 each where absent.
         kv_heads: as many as `heads` where absent.
         intermediate: width of the MLP.
-        head_size: of a query and a key; where absent the heads share out the hidden size.
+        head_size: of a query and a key; where absent, the hidden size divided by the heads.
         tied: whether embedding and output are one tensor; absent, only where `parameters` leave no room for two.
 
     Raises:
@@ -48,8 +48,8 @@ def decoder_sizes(
     """
     if not (parameters or hidden_size or layers):
         raise _error("the model's size is not given", "Give --params, or --hidden_size and --layers.")
-    hidden = hidden_size or (_WIDTH_PER_LAYER * layers if layers else _usual_width(parameters or 0))
-    depth = layers or max(1, round(hidden / _WIDTH_PER_LAYER))
+    hidden = hidden_size or (_HIDDEN_SIZE_PER_LAYER * layers if layers else _usual_hidden_size(parameters or 0))
+    depth = layers or max(1, round(hidden / _HIDDEN_SIZE_PER_LAYER))
     words = vocabulary or _VOCABULARY
     query_heads = heads or max(1, hidden // _HEAD_SIZE)
     query_width, kv_width = _attention_widths(hidden, query_heads, kv_heads, head_size)
@@ -189,15 +189,15 @@ def decoder_activations(
 
 
 def _attention_widths(hidden: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int]:
-    """Of the queries, and of the keys."""
+    """The size of all heads together: of the queries, and of the keys."""
     width = heads * head_size if head_size else hidden
     return width, width * (kv_heads or heads) // heads
 
 
-def _usual_width(parameters: int) -> int:
-    """The width at which 12·h² parameters per layer and 128 wide per layer make `parameters`, in whole heads."""
-    width: float = (parameters * _WIDTH_PER_LAYER / 12) ** (1 / 3)
-    return max(1, round(width / _HEAD_SIZE)) * _HEAD_SIZE
+def _usual_hidden_size(parameters: int) -> int:
+    """A hidden size h, a multiple of the head size, for `parameters`: 12·h² in each of h/128 layers."""
+    hidden: float = (parameters * _HIDDEN_SIZE_PER_LAYER / 12) ** (1 / 3)
+    return max(1, round(hidden / _HEAD_SIZE)) * _HEAD_SIZE
 
 
 def _error(message: str, fix: str) -> ConfigError:

@@ -45,7 +45,7 @@ class KnownDevice:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the whole device."""
+        """The memory of the device."""
         return self.mebibytes * 2**20
 
     @property
@@ -99,7 +99,7 @@ def find_device(name: str) -> KnownDevice:
 
 
 def nearest_device(memory_bytes: int) -> KnownDevice:
-    """Of those that are known, the one whose memory is nearest; of two as near, the slower."""
+    """The known GPU whose memory is nearest; the slower one, if two are equally near."""
     return min(KNOWN_DEVICES, key=lambda device: (abs(device.memory_bytes - memory_bytes), device.tensor_tflops))
 
 
@@ -111,14 +111,14 @@ def _words(name: str) -> set[str]:
 
 
 def _names(known: str, wanted: set[str]) -> bool:
-    """Whether the words of a name mean that device: its model's, and its memory's where they tell one."""
+    """Whether the words of a name mean that device: they contain its model, and no other memory size than its own."""
     model, *memory = re.sub(r"rtx-", "rtx", known.lower()).split("-")
-    told = {word for word in wanted if re.fullmatch(r"\d+gb", word)}
+    sizes = {word for word in wanted if re.fullmatch(r"\d+gb", word)}
     plain = model.removeprefix("rtx")
-    return (model in wanted or (plain != model and plain in wanted)) and (not told or not memory or memory[0] in told)
+    return (model in wanted or (plain != model and plain in wanted)) and (not sizes or not memory or memory[0] in sizes)
 
 
-# What a node is taken to have where nobody has said or measured it, and why.
+# What a node is assumed to have if it was neither stated nor measured, and why.
 ASSUMED: Final[dict[str, tuple[float, str]]] = {
     "network_bandwidth": (25e9, "assumed: 200 Gb/s per node"),
     "adam_bandwidth": (50e9, "assumed: by it Llama 2 7B takes the CPU 4 s a step, as ZenFlow's authors report"),
@@ -133,8 +133,8 @@ _FIELDS: Final = {
     "nodes": "nodes",
 }
 _MEMORIES: Final = ("gpu_memory", "host_memory", "nvme")
-_OF_DEVICE: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
-_OF_NODE: Final = (
+_DEVICE_FIELDS: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
+_NODE_FIELDS: Final = (
     *("host_bytes", "nodes", "devices", "memlock_bytes", "adam_bandwidth"),
     *("nvme_bytes", "nvme_read", "nvme_write"),
 )
@@ -150,10 +150,10 @@ def state_cluster(
     nvme: int | None = None,
     here: Cluster | None = None,
 ) -> Cluster:
-    """The machines that are stated, with the source of every constant.
+    """The machines that the arguments describe, with the source of every constant.
 
-    A stated GPU is another machine: nothing of `here` is taken for it. Without one, what is not stated is `here`'s; if
-    `here` has no GPU either, speeds are those of the known GPU whose memory is nearest to `gpu_memory`.
+    If `gpu` is given, another machine is meant, and nothing is taken from `here`. Otherwise `here` fills what is not
+    given; if it has no GPU, speeds are those of the known GPU whose memory is nearest to `gpu_memory`.
 
     Args:
         gpu: a name of `KNOWN_DEVICES`.
@@ -165,7 +165,7 @@ def state_cluster(
         here: this machine, as `measure_cluster` found it.
 
     Raises:
-        ConfigError: a GPU of that name is not known, a number is too small, or nothing tells the memory of a device.
+        ConfigError: a GPU of that name is not known, a number is too small, or the memory of a GPU is not known.
     """
     given = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme, "gpus": gpus, "nodes": nodes}
     numbers = {flag: number for flag, number in given.items() if number is not None}
@@ -175,11 +175,11 @@ def state_cluster(
         if flag in _MEMORIES and number < LEAST_MEMORY:
             raise _problem(flag, f"{number} is {number} bytes, which holds no model", "Write the unit too, e.g. 24GiB.")
     if gpu is not None:
-        base = _of_known(find_device(gpu))
+        base = _cluster_of(find_device(gpu))
     elif here is not None and (here.device_name != "CPU" or gpu_memory is None):
         base = here
     elif gpu_memory is not None:
-        base = _of_memory(gpu_memory, here)
+        base = _cluster_of_unnamed_gpu(gpu_memory, here)
     else:
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
         raise _problem("gpu", "it is not known how much memory a GPU has", fix)
@@ -188,7 +188,7 @@ def state_cluster(
     return cluster if cluster.host_bytes else _with_assumed_host(cluster)
 
 
-def _of_known(device: KnownDevice) -> Cluster:
+def _cluster_of(device: KnownDevice) -> Cluster:
     sheet = f"{device.name}'s data sheet"
     constants = {
         "device_bytes": (device.memory_bytes, sheet),
@@ -201,16 +201,19 @@ def _of_known(device: KnownDevice) -> Cluster:
     return Cluster.from_constants({**constants, **ASSUMED}, device.name)
 
 
-def _of_memory(memory_bytes: int, here: Cluster | None) -> Cluster:
-    """A GPU of which only the memory is known, in this machine where there is one."""
+def _cluster_of_unnamed_gpu(memory_bytes: int, here: Cluster | None) -> Cluster:
+    """The cluster for a GPU of which only the memory is known: its speeds are those of the most similar known GPU.
+
+    The node is this machine, if `here` is given.
+    """
     like = nearest_device(memory_bytes)
-    cluster = _of_known(like)
-    sources = {**cluster.sources, **dict.fromkeys(_OF_DEVICE, f"as {like.name}, whose memory is nearest")}
+    cluster = _cluster_of(like)
+    sources = {**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, f"as {like.name}, whose memory is nearest")}
     cluster = replace(cluster, device_name="", sources=sources)
     if here is None:
         return cluster
-    known = {name: here.sources[name] for name in _OF_NODE if name in here.sources}
-    return replace(cluster, **{name: getattr(here, name) for name in _OF_NODE}, sources={**sources, **known})
+    known = {name: here.sources[name] for name in _NODE_FIELDS if name in here.sources}
+    return replace(cluster, **{name: getattr(here, name) for name in _NODE_FIELDS}, sources={**sources, **known})
 
 
 def _with_assumed_host(cluster: Cluster) -> Cluster:

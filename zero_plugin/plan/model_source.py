@@ -66,7 +66,7 @@ class ModelSource:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Those given."""
+        """The sizes that are given, by name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in given.items() if name not in ("model", "trace") and value is not None}
 
@@ -124,7 +124,7 @@ def _by_formula(
 
 
 def _from_config(file: Path, sequence_length: int | None, precision: Precision) -> tuple[ModelSizes, Activations]:
-    """By the decoder's formula, with the sizes that a configuration states, and those of the weights beside it."""
+    """The sizes by the formula for decoders, from a config.json and the weight files beside it."""
     config = _read_config(file, "plan", "Give a transformers model's config.json.")
     text = config.get("text_config") or config
     numbers = {name: number for name, keys in KEYS.items() if (number := stated_number(config, keys))}

@@ -86,7 +86,7 @@ def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str
 
 
 def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
-    """The same as a DeepSpeed configuration; what depends on the loop says `auto`."""
+    """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`."""
     values: dict[str, Any] = {
         "train_batch_size": setup.micro_batch * setup.accumulation * cluster.processes,
         "train_micro_batch_size_per_gpu": setup.micro_batch,
@@ -137,7 +137,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
         choice: what was found.
         cluster: the machines.
         title: one line above.
-        margin: the share that stays free.
+        margin: the fraction of memory that stays free.
 
     Raises:
         ConfigError, MachineError: see `check_picture`; or the file cannot be written.

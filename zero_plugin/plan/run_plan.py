@@ -199,7 +199,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
     """What the configuration fixes of a strategy.
 
     Args:
-        document: what was asked for, with ZeRO.
+        document: the configuration that was requested, with ZeRO.
         resolved: the same, resolved as far as it can be without a plan.
         facts: of the loop and the machine.
         activations: where it is not known what a sample takes, a plan chooses no micro-batch.
@@ -264,16 +264,18 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
 
 
 def fits_nowhere(choice: Choice, changes: Sequence[Change], where: str) -> ConfigError:
-    """The error of a plan by which nothing fits: the closest, what it is short of, and what would do.
+    """The error if no candidate fits: it names the closest one, what that one lacks, and changes that would be enough.
 
     Args:
-        choice: without a candidate that fits.
-        changes: from `what_if`.
-        where: what left the choice to the plan.
+        choice: a choice without a candidate that fits.
+        changes: the result of `what_if`.
+        where: the place of the `auto` that left the choice to the plan.
     """
     ways = "; ".join(_as_key(change.what) for change in changes[:3])
     fix = (
-        f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
+        f"Any one of these changes is enough: {ways}."
+        if ways
+        else "No single change is enough; use a smaller model, or more GPUs."
     )
     return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
@@ -326,7 +328,7 @@ def fill_fields(
     """The values of the fields that only a plan can fill, with their reasons.
 
     Args:
-        document: what was asked for, with ZeRO and a field open.
+        document: the configuration that was requested, with ZeRO and a field open.
         resolved: the same, resolved as far as it can be without a plan.
         facts: of the loop and the machine; complete in a run.
         model: its sizes.
@@ -360,7 +362,7 @@ def plan_before_run(
     """What a plan chooses for the fields that wait for it, the micro-batch among them where it is open.
 
     Args:
-        document: what was asked for, with ZeRO.
+        document: the configuration that was requested, with ZeRO.
         facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
             workers have GPUs.
         source: the model.
@@ -392,7 +394,7 @@ def plan_open_fields(
     A micro-batch that alone is open never stops a run, since what the plan takes for a sample is not the loop's.
 
     Args:
-        document: what was asked for.
+        document: the configuration that was requested.
         facts: of everything else.
         model: the user's module; without an optimizer nothing of it is trained.
         peek: an example of what the loop's batches hold; None where none can be had.
@@ -502,11 +504,11 @@ class RunMemory:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """On one process' device, on its machine and on its NVMe drive."""
+        """The memory on one process' device, on its machine and on its NVMe drive."""
         return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
-        """The same with other `fields` of its setup."""
+        """A copy with other `fields` of its setup."""
         return replace(self, setup=replace(self.setup, **fields))
 
 

@@ -197,7 +197,7 @@ def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted
 def _ratios(
     setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
 ) -> Iterator[Option]:
-    """The optimizer offloaded whole, and in part.
+    """The optimizer offloaded completely, and in part.
 
     Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
     and only where there are several can a part of them be offloaded.
@@ -245,7 +245,7 @@ class Candidate:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Of one process: by which candidates are compared, as their steps may differ in samples."""
+        """Seconds per sample of one process. Candidates are compared by it, since their steps may differ in samples."""
         return self.time.seconds / (self.setup.micro_batch * self.setup.accumulation)
 
 
@@ -275,7 +275,7 @@ class _Question:
     wanted: Wanted
 
     def usable(self, there: int) -> int:
-        """Of one kind of memory, without the share that stays free."""
+        """The bytes of a memory that may be used: all but the fraction that stays free."""
         return int((1 - self.wanted.margin) * there)
 
     def measure(self, setup: Setup) -> Footprint:
@@ -306,7 +306,7 @@ class _Question:
         return "; ".join(found)
 
     def excess(self, candidate: Candidate) -> float:
-        """What it needs in shares of what is there, of the kind of memory that is shortest."""
+        """The fraction of a memory that the candidate needs: of a device's, or of CPU memory if that is larger."""
         needed = candidate.footprint
         host = needed.host_bytes / max(1, self.cluster.host_bytes)
         return max(needed.device_bytes / self.cluster.device_bytes, host)
@@ -366,7 +366,7 @@ def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]
 
 
 def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
-    """Without page-locked memory where CPU memory is short: torch rounds each locked tensor up to a power of two."""
+    """The setup without page-locked memory, if CPU memory is short: torch rounds locked tensors up to powers of two."""
     if question.wanted.pin_memory is not None:
         return setup
     fits = question.measure(setup).host_bytes <= (1 - question.wanted.margin) * question.cluster.host_bytes
@@ -400,7 +400,7 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
         fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in CPU memory"
 
     def closest(candidates: Iterable[Candidate]) -> str:
-        """Of those that are short of memory the one that needs the least, and what it is short of."""
+        """What the least demanding of the candidates that lack memory needs, as a sentence; "" if none lacks memory."""
         least = min((c for c in candidates if c.short), key=question.excess, default=None)
         return "" if least is None else f"{name_setup(least.setup)} needs {least.rejected}"
 
@@ -589,7 +589,7 @@ def _leanest(question: _Question) -> Iterator[Footprint]:
 
 
 def _largest(question: _Question) -> int:
-    """By halving the interval in which the factor is, to a thousandth."""
+    """Elements of the largest model that fits, by bisection of the factor to a thousandth."""
     work = question.work
 
     def fits(factor: float) -> bool:

@@ -58,7 +58,7 @@ class ModelSizes:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Elements of all parameters."""
         return sum(p.elements * p.count for p in self.parameters)
 
     @property
@@ -81,17 +81,17 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """A number of bytes that is the highest of several lines, each for the micro-batches where it is that."""
+    """A number of bytes that is the maximum of several lines in the size of the micro-batch."""
 
     lines: tuple[Affine, ...]
 
     def at(self, samples: int) -> int:
-        """Bytes for a micro-batch of `samples`, at least 1."""
+        """Bytes for a micro-batch of `samples`, which is at least 1."""
         return max(line.at(samples) for line in self.lines)
 
 
 def highest(lines: Iterable[Affine]) -> Highest:
-    """Of many lines the few that are the highest at some micro-batch, the flattest first."""
+    """Keep only the lines that are the maximum at some size of the micro-batch, in the order of their slope."""
     found = set(lines)
     kept = [max(found, key=lambda line: (line.at(1), line.per_sample))]
     while steeper := [line for line in found if line.per_sample > kept[-1].per_sample]:
@@ -142,7 +142,7 @@ class Activations:
         return f"activations: {self.source}{tokens}"
 
     def under(self, stage: Stage) -> Activations:
-        """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
+        """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self
 
 
@@ -240,7 +240,7 @@ class Setup:
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
         persistence_threshold: stage 3 keeps parameters with no more elements unpartitioned on every device.
         max_live_parameters: elements up to which stage 3 gathers ahead.
-        max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
+        max_reuse_distance: stage 3 does not release parameters that are used again within this many elements.
         param_buffer: elements of each of the five buffers between CPU memory and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
@@ -309,7 +309,7 @@ def optimizer_sizes(name: str, arguments: Mapping[str, Any] | None = None, *, fu
 
 
 def asked_optimizer(section: OptimizerSection | None, facts: OptimizerFacts | None, *, on_gpu: bool) -> OptimizerSizes:
-    """The optimizer that a run steps with: the loop's own, else the section's, else the AdamW that stands for none.
+    """The optimizer that a run steps with: the loop's own, else the section's, else AdamW.
 
     Args:
         section: of the configuration.

@@ -21,7 +21,7 @@ from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lock
 from zero_plugin.plan.machines import ASSUMED, find_device
 from zero_plugin.plan.situation import Cluster
 
-# Of the rate of one large multiplication, what whole training steps reach: 125 of 250 TFLOPS on an A100.
+# The fraction of the rate of one large multiplication that training steps reach: 125 of 250 TFLOPS on an A100.
 _TRAINING_SHARE: Final = 0.5
 _TYPES: Final[dict[Precision, torch.dtype]] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SECONDS: Final = 0.1

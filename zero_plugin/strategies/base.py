@@ -23,7 +23,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.precision import Measured
+from zero_plugin.strategies.precision import FoundInf, Measured
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, persistent_tensors, unpartitioned_fragment
 
 DIRECT_BACKWARD = (
@@ -229,7 +229,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def step(self, measured: Measured, *, clips: bool) -> bool:
+    def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
         """Apply the complete gradients. Collective.
 
         Args:
@@ -237,7 +237,7 @@ class Session(ABC):
             clips: whether they are still to be clipped as configured.
 
         Returns:
-            False if the step was skipped, since they are not finite.
+            False if the step was skipped, since they are not finite; or what says so, where the device has decided.
 
         Raises:
             LoopError: the script has changed something that the step would not apply.
@@ -320,7 +320,7 @@ class Session(ABC):
         yield from fragments
 
     @abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
 
     @abstractmethod
@@ -340,11 +340,14 @@ class Session(ABC):
         """Restore a `scale_state`, if this session has a dynamic loss scale."""
 
     def reduction_state(self) -> list[list[str]]:
-        """The names of the parameters whose gradients are summed together, if that may change between runs."""
+        """The names of the parameters in each bucket of gradients; empty if the buckets are the same in every run.
+
+        The position in a bucket changes how a sum is rounded, so a run that resumes bitwise needs the same buckets.
+        """
         return []
 
-    def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - nothing to do where it never changes
-        """Sum gradients in the same way as the session that returned `state`. Collective."""
+    def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - by default buckets never change
+        """Sum gradients in the buckets of a `reduction_state`. Collective."""
 
     @property
     @abstractmethod
@@ -391,7 +394,7 @@ class Strategy(ABC):
         )
 
     def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
-        """What stands in for the session of an optimizer whose model is not prepared yet."""
+        """A replacement for the session of an optimizer whose model is not prepared yet."""
         return UnpreparedOptimizer(optimizer, steps=False)
 
     def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002

@@ -35,11 +35,11 @@ def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
 
 
 def number_names(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Store `numbered_names`: a parameter that is frozen later keeps its index."""
+    """Store `numbered_names` now, since a parameter that is frozen later keeps its index in DDP."""
     ddp.__dict__[_NUMBERED] = numbered_names(ddp)
 
 
-def divides_anew(ddp: nn.parallel.DistributedDataParallel) -> bool:
+def rebuilds_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Whether DDP rebuilds its buckets in the order in which gradients arrive."""
     return ddp.static_graph or not ddp.find_unused_parameters
 
@@ -61,7 +61,7 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
     """
     names_now = numbered_names(ddp)
     order = [name for bucket in buckets for name in bucket]
-    if not divides_anew(ddp) or sorted(order) != sorted(names_now):
+    if not rebuilds_buckets(ddp) or sorted(order) != sorted(names_now):
         return False
     # DDP has no API to set buckets. Its reducer is built again with the parameters in the order in which gradients
     # arrived in the saved run, and rebuilds its buckets in this order.
@@ -90,7 +90,7 @@ def _build_reducer(ddp: nn.parallel.DistributedDataParallel, order: Sequence[str
 
 
 class DdpReducer:
-    """What a session does with DDP beside forward and backward.
+    """Prepares DDP for each backward, and saves and restores its buckets.
 
     Args:
         ddp: the DDP wrapper of the user's module.
@@ -99,8 +99,8 @@ class DdpReducer:
 
     def __init__(self, ddp: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._ddp = ddp
-        self._buckets: list[list[str]] = []  # the restored buckets
-        self._divides_anew = divides_anew(ddp)
+        self._buckets: list[list[str]] = []  # from a checkpoint, until DDP has rebuilt its own
+        self._will_rebuild = rebuilds_buckets(ddp)  # whether DDP has yet to rebuild its buckets
         number_names(ddp)
         self._is_ready = False  # whether DDP will reduce in the next backward
         self._hook: RemovableHandle | None = None
@@ -115,7 +115,7 @@ class DdpReducer:
         """Before each forward, ask `averages` whether its backward has to average gradients."""
 
         def set_reduction(ddp: nn.Module, _: Any) -> None:
-            if ddp is self._ddp:  # a copy of the model has the hook too
+            if ddp is self._ddp:  # a deep copy of the model has this hook too
                 if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                     self._count_pass()
                 reduces = averages()
@@ -168,15 +168,15 @@ class DdpReducer:
         """Called after a failed backward, whose buckets may still be summed: the next one gets others."""
         self._is_ready = False
         _build_reducer(self._ddp, numbered_names(self._ddp))
-        self._divides_anew = divides_anew(self._ddp)
+        self._will_rebuild = rebuilds_buckets(self._ddp)
 
     def settle(self) -> None:
         """After a step, rebuild the buckets, which DDP would do in the next forward: a checkpoint needs the final ones.
 
         Not inside `Join`, where a process that has run out of batches would wait for another operation.
         """
-        if self._divides_anew and not self._ddp._join_config.enable:
-            self._divides_anew = not self._ddp.reducer._rebuild_buckets()
+        if self._will_rebuild and not self._ddp._join_config.enable:
+            self._will_rebuild = not self._ddp.reducer._rebuild_buckets()
 
     def state(self) -> list[list[str]]:
         """The parameter names of each bucket, if known."""
@@ -185,7 +185,7 @@ class DdpReducer:
     def restore(self, state: list[list[str]]) -> None:
         """Use the buckets of a `state`. Collective."""
         if state and arrange_buckets(self._ddp, state):
-            self._buckets, self._is_ready, self._divides_anew = state, False, False
+            self._buckets, self._is_ready, self._will_rebuild = state, False, False
 
     def _count_pass(self) -> None:
         # Inside `Join`, a process that has run out of batches follows the others without a forward.
@@ -197,7 +197,7 @@ def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], Abstrac
     own = type(model).no_sync
 
     def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
-        return no_sync() if this is model else own(this)  # a copy
+        return no_sync() if this is model else own(this)  # `this` may be a deep copy of the model
 
     model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
 

@@ -8,15 +8,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.precision import Measured
 
 
 class UnpreparedOptimizer:
-    """Stands in for the session of an optimizer without a prepared model, with the same methods.
+    """Replaces the session of an optimizer without a prepared model; it has the same methods.
 
     Args:
         optimizer: the torch optimizer.
@@ -107,6 +111,29 @@ def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
         taken.append(dict(hooks))
         hooks.clear()
     return taken[0], taken[1]
+
+
+def skips_by_found_inf(optimizer: Optimizer) -> bool:
+    """Whether `step` does nothing at all if torch's attribute `found_inf` of the optimizer is 1.
+
+    So do torch's fused optimizers. What else would be called is known of these classes alone, and of no hook but that
+    of a `StepGuard`. A fused SGD whose first step is skipped would take uninitialized memory for the momentum.
+    """
+    if type(optimizer) not in (Adagrad, Adam, AdamW, SGD):
+        return False
+    hooks = (optimizer._optimizer_step_post_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return (
+        all(group["fused"] for group in optimizer.param_groups)
+        and not any(hooks)
+        and len(optimizer._optimizer_step_pre_hooks) == 1
+        and vars(optimizer).keys().isdisjoint(("step", "found_inf"))
+        and all(
+            p.grad is None or optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            for group in optimizer.param_groups
+            if group.get("momentum")
+            for p in group["params"]
+        )
+    )
 
 
 class StepGuard:

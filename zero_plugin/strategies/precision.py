@@ -117,16 +117,39 @@ def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float 
 DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
 
 
+class FoundInf:
+    """Whether a gradient is not finite, as a number on the device, where a fused optimizer skips its step by it.
+
+    Args:
+        value: a new scalar tensor in fp32: 1 if a gradient is not finite, else 0. `GradScaler` calls it `found_inf`.
+
+    Attributes:
+        value: the given tensor.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        # Reading `value` would wait for everything that is queued by then; its copy is there when the event is.
+        self._copy = value.to("cpu", non_blocking=value.is_cuda)
+        self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
+
+    def read(self) -> bool:
+        """Read it, which waits for what computes it, but not for what was queued since."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._copy)
+
+
 class Measured(NamedTuple):
     """What is known of the complete gradients of a window.
 
     Attributes:
-        finite: whether all of them are finite; None if that was not looked at.
+        finite: whether all of them are finite, or the number on the device that tells it; None if nobody has looked.
         norm: their norm before clipping (scalar, fp32); None if it was not computed.
         limit: the norm at which the step will clip them, if it does so itself.
     """
 
-    finite: bool | None = None
+    finite: bool | FoundInf | None = None
     norm: Tensor | None = None
     limit: float = inf
 
@@ -222,6 +245,16 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
             flag.zero_()
             return False
     return True
+
+
+def find_nonfinite(gradients: list[Tensor]) -> FoundInf | None:
+    """Look whether gradients are finite, and read nothing; None for several dtypes or devices, and for none."""
+    if len({(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}) != 1:
+        return None
+    device = gradients[0].device
+    found = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _number(1.0, device))
+    return FoundInf(found)
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
         stairs = up_stairs if rising else down_stairs
         if stairs <= 0:
             return x / (first / total) if rising else (x - 1) / (first / total - 1)
-        position = step % total  # whole steps, so that rounding cannot drop a stair
+        position = step % total  # an integer, so that rounding cannot drop a stair
         height = position * stairs / first if position <= first else (total - position) * stairs / second
         return float(math.floor(height) / stairs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import isfinite
+from math import inf, isfinite
 from typing import Protocol
 
 import torch
@@ -23,15 +23,17 @@ from zero_plugin.strategies.base import (
     SessionRequest,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
-from zero_plugin.strategies.optimizer_only import StepGuard
+from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.strategies.precision import (
     DEFAULT_MOST_SKIPS,
+    FoundInf,
     LossScale,
     Measured,
     all_finite,
     autocast_as,
     dense,
+    find_nonfinite,
     run_under_autocast,
 )
 from zero_plugin.tensors.modules import Fragment, persistent_tensors, unpartitioned_fragment
@@ -198,34 +200,48 @@ class TorchSession(Session):
         parameters = self._trained_parameters() if only is None else only
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         finite, is_small = measured.finite, False
-        if self._skips and only is None and norm_type == 2.0:
+        is_of_all = only is None and norm_type == 2.0
+        if is_of_all and self._skips_on_device():
+            finite = FoundInf((~norm.isfinite()).float())
+            norm = norm.nan_to_num(inf, posinf=inf)
+        elif is_of_all and self._skips:
             self._run_recorded()
             value = norm.item()
             finite = isfinite(value)
             # torch would multiply by 1; a recorder does, so that all steps have one graph. 1e-6 as in torch.
             is_small = value + 1e-6 <= max_norm and self.recorder is None
             if not finite:
-                norm = torch.full_like(norm, float("inf"))  # nan or inf: the same result with every strategy
+                norm = torch.full_like(norm, inf)  # nan or inf: the same result with every strategy
         # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
-        if max_norm != float("inf") and finite is not False and not is_small:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if max_norm != inf and finite is not False and not is_small:
+            # torch changes nothing for a norm of 0: gradients that are not finite stay, to show the cause.
+            by = norm.nan_to_num(0.0, posinf=0.0) if isinstance(finite, FoundInf) else norm
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
         return Measured(finite, norm)
 
-    def step(self, measured: Measured, *, clips: bool) -> bool:
+    def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
         assert self.optimizer is not None
         if any(p.grad is not None for p in self._frozen):
             raise LoopError(DIRECT_BACKWARD)
         if clips and self._clipping is not None:
             measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
-        applied = measured.finite
+        applied, on_device = measured.finite, self._skips_on_device()
+        if isinstance(applied, FoundInf) and not on_device:  # e.g. a hook was registered after the clipping
+            applied = not applied.read()
+        if applied is None and on_device:
+            applied = find_nonfinite(self._gradients())
         if applied is None:
             applied = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
         if applied:
             self._guard.is_open = True
+            if isinstance(applied, FoundInf):
+                self.optimizer.found_inf = applied.value  # type: ignore[attr-defined]
             try:
                 self.optimizer.step()
             finally:
                 self._guard.is_open = False
+                if isinstance(applied, FoundInf):
+                    del self.optimizer.found_inf  # type: ignore[attr-defined]
         if self._scale is not None:
             self._scale.update(skipped=not applied)
         self.last_norm = measured.norm
@@ -257,7 +273,7 @@ class TorchSession(Session):
             self.drop_gradients(failed=False)
 
     @contextmanager
-    def _stay_local(self) -> Iterator[None]:
+    def _without_averaging(self) -> Iterator[None]:
         previous, self._local_only = self._local_only, True
         try:
             yield
@@ -265,7 +281,7 @@ class TorchSession(Session):
             self._local_only = previous
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._stay_local()
+        return self._without_averaging()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in persistent_tensors(self.module, only):
@@ -281,7 +297,7 @@ class TorchSession(Session):
             return []
         return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
 
-    def reading(self) -> AbstractContextManager[None]:
+    def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def update_master_weights(self) -> None:
@@ -322,6 +338,12 @@ class TorchSession(Session):
             self._reducer.close()
         self._reducer = None
         self.optimizer = None
+
+    def _skips_on_device(self) -> bool:
+        """Whether the optimizer skips a step that is not finite by itself, so that nothing has to be read for it."""
+        assert self.optimizer is not None
+        looks = self._skips and self._scale is None and self.recorder is None
+        return looks and skips_by_found_inf(self.optimizer)
 
     def _reset_reducer(self) -> None:
         if self._reducer is not None:

@@ -157,7 +157,7 @@ class _Recorder:
             self._refusal.remove()
 
     def _run_before_inference(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Without gradients, run the operations of the last forward: else an entire evaluation becomes one graph."""
+        """Without gradients, run the last forward's operations first: else all of an evaluation becomes one graph."""
         if not torch.is_grad_enabled():
             self._sync()
         return forward(*args, **kwargs)

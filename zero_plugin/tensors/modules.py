@@ -40,14 +40,14 @@ def as_pretrained(module: nn.Module) -> Any:
 
 
 class Slot(NamedTuple):
-    """One place in a module where a tensor is.
+    """One place in a module that holds a tensor.
 
     Attributes:
-        name: dotted, from the module that was asked.
+        name: the dotted name, as in `named_parameters` of the outermost module.
         owner: the module that holds the tensor itself.
-        key: its name there.
-        is_buffer: no parameter.
-        is_persistent: in the state dict.
+        key: the tensor's name in `owner`.
+        is_buffer: whether it is a buffer, not a parameter.
+        is_persistent: whether it is in the state dict.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Slot(NamedTuple):
 
     @tensor.setter
     def tensor(self, tensor: Tensor) -> None:
-        setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM keeps a list beside it
+        setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM also keeps its weights in a list
 
 
 def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
-    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several."""
+    """Every place of a tensor in the module, with `recurse` also in its submodules; a shared tensor has several."""
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
@@ -220,7 +220,8 @@ def set_module_tensor_to_device(
 def tensor_names(module: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Parameters and persistent buffers, each once, with all of its names in the order of `state_dict`."""
     found: dict[int, tuple[list[str], Tensor]] = {}
-    # Not by slots: ZeRO-3 gathers a parameter that is asked for by its name while a forward has not ended.
+    # `Slot.tensor` is not used here: it reads `_parameters[key]`, and inside a forward ZeRO-3 gathers a parameter that
+    # is read by its key.
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         buffers = child.named_buffers(recurse=False, remove_duplicate=False)

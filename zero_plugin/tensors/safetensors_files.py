@@ -94,7 +94,7 @@ class StoredWeights:
 
     @property
     def model_class(self) -> str:
-        """As the configuration names it."""
+        """The class of the model, as its configuration names it."""
         named = self.config.get("architectures") or ["model"]
         return str(named[0])
 

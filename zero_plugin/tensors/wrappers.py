@@ -135,7 +135,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
 def find_leaves(loss: Tensor) -> list[Tensor]:
     """The tensors at the ends of a loss's graph, which its gradient would reach; the graph may have been used.
 
-    It walks the whole graph, which takes milliseconds for a large model.
+    It walks the complete graph, which takes milliseconds for a large model.
     """
     found: list[Tensor] = []
     pending = [loss.grad_fn]
@@ -178,7 +178,7 @@ def compile_in_place(module: nn.Module, how: TorchDynamoPlugin) -> None:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """A model like `module`, with the same parameters, whose parts are compiled.
 
-    A `ModuleList` of modules of one class is compiled item by item, what has no such list inside as a whole.
+    A `ModuleList` of modules of one class is compiled item by item; a module without such a list is compiled as one.
 
     Args:
         module: stays as it is; the result keeps it as `_orig_mod`.

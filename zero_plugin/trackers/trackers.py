@@ -131,7 +131,7 @@ class JsonlTracker(KnownTracker):
 
 
 def _json(value: Any) -> Any:
-    """The value with what JSON cannot hold as text."""
+    """Replace what JSON does not support, such as nan or a tensor, by its string."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -322,7 +322,7 @@ _TRACKERS: Final[dict[str, type[KnownTracker]]] = {
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Those whose package is installed; `jsonl` needs none."""
+    """The trackers whose package is installed; `jsonl` needs none."""
     return [LoggerType(name) for name, kind in _TRACKERS.items() if _is_installed(kind)]
 
 

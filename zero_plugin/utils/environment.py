@@ -40,7 +40,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the modules that have been imported."""
+    """The given modules that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -51,7 +51,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if key and value and not set(_ILLEGAL_IN_ENV_FILE) & set(key + value):
             lines.append(f"{key}={value}\n")
         else:
-            _logger.warning(f"{key}={value} is left out: it is empty, or holds one of {_ILLEGAL_IN_ENV_FILE!r}")
+            _logger.warning(f"{key}={value} is left out: it is empty, or contains one of {_ILLEGAL_IN_ENV_FILE!r}")
     return lines
 
 
@@ -196,7 +196,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     Args:
         local_process_index: index of its GPU.
-        verbose: log the cores; None asks `ACCELERATE_DEBUG_MODE`.
+        verbose: log the cores; None takes the value of `ACCELERATE_DEBUG_MODE`.
     """
     import torch
 

@@ -26,13 +26,13 @@ from zero_plugin.strategies.optimizer_states import is_setting
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 _OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_TRUST: Final = "Where you trust whoever wrote it, give --trust_pickle."
+_TRUST: Final = "If you trust its author, give --trust_pickle."
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _EXTRA_STATE: Final = "_extra_state"
 
 
 class Record:
-    """Stands for a plain object of DeepSpeed's: its attributes, and none of its code."""
+    """Replaces a plain object of DeepSpeed: it has its attributes, and none of its code."""
 
 
 # The classes of its own that DeepSpeed puts into checkpoints, and what they are read as.
@@ -181,7 +181,7 @@ def _frozen(files: _Files, name: str, shape: tuple[int, ...]) -> Stored:
 
 
 def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
-    """As DeepSpeed has noted them; without ZeRO, by the memory that they share in the file."""
+    """The tied names that DeepSpeed has recorded, and those of tensors that share memory in the file."""
     return {**names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
 
 
@@ -205,7 +205,7 @@ def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, A
 
 
 def _algorithm(settings: Mapping[str, Any], config: Any) -> str | None:
-    """As `algorithm_of` names it; None where the files do not tell, as with a CPU kernel that the script built."""
+    """The optimizer's name as in `algorithm_of`; None if it is unknown, as for a CPU kernel that the script built."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if section:
         name = str(section["type"]).lower()

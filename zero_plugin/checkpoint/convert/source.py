@@ -50,7 +50,7 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> Stored:
-        """The same, read as another floating type; integers and booleans stay what they are."""
+        """The same tensor, read as another floating-point dtype; integers and booleans keep their dtype."""
         return replace(self, dtype=dtype) if self.dtype.is_floating_point else self
 
     def unpartitioned(self) -> Tensor:
@@ -103,7 +103,7 @@ class Source:
         }
 
     def bytes_to_write(self, dtype: torch.dtype | None, *, weights_only: bool) -> int:
-        """Of all tensors, or of the weights in that type, for a progress bar."""
+        """The size of all tensors, or of the weights in `dtype`, for a progress bar."""
         stored = self.weights(dtype).values() if weights_only else self.tensors.values()
         return sum(tensor.size for tensor in stored)
 

@@ -131,7 +131,7 @@ class MachineFacts:
 
     @property
     def counted(self) -> int:
-        """By how many processes a schedule counts: as many all along, so that its curve stays."""
+        """The number of processes by which schedules count: that of the start, so that the curve stays the same."""
         return self.intended or self.processes
 
 
@@ -184,7 +184,7 @@ class Resolved:
     Attributes:
         document: what was configured.
         facts: what it was resolved from.
-        tree: the whole training configuration under DeepSpeed's key names; no leaf holds AUTO but where AUTO is
+        tree: the complete training configuration under DeepSpeed's key names; no leaf holds AUTO but where AUTO is
             DeepSpeed's own value.
         launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
         logged: one sentence for each choice made for the user that changes training, to log once at start.
@@ -302,7 +302,7 @@ class Draft:
         return default if entry is None else entry.value
 
     def is_open(self, *path: str) -> bool:
-        """Whether the leaf says `auto`, as a whole or inside a list."""
+        """Whether the leaf is `auto`, or a list that contains it."""
         return path in self.tree and holds_auto(self.tree.value(*path))
 
     def is_missing(self, *path: str) -> bool:
@@ -327,7 +327,7 @@ class Draft:
         if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
             template = before.value
             if not isinstance(value, tuple) or len(value) != len(template):
-                fix = f"Write the whole list, or auto in its place, which is {show(value)}: {reason}."
+                fix = f"Write the complete list, or auto in its place, which is {show(value)}: {reason}."
                 self.refuse(path, f"{show(template)} has an open element that nothing fills.", fix)
                 return
             value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))

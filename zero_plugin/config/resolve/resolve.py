@@ -19,7 +19,6 @@ from zero_plugin.config.rules.sections import unequal_expert_groups
 from zero_plugin.config.rules.training import Asked, check_one_precision, check_precision
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
-from zero_plugin.errors import ConfigError, Problem
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -84,24 +83,6 @@ def _check_found(draft: Draft) -> None:
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
 
 
-def find_hopeless(
-    document: Document, *, accelerator: Literal["cpu", "cuda", "xla"], processes: int, strategy: StrategyName
-) -> tuple[Problem, ...]:
-    """Problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
-
-    Args:
-        document: checked.
-        accelerator: what the workers will run on; a GPU is taken to compute in bf16 and fp16 until a worker looks.
-        processes: workers on all machines.
-        strategy: what the document asks for.
-    """
-    try:
-        resolve_before_run(document, accelerator=accelerator, processes=processes, strategy=strategy)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
 def resolve_before_run(
     document: Document,
     *,
@@ -114,13 +95,13 @@ def resolve_before_run(
 
     Args:
         document: checked.
-        accelerator: what the workers will run on.
+        accelerator: what the workers will run on; a GPU is taken to compute in fp16 until a worker looks.
         processes: workers on all machines.
         strategy: what the document asks for.
         bf16: whether the device computes in bf16.
 
     Raises:
-        ConfigError: what `find_hopeless` lists.
+        ConfigError: problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
     """
     machine = MachineFacts(accelerator=accelerator, processes=processes, bf16=bf16, fp16=accelerator == "cuda")
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
@@ -234,7 +215,7 @@ def _arithmetic(draft: Draft) -> str:
 
 
 def settle_clipping(draft: Draft) -> None:
-    """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
+    """Settle `gradient_clipping`: 0, which is no clipping, is written out, since DeepSpeed clips at 1.0 by default."""
     path = ("gradient_clipping",)
     if draft.get(*path) is None:
         why = "none is configured; clip_grad_norm_ in the loop still clips"
@@ -291,7 +272,7 @@ def _asked(draft: Draft) -> Entry | None:
 
 
 def _typed(draft: Draft) -> dict[Half, Entry | None]:
-    """Of each half precision, whether it is written to be on or off."""
+    """The configured `enabled` of each half precision; None if it is absent."""
     return {half: draft.get(half, "enabled") for half in _HALVES}
 
 
@@ -339,7 +320,7 @@ _PERSISTENT_CEILING: Final = 1_000_000
 
 
 def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | None:
-    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model.
+    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most all of the model.
 
     Returns:
         Elements and the reason; None where the model tells nothing.
@@ -450,7 +431,7 @@ def settle_engine(draft: Draft) -> None:
 
 
 def _require_gpu(draft: Draft) -> None:
-    """ZeRO++ quantizes by kernels of CUDA's, whoever has chosen the device."""
+    """ZeRO++ quantizes by CUDA kernels, also where the device was chosen by default."""
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
             draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")

@@ -341,7 +341,7 @@ def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
 
 def _engine(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("autotuning.enabled"):
-        message = "true, with which DeepSpeed's engine leaves the process after a few profiled steps"
+        message = "true, with which DeepSpeed's engine exits the process after a few profiled steps"
         yield asked.error("autotuning.enabled", message, "Delete it: only `deepspeed --autotuning` starts a search.")
     if isinstance(asked.value("tensor_parallel.dtype"), str):
         fix = "Delete it: it follows from the precision."

@@ -200,8 +200,8 @@ def _ratio(asked: Asked) -> Iterator[Problem]:
         yield asked.error(key, message, "Write optimizer.type: AdamW or Adam without torch_adam, or delete the ratio.")
     elif asked.offload("optimizer") == "cpu" and not asked.has("zero_optimization.sub_group_size"):
         message = (
-            f"{ratio} splits off whole sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: "
-            "a smaller share per process is one group, which goes to the CPU whole"
+            f"{ratio} splits off full sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: "
+            "a smaller share per process is one group, all of which goes to the CPU"
         )
         fix = "Write zero_optimization.sub_group_size: a tenth of the parameters per process, or less."
         yield asked.warning(key, message, fix)

@@ -300,7 +300,7 @@ class FlatGradients(EngineGradients):
                 self._order.compare()
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
-                self._join_with_zeros()
+                self._fill_missing_with_zeros()
                 # Stage 1 reduces once per window, so there is nothing in CPU memory to accumulate onto, whatever the
                 # number of backwards: the buffer that DeepSpeed would add has the gradients of the previous window.
                 wrapper.micro_step_id = -1
@@ -357,7 +357,7 @@ class FlatGradients(EngineGradients):
         ids = [self._wrapper.get_param_id(p) for p in self._own]
         return [i for i in ids if i not in seen]
 
-    def _join_with_zeros(self) -> None:
+    def _fill_missing_with_zeros(self) -> None:
         """Set missing gradients to zero: stage 1 reduces those that exist, which must be the same on all processes."""
         wrapper = self._wrapper
         kept_apart = wrapper.use_grad_accum_attribute

@@ -136,7 +136,7 @@ def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]])
 
 
 def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
-    """The same algorithm and groups on DeepSpeed's CPU kernel; None if there is no equivalent kernel."""
+    """An optimizer with the same algorithm and groups on DeepSpeed's CPU kernel; None if no kernel is equivalent."""
     kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
     # torch implements AdamW as Adam with decoupled decay; the kernel has one of the two for all groups.
     decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}
@@ -296,11 +296,11 @@ def _updates_elementwise(optimizer: Optimizer) -> bool:
     start, *gradients = torch.randn((1 + steps, *shape), generator=generator, dtype=torch.float64)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
-        whole = _update(optimizer, options, start, gradients).flatten()
+        complete = _update(optimizer, options, start, gradients).flatten()
         # Each half has an optimizer of its own, as each process has: statistics over all tensors count too.
         halves = zip(*(tensor.flatten().chunk(2) for tensor in (start, *gradients)), strict=True)
         pieces = torch.cat([_update(optimizer, options, first, list(rest)) for first, *rest in halves])
-        if not torch.allclose(whole, pieces, rtol=1e-5, atol=0.0):
+        if not torch.allclose(complete, pieces, rtol=1e-5, atol=0.0):
             return False
     return True
 
@@ -404,7 +404,7 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             kind = type(module).__name__
             raise LoopError(
-                f"prepare() got a {type(model).__name__} whose {name or 'whole'} is {kind}(sparse=True): its gradients "
+                f"prepare() got a {type(model).__name__} whose {name or 'root'} is {kind}(sparse=True): its gradients "
                 "are sparse tensors, and DeepSpeed partitions dense ones.\n"
                 f"Build the {kind} with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
             )

@@ -129,8 +129,8 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=init.local_device)
     # DeepSpeed reads the shape from the unpartitioned parameter: here one that takes the memory of one element.
-    whole = torch.empty((), dtype=init.dtype, device=init.local_device).expand(tensor.shape)
-    parameter: Any = parameter_like(tensor, whole)
+    unpartitioned = torch.empty((), dtype=init.dtype, device=init.local_device).expand(tensor.shape)
+    parameter: Any = parameter_like(tensor, unpartitioned)
     init._convert_to_deepspeed_param(parameter)
     parameter.ds_numel_aligned = init._aligned_size(parameter)
     give_partition(parameter, init)

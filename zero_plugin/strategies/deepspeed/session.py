@@ -45,7 +45,7 @@ from zero_plugin.strategies.deepspeed.states import (
     engine_pieces,
     engine_weights,
     fetched_weights,
-    reading_engine,
+    loading_into_engine,
     refuse_partitioned_states,
     refuse_unreachable,
     whole_weights,
@@ -142,7 +142,7 @@ class EngineSession(Session):
             LoopError: a flat partition cannot have these states.
         """
         refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
-        with self.reading():
+        with self.loading():
             fill_states(self.blocks(changing=True), states)
 
     def explain(self, error: BaseException) -> LoopError | None:
@@ -335,9 +335,9 @@ class EngineSession(Session):
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
         return fetched_weights(self.engine, fragments, changing=changing)
 
-    def reading(self) -> AbstractContextManager[None]:
+    def loading(self) -> AbstractContextManager[None]:
         self._written.follow()  # now: at the next step it would overwrite what is loaded
-        return reading_engine(self.engine)
+        return loading_into_engine(self.engine)
 
     def update_master_weights(self) -> None:
         self._written.copy_to_master_weights()
@@ -418,7 +418,7 @@ class EngineSession(Session):
                 p.requires_grad_(False)
 
     def _pass_outputs(self) -> None:
-        """Replaces the engine's hook on the model's outputs."""
+        """Replaces the engine's hook on all of the model's outputs together."""
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
                 pass_together()
@@ -431,9 +431,9 @@ class EngineSession(Session):
             )
 
     def _pass_output(self, gradient: Tensor) -> Tensor:
-        """Replaces the engine's hook on each of the model's outputs; the hook on all of them runs first.
+        """Replaces the engine's hook on each of the model's outputs; it runs after the hook on all of them.
 
-        At stage 3 weights are gathered for as many backwards as there were forwards.
+        At stage 3 a second backward through one forward is refused: DeepSpeed gathers the weights once per forward.
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):

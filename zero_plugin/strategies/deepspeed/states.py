@@ -174,8 +174,8 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
 
 
 @contextmanager
-def reading_engine(engine: Any) -> Iterator[None]:
-    """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
+def loading_into_engine(engine: Any) -> Iterator[None]:
+    """See `Session.loading`: what DeepSpeed keeps of the old values is dropped or computed again."""
     wrapper = engine.optimizer
     offload = getattr(wrapper, "parameter_offload", wrapper)
     partitions = hasattr(offload, "partition_all_parameters")
@@ -257,8 +257,8 @@ def _joined_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 def _separate_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
     """Stage 0 in 16 bits with any other optimizer: every process steps the fp32 master weights of each parameter."""
-    for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
-        for p, master in zip(parameters, masters, strict=True):
+    for index, (parameters, master_weights) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
+        for p, master in zip(parameters, master_weights, strict=True):
             yield OptimizedPiece(
                 names[id(p)], tuple(p.shape), index, 0, p.numel(), master, 0, _share(p), wrapper.optimizer
             )

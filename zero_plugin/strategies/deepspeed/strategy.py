@@ -297,7 +297,7 @@ class DeepSpeedStrategy(Strategy):
         return (self._chosen_stage if stage is AUTO else stage) == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """Without an engine: without an optimizer there is nothing to partition below stage 3."""
+        """A session without an engine, for a model without an optimizer: below stage 3 nothing of it is partitioned."""
         resolved = request.resolved
         module = _cast_parameters(request.model, resolved.precision)
         if request.is_placed:
@@ -336,12 +336,12 @@ class DeepSpeedStrategy(Strategy):
 
         names = self._settings.deepspeed_moe_layer_cls_names or ()
         layers = list(find_expert_layers(request.model, names))
-        whole = request.resolved.zero_stage == 3
+        at_stage3 = request.resolved.zero_stage == 3
         for layer in layers:
-            reach_every_expert(layer, with_gradients=not whole)
-            set_z3_leaf_module(layer, whole)
+            reach_every_expert(layer, with_gradients=not at_stage3)
+            set_z3_leaf_module(layer, at_stage3)
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
-            how = "gathered and reduced with all its experts" if whole else "reduced with all its experts"
+            how = "gathered and reduced with all its experts" if at_stage3 else "reduced with all its experts"
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
@@ -430,6 +430,6 @@ def _undo_first_step(engine: Any) -> None:
             for master, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups_flat, strict=True):
                 master.copy_(weights)
         else:
-            for masters, group in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(masters, group, strict=True):
+            for master_weights, group in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                for master, weight in zip(master_weights, group, strict=True):
                     master.copy_(weight)
