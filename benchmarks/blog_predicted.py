@@ -42,7 +42,7 @@ TITAN = replace(
     link_bandwidth=6e9,
 )
 DDP = Setup(stage=None, precision="fp16", gradient_views=True)
-ZERO2 = Setup(stage=2, precision="fp16", gradient_bytes=2, reduce_bucket=500_000_000, allgather_bucket=500_000_000)
+ZERO2 = Setup(stage=2, precision="fp16", gradient_bytes=2, reduce_bucket=500_000_000)
 ZERO3 = Setup(
     stage=3, precision="fp16", gradient_bytes=2, offload_optimizer="cpu", offload_param="cpu", overlap_comm=True
 )
@@ -176,7 +176,7 @@ TASKS = (
         conversations,
         2,
         10_000,
-        replace(ZERO2, reduce_bucket=200_000_000, allgather_bucket=200_000_000, overlap_comm=True),
+        replace(ZERO2, reduce_bucket=200_000_000, overlap_comm=True),
         (100, 200),
         (27.36, 19.06),
         "every batch is padded, to 128 and 64 tokens; the published sizes are round numbers below what is predicted. "

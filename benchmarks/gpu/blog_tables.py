@@ -26,11 +26,10 @@ from training import OUT_OF_MEMORY, Figures, Run, measure
 sys.path.append(str(Path(__file__).parents[1]))  # of `blog_predicted`
 
 CAP_GIB = 24220 / 1024  # a Titan RTX
-ZERO2: dict[str, Any] = {"stage": 2, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+ZERO2: dict[str, Any] = {"stage": 2, "reduce_bucket_size": 500_000_000}
 ZERO2_FILE: dict[str, Any] = {
     "stage": 2,
     "reduce_bucket_size": 200_000_000,
-    "allgather_bucket_size": 200_000_000,
     "overlap_comm": True,
 }
 ZERO3: dict[str, Any] = {

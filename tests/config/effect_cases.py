@@ -57,7 +57,6 @@ OF_TWO_PROCESSES = (
     "zero_hpz_partition_size",
     "use_multi_rank_bucket_allreduce",
     "reduce_scatter",
-    "allgather_bucket_size",
 )
 
 # Where a key could do something, beside the four plain stages: prefix of keys -> configurations.

@@ -53,8 +53,6 @@ NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
 }
 # Keys whose value is only to be seen where an engine holds it: why.
 ONLY_HELD: Final[Mapping[str, str]] = {
-    # A finding that is open: whoever types it is not told so.
-    "zero_optimization.allgather_bucket_size": "DeepSpeed gathers whole groups where torch can; ZenFlow alone reads it",
     "zero_optimization.log_trace_cache_warnings": "warns where a model runs its modules in another order than before",
     "optimizer.params.t0": "ASGD keeps an average of the weights from then on, in its state",
     "data_efficiency.data_routing.random_ltd.total_layer_num": "counts the tokens of layers",

@@ -171,6 +171,16 @@ def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
     assert "CPU memory" in done.stderr
 
 
+def test_a_rank_that_aborts_is_explained(launch: Launch, tmp_path: Path) -> None:
+    """gloo ends a process whose collective has another size: that rank is named, not its peer, and what to do."""
+    (tmp_path / "sizes.py").write_text(f"{GLOO}import torch\ndist.all_reduce(torch.ones(64 if rank else 1000))\n")
+    done = launch("--cpu", "--num_processes", "2", "sizes.py")
+    assert done.returncode == 134
+    assert "was ended by signal 6 (SIGABRT)" in done.stderr
+    assert "op.preamble.length <= op.nbytes" in done.stderr.split("Traceback")[0]
+    assert "the same branch on every rank" in done.stderr
+
+
 def test_an_error_of_ours_in_a_worker_keeps_its_exit_code(launch: Launch, tmp_path: Path) -> None:
     """A ConfigError raised inside the script ends the launch with 2 and shows the script's line, not our insides."""
     (tmp_path / "wrong.py").write_text(

@@ -69,7 +69,6 @@ def accelerator_of(case: dict[str, Any], folder: Path) -> Accelerator:
     zero: dict[str, Any] = {
         "stage": case["stage"],
         "reduce_bucket_size": case["reduce_bucket"],
-        "allgather_bucket_size": case["reduce_bucket"],
         "overlap_comm": case["overlap_comm"],
         "sub_group_size": case["sub_group_size"],
         "stage3_param_persistence_threshold": case["persistence_threshold"],

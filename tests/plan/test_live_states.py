@@ -56,7 +56,7 @@ class Case:
 
 def setup(stage: Any, precision: Any = "bf16", **given: Any) -> Setup:
     """With small buckets, and gradients that accumulate as this package settles it."""
-    sizes = {"reduce_bucket": 30_000, "allgather_bucket": 30_000, "prefetch_bucket": 20_000, "param_buffer": 2_000_000}
+    sizes = {"reduce_bucket": 30_000, "prefetch_bucket": 20_000, "param_buffer": 2_000_000}
     in_16_bits = precision == "bf16" and stage == 0
     common = {"persistence_threshold": 200, "pin_memory": False, "gradient_bytes": 2 if in_16_bits else 4}
     return Setup(stage=stage, precision=precision, **{**sizes, **common, **given})
@@ -70,7 +70,7 @@ def nvme(world: int, **given: Any) -> Case:
 
 def deep(case: Case) -> Case:
     """Many small layers, beside which buckets and single gradients are small: what is left of a peak is the states."""
-    sizes = {"reduce_bucket": 12_000, "allgather_bucket": 12_000, "prefetch_bucket": 9_000}
+    sizes = {"reduce_bucket": 12_000, "prefetch_bucket": 9_000}
     return replace(case, setup=replace(case.setup, **sizes), width=65, layers=40, peaks=True)
 
 

@@ -121,8 +121,7 @@ def test_sizes_are_those_that_resolution_writes() -> None:
     """Buckets follow the width (8192² elements), small tensors up to ten times it stay whole; what is fixed is kept."""
     (setup, *_) = (setup for _, setup in setups(Wanted(reduce_bucket=123)))
     assert setup.reduce_bucket == 123
-    assert setup.allgather_bucket == 8192**2
-    assert setup.prefetch_bucket == int(0.9 * 8192**2) + int(0.9 * 8192**2) % 2
+    assert setup.prefetch_bucket == int(0.9 * 8192**2)
     assert setup.persistence_threshold == 81920
 
 

@@ -23,7 +23,7 @@ ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")
 ADAMW = OptimizerFacts("adamw", {"lr": 1e-3})
 MICRO = ("train_micro_batch_size_per_gpu",)
 STAGE, DEVICE = ("zero_optimization", "stage"), ("zero_optimization", "offload_optimizer", "device")
-SMALL = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+SMALL = {"reduce_bucket_size": 1_000_000}
 TYPED: Mapping[str, Any] = {"zero_optimization": {"stage": 2, **SMALL}}
 OPEN: Mapping[str, Any] = {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}, **SMALL}}
 

@@ -60,7 +60,7 @@ def test_auto_stays_only_where_a_script_fills_it() -> None:
     }
     ours = {
         "overlap_comm": "auto",
-        "allgather_bucket_size": "auto",
+        "allgather_bucket_size": "auto",  # nothing reads it, and DeepSpeed's default is even
         "sub_group_size": "auto",
         "stage3_max_live_parameters": "auto",
         "stage3_gather_16bit_weights_on_model_save": "auto",

@@ -21,12 +21,11 @@ def zero(result, *path):
     ("model", "key", "expected"),
     [
         (LARGE, "reduce_bucket_size", 8192**2),
-        (LARGE, "allgather_bucket_size", 8192**2),
-        (LARGE, "stage3_prefetch_bucket_size", int(0.9 * 8192**2) + 1),  # even
+        (LARGE, "stage3_prefetch_bucket_size", int(0.9 * 8192**2)),
         (LARGE, "stage3_param_persistence_threshold", 81920),
         (ModelFacts(1024, "", 10**7, 10**9), "reduce_bucket_size", 25_000_000),
         (ModelFacts(65536, "", 10**9, 10**12), "reduce_bucket_size", 500_000_000),
-        (ModelFacts(64, "", 4096, 100_001), "reduce_bucket_size", 100_002),
+        (ModelFacts(64, "", 4096, 100_001), "reduce_bucket_size", 100_001),
         (ModelFacts(None, "", 10**8, 10**9), "reduce_bucket_size", 10**8),
         (None, "reduce_bucket_size", 500_000_000),
         (ModelFacts(64, "", 4096, 100_001), "stage3_param_persistence_threshold", 10_000),

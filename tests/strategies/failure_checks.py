@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -181,6 +183,49 @@ def check_a_failed_backward_is_not_applied(path: str) -> None:
         assert_near(weights(accelerator, model), before, 1e-9)
 
 
+class _Kept(torch.autograd.Function):
+    """The identity, whose node in the graph has an attribute of its own."""
+
+    kept: weakref.ref[nn.Module]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.attribute = nn.Identity()
+        _Kept.kept = weakref.ref(ctx.attribute)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def check_a_failed_backward_keeps_nothing(path: str) -> None:
+    """Its graph is freed with the loss; that of a backward of the script's own once its gradients are dropped."""
+    for by_script in (False, True):
+        with running(path) as accelerator:
+            model = Fragile()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+
+            def fail(accelerator: Any = accelerator, model: Any = model, by_script: bool = by_script) -> None:
+                x, _ = own_batch(0)
+                first = _Kept.apply(model(x)).square().mean()  # type: ignore[no-untyped-call]
+                loss = first + model(x).square().mean()  # whose part is differentiated first
+                if by_script:
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+
+            _Fails.armed = not by_script
+            try:
+                raised(LoopError if by_script else torch.OutOfMemoryError, by=fail)
+            finally:
+                _Fails.armed = False
+            if by_script:
+                optimizer.zero_grad()
+            gc.collect()
+            assert _Kept.kept() is None
+
+
 class Branches(nn.Module):
     """Its right layer may sit out."""
 
@@ -246,6 +291,7 @@ _ON_PATHS = [
     check_a_failed_backward_ends_its_window,
     check_a_failed_backward_of_large_layers,
     check_a_failed_backward_is_not_applied,
+    check_a_failed_backward_keeps_nothing,
 ]
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR, *FURTHER)), _ON_PATHS),

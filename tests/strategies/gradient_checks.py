@@ -8,6 +8,7 @@ import functools
 import io
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,42 @@ def check_gradients_can_be_unscaled(path: str) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             assert optimizer.applied_steps == 1
+
+
+def check_what_comes_too_late_is_named(path: str) -> None:
+    """A backward after a call that divides by the loss scale, and clamping after the step, name the script's call."""
+    if is_zero(path):
+        return
+    with running(path, mixed_precision="fp16") as accelerator:
+        model, optimizer = _prepared(accelerator)
+        calls: dict[str, Callable[[], Any]] = {
+            "clip_grad_norm_()": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+            "clip_grad_value_()": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+            "unscale_gradients()": accelerator.unscale_gradients,
+            "accelerator.scaler.unscale_()": lambda: accelerator.scaler.unscale_(optimizer),
+        }
+        for name, call in calls.items():
+            accelerator.backward(loss_of(model, own_batch(0)))
+            call()
+            late = functools.partial(accelerator.backward, loss_of(model, own_batch(1)))
+            raised(LoopError, f"backward() after {name} and before", f"Call {name} after the window's last", by=late)
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        for name in ("clip_grad_norm_()", "clip_grad_value_()"):
+            raised(LoopError, f"{name} was called after optimizer.step()", by=calls[name])
+
+
+def check_values_of_other_models_are_clipped(path: str) -> None:
+    """Of a model that the script trains itself, beside the prepared one, as by torch's own function."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        _prepared(accelerator)
+        other = make_net()
+        loss_of(other, own_batch(0)).backward()
+        accelerator.clip_grad_value_(other.parameters(), 1e-3)
+        assert max(float(p.grad.abs().max()) for p in other.parameters() if p.grad is not None) <= 1.01e-3
 
 
 def check_accumulation_may_change(path: str) -> None:

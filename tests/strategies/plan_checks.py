@@ -29,7 +29,6 @@ WORLD = 2
 # Without buffers and gathered weights of a fixed size, which would outweigh what the stages divide of a small model.
 SMALL = {
     "reduce_bucket_size": 1_000_000,
-    "allgather_bucket_size": 1_000_000,
     "stage3_prefetch_bucket_size": 0,
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -56,7 +55,6 @@ def plan_with_room(world: int) -> Choice:
         accumulation=2,
         activation_checkpointing=False,
         reduce_bucket=SMALL["reduce_bucket_size"],
-        allgather_bucket=SMALL["allgather_bucket_size"],
         prefetch_bucket=0,
         persistence_threshold=0,
         max_reuse_distance=0,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from paths import Reads
 
 from zero_plugin.loop.window import Window
-from zero_plugin.strategies.base import SessionRequest
+from zero_plugin.strategies.base import SessionRequest, release_failed_backward
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.strategies.torch_strategies import torch_optimizer
 
@@ -74,3 +77,35 @@ def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clip
         window.apply()
     assert reads.count == (skips and kind is OwnAdamW)
     session.close()
+
+
+def test_torch_holds_what_a_failed_backward_has_not_run() -> None:
+    """Until the thread's next backward, in plain torch: `release_failed_backward` is one, and frees it anywhere."""
+
+    class Holding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.held = torch.nn.Identity()
+            held.append(weakref.ref(ctx.held))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    def fail() -> None:
+        later, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        hook = weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (Holding.apply(later) * weight).sum().backward()  # type: ignore[no-untyped-call]
+        hook.remove()
+
+    held: list[weakref.ref[torch.nn.Module]] = []
+    for context in (nullcontext, torch.no_grad, torch.inference_mode):
+        fail()
+        gc.collect()
+        assert held[-1]() is not None
+        with context():
+            release_failed_backward()
+        gc.collect()
+        assert held[-1]() is None

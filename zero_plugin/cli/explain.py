@@ -61,7 +61,6 @@ _OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "zero_optimization.reduce_bucket_size",
-            "zero_optimization.allgather_bucket_size",
             "zero_optimization.stage3_prefetch_bucket_size",
             "zero_optimization.stage3_param_persistence_threshold",
         ),

@@ -129,7 +129,7 @@ RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
     ),
     ("activation_checkpointing", "partitioned_activations"): ("DeepSpeed ignores it", "Write partition_activations."),
     ("optimizer", "params", "max_grad_norm"): ("DeepSpeed refuses it here", "Delete it; write gradient_clipping."),
-    ("allgather_size",): ("read only beside the retired zero_optimization: true", "Write allgather_bucket_size."),
+    ("allgather_size",): ("read only beside the retired zero_optimization: true", _NO_SUCCESSOR),
     **{
         ("compile", key): (
             "DeepSpeed's `compile` section no longer has it",

@@ -18,6 +18,7 @@ from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_c
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
+_ABORTED: Final = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _WORTH_NAMING: Final = 2**28  # bytes that another process has at least
@@ -30,7 +31,10 @@ _MEANINGS: Final[Mapping[int, str]] = {
     signal.SIGSEGV: _NATIVE,
     signal.SIGFPE: _NATIVE,
     signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above. NCCL does "
-    "so when an operation waits for longer than the process group's time-out.",
+    "so when an operation\nwaits for longer than the process group's time-out, gloo when processes call a collective with "
+    "tensors of different sizes\n(`op.preamble.length <= op.nbytes`). Both happen where processes take different branches "
+    "of a model at ZeRO stage 2 or 3: then take\nthe same branch on every rank, add the loss of an unused branch times 0, "
+    "or use stage 1.",
     signal.SIGILL: "The processor does not know an instruction: something was compiled for another one. Delete the "
     "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
 }
@@ -94,6 +98,10 @@ def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailur
     if marks:
         # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
         marked, code, *kind = marks[-1].read_text().split()
+        if kind == [LOST_PEER]:  # an abort too is what another rank's lost connection comes from
+            for rank, failure in failures.items():
+                if rank != int(marked) and failure.exitcode in _ABORTED:
+                    return FirstFailure(rank, failure.exitcode)
         # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
             return FirstFailure(int(marked), int(code), *kind)

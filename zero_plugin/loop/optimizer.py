@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.window import Phase, Window
+from zero_plugin.loop.window import CLIP_VALUE, Phase, Window
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer, has_step_hooks
 from zero_plugin.strategies.precision import FoundInf
@@ -295,14 +295,18 @@ class AcceleratedOptimizer(Optimizer):
             )
         if self.window.ends_here:
             # Divides by the loss scale, and detects values that are not finite before they are clamped.
-            self.window.clip(float("inf"))
+            self.window.clip(float("inf"), call=CLIP_VALUE)
             torch.nn.utils.clip_grad_value_(parameters, largest)
 
-    def unscale(self) -> None:
-        """Divide the next step's gradients by the loss scale, where scripts can read gradients."""
+    def unscale(self, call: str) -> None:
+        """Divide the next step's gradients by the loss scale, where scripts can read gradients.
+
+        Args:
+            call: what the script has called, for messages.
+        """
         are_scaled = self.session.unpartitioned_gradients and self.session.loss_scale != 1.0
         if are_scaled and self.window.phase is not Phase.APPLIED:
-            self.window.clip(float("inf"))
+            self.window.clip(float("inf"), call=call)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call `hook(optimizer, args, kwargs)` before each step that ends a window, as torch's method does.

@@ -208,16 +208,24 @@ class TrainingLoop:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
             if training.optimizer is not None and (own or not training.session.unpartitioned_gradients):
                 training.optimizer.clip_values(own, clip_value)
+        if prepared.trained:  # the others are the script's own
+            others = [p for p in given if not any(id(p) in training.ids for training in prepared.trained)]
+            nn.utils.clip_grad_value_(others, clip_value)
         may_follow = not prepared.trained and self._run.strategy.optimizer_may_follow
         if may_follow and self._completes_untrained():
             nn.utils.clip_grad_value_(given, clip_value)
 
-    def unscale(self, optimizer: Any) -> None:
-        """Divide the next step's gradients by the loss scale; see `Accelerator.unscale_gradients`."""
+    def unscale(self, optimizer: Any, *, call: str = "unscale_gradients()") -> None:
+        """Divide the next step's gradients by the loss scale; see `Accelerator.unscale_gradients`.
+
+        Args:
+            optimizer: as there.
+            call: what the script has called, for messages.
+        """
         chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         for training in self._prepared.trained:
             if training.optimizer is not None and (optimizer is None or any(map(training.is_of_optimizer, chosen))):
-                training.optimizer.unscale()
+                training.optimizer.unscale(call)
 
 
 class LossScaler:
@@ -231,8 +239,11 @@ class LossScaler:
     """
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
-        self._prepared = prepared
-        self.unscale_ = loop.unscale
+        self._prepared, self._loop = prepared, loop
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the next step's gradients of a prepared optimizer by the loss scale."""
+        self._loop.unscale(optimizer, call="accelerator.scaler.unscale_()")
 
     def is_enabled(self) -> bool:
         """Always True: without fp16 there is no scaler."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_plugin.data.active import LoaderProgress
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session
+from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session, release_failed_backward
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import FoundInf, Measured
 
@@ -20,10 +20,14 @@ FAILED_BACKWARD = (
     "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
     "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
 )
-LATE_BACKWARD = (
-    "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
-    "Call clip_grad_norm_() after the window's last backward()."
-)
+CLIP_NORM: Final = "clip_grad_norm_()"
+CLIP_VALUE: Final = "clip_grad_value_()"
+# Why no backward may follow one of the script's calls that complete the gradients of a step, before that step.
+_TOO_LATE: Final = {
+    CLIP_NORM: "the clipped norm would not be the step's",
+    CLIP_VALUE: "the gradients that it adds would not be clamped",
+}
+_SCALED: Final = "the gradients that it adds would have the loss scale, which was divided out of the others"
 
 
 class Phase(enum.Enum):
@@ -101,6 +105,7 @@ class Window:
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self._measured = Measured()  # of the gradients, once they are COMPLETE
+        self._completed_by = CLIP_NORM  # the last call of the script that needs them COMPLETE
         self._kept: bool | None = False  # whether the script kept the last step's gradients until the next backward
         self.in_context = False
         self._by_context = False  # this window's micro-batches are counted by accumulate()
@@ -381,7 +386,7 @@ class Window:
             elif session.adds_to_complete_gradients and self.correction == 1.0:
                 self._measured = Measured()
             else:
-                raise LoopError(LATE_BACKWARD)
+                raise LoopError(self._describe_late_backward())
         except BaseException as error:
             self._enter(Phase.FAILED)
             _raise_explained(session, error)
@@ -389,6 +394,7 @@ class Window:
 
     def abandon_backward(self, *, reached: bool) -> None:
         """Called if the backward raised, and may have reached the model."""
+        release_failed_backward()
         if self._trained.abandon_backward(reached=reached):
             self._enter(Phase.FAILED)
 
@@ -401,8 +407,14 @@ class Window:
         are_complete = self.phase in (Phase.COMPLETE, Phase.CLIPPED)
         self._trained.set_loss_scale(scale, accumulated=self.phase is Phase.ACCUMULATED, complete=are_complete)
 
-    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
+    def clip(
+        self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None, call: str = CLIP_NORM
+    ) -> Tensor:
         """See `Session.clip`; inside a window, where gradients are incomplete, nothing is clipped and nan is returned.
+
+        Args:
+            max_norm, norm_type, only: see `Session.clip`.
+            call: what the script has called, for messages.
 
         Raises:
             LoopError: the step was already taken; or see `Session.clip`.
@@ -411,13 +423,14 @@ class Window:
             return torch.tensor(float("nan"))
         if self.phase is Phase.APPLIED:
             raise LoopError(
-                "clip_grad_norm_() was called after optimizer.step(), which has applied and cleared the gradients.\n"
-                "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
+                f"{call} was called after optimizer.step(), which has applied and cleared the gradients.\n"
+                f"Call {call} after accelerator.backward(loss) and before optimizer.step()."
             )
         if self.phase is Phase.EMPTY and isinstance(self._given, Session):
             self._given.refuse_foreign_gradients()
             return torch.tensor(0.0)
         self._complete()
+        self._completed_by = call
         self._measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
         if max_norm != float("inf"):
             self._enter(Phase.CLIPPED)
@@ -529,7 +542,16 @@ class Window:
             raise
         self._enter(Phase.COMPLETE)
 
+    def _describe_late_backward(self) -> str:
+        call = self._completed_by
+        return (
+            f"backward() after {call} and before optimizer.step(): {_TOO_LATE.get(call, _SCALED)}.\n"
+            f"Call {call} after the window's last backward()."
+        )
+
     def _drop(self, session: Session | UnpreparedOptimizer) -> None:
+        if self.phase is Phase.FAILED:
+            release_failed_backward()  # of the script itself
         session.drop_gradients(failed=self.phase is Phase.FAILED)
         self._enter(Phase.EMPTY)
 

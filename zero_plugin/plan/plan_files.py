@@ -19,8 +19,8 @@ _OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad
 # The fields that each stage reads; the check warns about others.
 _READ: Final[Mapping[int, tuple[str, ...]]] = {
     0: (),
-    1: ("reduce_bucket", "allgather_bucket"),
-    2: ("reduce_bucket", "allgather_bucket", "overlap_comm"),
+    1: ("reduce_bucket",),
+    2: ("reduce_bucket", "overlap_comm"),
     3: ("reduce_bucket", "overlap_comm", "prefetch_bucket", "persistence_threshold", "sub_group_size"),
 }
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -103,8 +103,6 @@ def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: s
 def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.stage}
     zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage or 0]}
-    if setup.stage in (1, 2):
-        zero["allgather_bucket_size"] += setup.allgather_bucket % 2  # DeepSpeed takes no odd one
     if setup.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     for what, device in (("optimizer", setup.offload_optimizer), ("param", setup.offload_param)):

@@ -155,7 +155,6 @@ KEYS: Final[Mapping[str, KeyPath]] = {
     "micro_batch": ("train_micro_batch_size_per_gpu",),
     "accumulation": ("gradient_accumulation_steps",),
     "reduce_bucket": (_ZERO, "reduce_bucket_size"),
-    "allgather_bucket": (_ZERO, "allgather_bucket_size"),
     "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
     "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
     "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
@@ -171,7 +170,7 @@ _PINNED: Final = ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_p
 # What a plan chooses where it is open.
 _CHOSEN: Final = ("stage", "offload_optimizer", "offload_param", "ratio", "sub_group_size", "micro_batch")
 _SIZES: Final = (
-    *("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"),
+    *("reduce_bucket", "prefetch_bucket", "persistence_threshold"),
     *("max_live_parameters", "max_reuse_distance"),
 )
 

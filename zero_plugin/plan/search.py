@@ -66,7 +66,6 @@ class Wanted:
     accumulation: int | None = None
     activation_checkpointing: bool | None = None
     reduce_bucket: int | None = None
-    allgather_bucket: int | None = None
     prefetch_bucket: int | None = None
     persistence_threshold: int | None = None
     max_live_parameters: int | None = None
@@ -151,7 +150,6 @@ def _base(model: ModelSizes, wanted: Wanted) -> Setup:
     facts = ModelFacts(model.hidden_size, "", largest, model.elements)
     chosen = {
         "reduce_bucket": choose_bucket(facts),
-        "allgather_bucket": choose_bucket(facts),
         "prefetch_bucket": choose_bucket(facts, 0.9),
         "persistence_threshold": choose_persistence_threshold(facts),
     }

@@ -237,7 +237,7 @@ class Setup:
         micro_batch: samples per process and backward.
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: whether every block is recomputed in the backward.
-        reduce_bucket, allgather_bucket, prefetch_bucket: elements.
+        reduce_bucket, prefetch_bucket: elements.
         persistence_threshold: stage 3 keeps parameters with no more elements unpartitioned on every device.
         max_live_parameters: elements up to which stage 3 gathers ahead.
         max_reuse_distance: stage 3 does not release parameters that are used again within this many elements.
@@ -258,7 +258,6 @@ class Setup:
     accumulation: int = 1
     activation_checkpointing: bool = False
     reduce_bucket: int = 25_000_000
-    allgather_bucket: int = 25_000_000
     prefetch_bucket: int = 25_000_000
     persistence_threshold: int = 10_000
     max_live_parameters: int = 1_000_000_000

@@ -21,6 +21,7 @@ from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     Session,
     SessionRequest,
+    release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
 from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf
@@ -322,6 +323,7 @@ class TorchSession(Session):
         return 1.0 if self._scale is None else self._scale.value
 
     def close(self) -> None:
+        release_failed_backward()
         if self._undo_autocast is not None:
             self._undo_autocast()
         if self.recorder is not None:

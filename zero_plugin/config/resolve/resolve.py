@@ -337,7 +337,7 @@ def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | No
         source += f", kept within {_BUCKET_FLOOR:,} to {_BUCKET_CEILING:,} elements"
     if model.parameters and size > model.parameters:
         size, source = model.parameters, "all parameters of the model"
-    return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
+    return size, source
 
 
 def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
@@ -553,7 +553,6 @@ def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
 
 _RULES: Final[dict[str, Rule]] = {
     "reduce_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
-    "allgather_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
     "stage3_prefetch_bucket_size": _of_model(partial(choose_bucket, share=0.9), "stage3_prefetch_bucket_size"),
     "stage3_param_persistence_threshold": _of_model(choose_persistence_threshold, "stage3_param_persistence_threshold"),
     "sub_group_size": _sub_group_size,

@@ -209,10 +209,13 @@ _ENGINE_SAVES: Final = (
 _SAMPLING: Final = "data_efficiency.data_sampling"
 _NEVER_READ: Final = "DeepSpeed parses it and never reads it"
 _DELETE: Final = "Delete it."
+_GATHERED_AT_ONCE: Final = "zero_optimization.allgather_bucket_size"
 # A key, or all of a section: why it has no effect on a run of this package, and what to write.
 _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
     "dataloader_drop_last": ("the loop's own loader says what it drops", "Write drop_last in the script's DataLoader."),
     **dict.fromkeys(("disable_allgather", "zero_optimization.allgather_partitions"), (_NEVER_READ, _DELETE)),
+    # DeepSpeed 0.19.8 reads it in ZenFlow, which is refused, and where torch has no all_gather_into_tensor.
+    _GATHERED_AT_ONCE: ("DeepSpeed gathers all updated parameters of a group at once, into themselves", _DELETE),
     **dict.fromkeys(
         (
             "checkpoint",
@@ -281,15 +284,18 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     else:
         written = list(filter(asked.says_something, asked.below(schedule)))
         yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
-    refused = list(_data_sampling(asked))
+    refused = list(_refused_though_unread(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():
-        if not (refused and key == _SAMPLING):
+        if not any(f"{problem.key}.".startswith(f"{key}.") for problem in refused):
             yield from asked.idle([key], why, fix)
 
 
-def _data_sampling(asked: Asked) -> Iterator[Problem]:
+def _refused_though_unread(asked: Asked) -> Iterator[Problem]:
     """What DeepSpeed refuses to read, although nothing follows it here."""
+    size = asked.value(_GATHERED_AT_ONCE)
+    if asked.stage in (1, 2) and is_count(size) and size % 2:
+        yield asked.error(_GATHERED_AT_ONCE, f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}", _DELETE)
     for part, needed in (("dynamic_batching", "max_tokens"), ("curriculum_learning", "curriculum_metrics")):
         if asked.is_on(f"{_SAMPLING}.{part}.enabled") and not asked.has(f"{_SAMPLING}.{part}.{needed}"):
             message = f"true without {needed}, which DeepSpeed refuses"

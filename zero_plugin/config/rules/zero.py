@@ -14,8 +14,13 @@ _ZERO: Final = "zero_optimization"
 # Keys that only these stages read, in DeepSpeed 0.19.8's engine; overlap_comm as this package runs it.
 _READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
-    **dict.fromkeys(("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"), (1, 2)),
-    **dict.fromkeys(("round_robin_gradients", "parameter_alignment"), (1, 2)),
+    **dict.fromkeys(
+        (
+            *("use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
+            *("round_robin_gradients", "parameter_alignment"),
+        ),
+        (1, 2),
+    ),
     "overlap_comm": (2, 3),
     **dict.fromkeys(
         (
@@ -90,10 +95,6 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
         ):
             if holds:
                 yield asked.error(_SUM, f"sum is refused {what}", "Write mean.")
-    size = asked.value(f"{_ZERO}.allgather_bucket_size")
-    if asked.stage in (1, 2) and is_count(size) and size % 2:
-        message = f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}"
-        yield asked.error(f"{_ZERO}.allgather_bucket_size", message, f"Write an even number, e.g. {size + 1}.")
 
 
 def _unused_parameters(asked: Asked) -> Iterator[Problem]:

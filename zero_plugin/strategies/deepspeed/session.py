@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, Session
+from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
 from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite, preceded
 from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
@@ -378,6 +378,7 @@ class EngineSession(Session):
             return
         for hook in self._hooks:
             hook.remove()
+        release_failed_backward()
         self.engine.destroy()
         forget_module(self.module)
         self.engine.optimizer = None
