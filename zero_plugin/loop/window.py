@@ -105,7 +105,6 @@ class Window:
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self._measured = Measured()  # of the gradients, once they are COMPLETE
-        self._completed_by = CLIP_NORM  # the last call of the script that needs them COMPLETE
         self._kept: bool | None = False  # whether the script kept the last step's gradients until the next backward
         self.in_context = False
         self._by_context = False  # this window's micro-batches are counted by accumulate()
@@ -430,8 +429,8 @@ class Window:
             self._given.refuse_foreign_gradients()
             return torch.tensor(0.0)
         self._complete()
-        self._completed_by = call
-        self._measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
+        measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
+        self._measured = measured._replace(call=call)
         if max_norm != float("inf"):
             self._enter(Phase.CLIPPED)
         assert self._measured.norm is not None, "clip measures the norm"
@@ -543,7 +542,7 @@ class Window:
         self._enter(Phase.COMPLETE)
 
     def _describe_late_backward(self) -> str:
-        call = self._completed_by
+        call = self._measured.call
         return (
             f"backward() after {call} and before optimizer.step(): {_TOO_LATE.get(call, _SCALED)}.\n"
             f"Call {call} after the window's last backward()."
