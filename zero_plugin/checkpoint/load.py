@@ -80,11 +80,7 @@ def load_tensors(
     Raises:
         CheckpointError: on every process: names or shapes do not fit, or a file cannot be read.
     """
-    missing: list[str] = []
-
-    def check() -> None:
-        if weights:
-            missing.extend(_compare(session, stored, strict=strict))
+    missing = all_or_none(lambda: _compare(session, stored, strict=strict) if weights else [])
 
     def read() -> None:
         states = _stored_states(stored)
@@ -105,7 +101,6 @@ def load_tensors(
                     fragment.values.zero_()
                     missing.append(f"{fragment.kind} of {fragment.name}, which had none: it is zero")
 
-    all_or_none(check)
     with session.loading(), torch.no_grad():
         all_or_none(read)
         if not weights:

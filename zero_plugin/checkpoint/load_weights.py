@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.modules import Slot, as_pretrained, persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.modules import Slot, as_pretrained, tensor_names, tensor_slots
 from zero_plugin.tensors.safetensors_files import Place, StoredWeights, read_complete_file, read_model_folder
 
 _LISTED = 20  # names of one kind in an error
@@ -90,15 +90,13 @@ def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> 
     Raises:
         CheckpointError: `strict`, and something has no counterpart or does not fit: all of it.
     """
-    names: dict[str, list[str]] = {name: [name] for name, _ in persistent_tensors(module)}
-    for alias, first in shared_names(module).items():
-        names[first].append(alias)
-    rename = _renaming(module, names, stored.places)
+    tensors = tensor_names(module)
+    rename = _renaming(module, (names[0] for names, _ in tensors), stored.places)
     report = WeightsReport(stored.source, type(module).__name__)
     places: dict[str, Place] = {}
     used: set[str] = set()
-    for name, tensor in persistent_tensors(module):
-        asked = [rename(each) for each in names[name]]
+    for names, tensor in tensors:
+        name, asked = names[0], [rename(each) for each in names]
         found = next((hit for each in asked if (hit := stored.find(each)) is not None), None)
         used.update(asked)
         if found is None:

@@ -189,9 +189,6 @@ def read_nested(stem: Path) -> Any:
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    def all_of(items: Any) -> list[Any]:
-        return [_encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(items)]
-
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -206,7 +203,7 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if isinstance(value, kind):
             return _typed(name, _encode(content(value), where, tensors))
     if isinstance(value, list):
-        return all_of(value)
+        return [_encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _TYPE not in value:
             return {str(key): _encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}

@@ -110,6 +110,20 @@ def share_batches(
         step = next(steps, None) if is_full else following
 
 
+def split_size(batch_size: int | None, num_processes: int) -> int:
+    """What each process gets of batches that are split among all.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if not batch_size or batch_size % num_processes:
+        raise ValueError(
+            f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
+            "make it a multiple of their number"
+        )
+    return batch_size // num_processes
+
+
 def count_steps(samples: int, sharing: Sharing) -> int:
     """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
     assert sharing.batch_size is not None
@@ -288,11 +302,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         self._batched = batched
         self._skip = 0
         self._draw_from: Draws | None = None
-        if split_batches and (not self.batch_size or self.batch_size % num_processes):
-            raise ValueError(
-                f"split_batches: the batch size {self.batch_size} cannot be split among {num_processes} processes; "
-                "make it a multiple of their number"
-            )
+        if split_batches:
+            split_size(self.batch_size, num_processes)
 
     def skipping(self, count: int) -> BatchSamplerShard:
         """The same batch sampler without the first `count` batches."""
@@ -322,7 +333,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         if not self._batched:
             batches = ([item] for item in batches)
         left = sys.maxsize if self._real is None else self._real
-        for position, share in enumerate(share_batches(batches, self._sharing(), self._report_dropped)):
+        for position, share in enumerate(share_batches(batches, self.sharing(), self._report_dropped)):
             if position >= self._skip:
                 counts.append((share.samples, min(share.real, left)))
                 yield share.indices if self._batched else share.indices[0]
@@ -343,7 +354,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         self.draws = draws
         return draws.begin(iter(self.batch_sampler), sampler)
 
-    def _sharing(self) -> Sharing:
+    def sharing(self) -> Sharing:
+        """How it shares the coming epoch."""
         size = self.batch_size if self._batched else 1
         if self.split_batches:
             size //= self.num_processes

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -685,19 +685,10 @@ class SkipDataLoader(DataLoaderAdapter):
 
 def describe_alone(base: DataLoader[Any], drop_last: bool = False) -> Sharing:
     """How a loader built by hand is shared: by the `BatchSamplerShard` that it was given, else not."""
-    shard = shard_of(base)
-    sampler = batches_of(base)
-    size: Any = getattr(sampler, "batch_size", base.batch_size)
-    world = 1 if shard is None else shard.num_processes
-    if shard is not None and shard.split_batches:
-        size //= world
-    return Sharing(
-        rank=0 if shard is None else shard.process_index,
-        world=world,
-        batch_size=size,
-        drop_last=drop_last or getattr(sampler, "drop_last", False),
-        batched=sampler is not None,
-    )
+    shard, sampler = shard_of(base), batches_of(base)
+    alone = Sharing(0, 1, getattr(sampler, "batch_size", base.batch_size), batched=sampler is not None)
+    sharing = alone if shard is None else shard.sharing()
+    return replace(sharing, drop_last=drop_last or getattr(sampler, "drop_last", False))
 
 
 def refuse_mesh(mesh: Any) -> None:

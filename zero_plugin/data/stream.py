@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
-from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, with_batches
+from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, split_size, with_batches
 from zero_plugin.data.batches import OverwriteCheck, Portion
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import SameDraws, generator_of
@@ -347,11 +347,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
-                "make it a multiple of their number"
-            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -359,7 +354,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
-        self._own = batch_size // num_processes if split_batches else batch_size  # samples of a step
+        self._own = split_size(batch_size, num_processes) if split_batches else batch_size  # samples of a step
         self._sharing = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:

@@ -7,9 +7,9 @@ unpartitioned tensors by name, each as the fragment that is in this process.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -154,10 +154,8 @@ def named_module_tensors(
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several, sorted."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [sorted(tied) for tied in names.values() if len(tied) > 1]
+    shared = (names for names, tensor in tensor_names(model) if isinstance(tensor, nn.Parameter) and len(names) > 1)
+    return [sorted(names) for names in shared]
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
@@ -219,37 +217,31 @@ def set_module_tensor_to_device(
         setattr(owner, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
-def shared_names(module: nn.Module) -> dict[str, str]:
-    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
-    first: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for name, tensor in _all_tensors(module):
-        if id(tensor) in first:
-            shared[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-    return shared
-
-
-def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
-    seen: set[int] = set()
-    for name, tensor in _all_tensors(module):
-        if id(tensor) not in seen and (only is None or name in only):
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensor_names(module: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Parameters and persistent buffers, each once, with all of its names in the order of `state_dict`."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
     # `Slot.tensor` is not used here: it reads `_parameters[key]`, and inside a forward ZeRO-3 gathers a parameter that
     # is read by its key.
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            yield dot + name, parameter
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in child._non_persistent_buffers_set:
-                yield dot + name, buffer
+        buffers = child.named_buffers(recurse=False, remove_duplicate=False)
+        persistent = (entry for entry in buffers if entry[0] not in child._non_persistent_buffers_set)
+        for name, tensor in chain(child.named_parameters(recurse=False, remove_duplicate=False), persistent):
+            found.setdefault(id(tensor), ([], tensor))[0].append(dot + name)
+    return list(found.values())
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
+    return {further: names[0] for names, _ in tensor_names(module) for further in names[1:]}
+
+
+def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
+    for names, tensor in tensor_names(module):
+        name = next((name for name in names if only is None or name in only), None)
+        if name is not None:
+            yield name, tensor
 
 
 def allocate_unpartitioned(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
