@@ -158,7 +158,7 @@ ROWS = [
     Row(
         "uneven batches stop together",
         "data/batch_sampler.py",
-        "(sharing.rank < len(step) and report_dropped is None and not sharing.drop_last)",
+        "sharing.rank < len(step) and report_dropped is None and not sharing.drop_last",
         "sharing.rank < len(step)",
         (f"{BATCHES}::test_uneven_batches_stop_together_and_tell_what_is_left_out[2-whole]",),
         "every process has equally many batches",
