@@ -1,5 +1,5 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
-# make test   lint, types and the whole test suite
+# make test   lint, types and the complete test suite
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine

@@ -154,7 +154,7 @@ def load_checkpoint_and_dispatch(
     offload_folder: str | Path | None = None,
     offload_buffers: bool = False,
     dtype: torch.dtype | str | None = None,
-    offload_state_dict: bool | None = None,  # noqa: ARG001 - no checkpoint is ever in memory as a whole
+    offload_state_dict: bool | None = None,  # noqa: ARG001 - a checkpoint is never completely in memory
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
@@ -221,7 +221,7 @@ def load_checkpoint_in_model(
     device_map: Mapping[str, int | str | torch.device] | None = None,
     offload_folder: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
-    offload_state_dict: bool = False,  # noqa: ARG001 - no checkpoint is ever in memory as a whole
+    offload_state_dict: bool = False,  # noqa: ARG001 - a checkpoint is never completely in memory
     offload_buffers: bool = False,
     keep_in_fp32_modules: Collection[str] | None = None,
     offload_8bit_bnb: bool = False,

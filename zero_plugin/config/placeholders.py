@@ -25,7 +25,7 @@ UNSET: Final = Unset()
 
 
 class DummyOptim:
-    """Stands for the optimizer that the configuration's `optimizer` section describes.
+    """A placeholder for the optimizer that the configuration's `optimizer` section describes.
 
     Args:
         params: parameters, with their names or without, or parameter groups (dicts), as for a torch optimizer; a
@@ -81,7 +81,7 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the learning-rate schedule that the configuration's `scheduler` section describes.
+    """A placeholder for the learning-rate scheduler that the configuration's `scheduler` section describes.
 
     Args:
         optimizer: the optimizer or `DummyOptim` whose learning rate it drives.

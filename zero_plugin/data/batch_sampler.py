@@ -156,9 +156,8 @@ def _cut(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[A
 
 def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
     """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
-    if (
-        sharing.batch_size is None
-    ):  # a full batch has no known size: whole batches of the first step replace missing ones
+    if sharing.batch_size is None:
+        # The size of a full batch is not known: batches of the first step replace those that are missing.
         missing = sharing.rank - len(step)
         return (
             Share(step[sharing.rank], len(step[sharing.rank])) if missing < 0 else Share(first[missing % len(first)], 0)

@@ -201,7 +201,7 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
     """The processes' per-sample values for the current batch, in the order of the single-process loader.
 
     Every process cuts off the samples that were repeated to make its batch even, then the rest is gathered. What a
-    whole loop collects so is exactly the dataset, once each, in order.
+    complete loop collects so is exactly the dataset, once each, in order.
 
     A list without tensors, or a plain tuple of anything but containers, holds one object per sample, and comes back as
     a list; other containers keep their shape.

@@ -31,10 +31,8 @@ _SENT: Final = (
     *("ZERO_PLUGIN_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "WANDB_", "MLFLOW_", "XDG_CACHE_HOME"),
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED"),
 )
-_NOT_SENT: Final = (
-    "CUDA_VISIBLE_DEVICES",
-    "DS_ENV_FILE",
-)  # DeepSpeed's launcher sets the first one itself, and reads the second
+# DeepSpeed's launcher sets the first on each machine, and reads the file of the second here.
+_NOT_SENT: Final = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 _SECRET: Final = frozenset(
     ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "CREDENTIAL", "CREDENTIALS", "AUTH")
 )

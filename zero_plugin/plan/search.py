@@ -46,8 +46,8 @@ class Wanted:
     """What the user has fixed; None is free. The fields are those of `Setup`, and:
 
     Attributes:
-        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3; stage 0 is only taken where it is
-            asked for.
+        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3; stage 0 is only taken if it is
+            requested.
         ddp: whether a free stage may be training without ZeRO.
         global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
             of two that fits, and what counts is the time per sample.
