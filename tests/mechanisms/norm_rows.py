@@ -86,7 +86,7 @@ ROWS = [
     Row(
         "a backward after clipping",
         "loop/window.py",
-        "                raise LoopError(LATE_BACKWARD)",
+        "                raise LoopError(self._describe_late_backward())",
         "                pass",
         checks("loop", "backward_after_clip", "zero0", "zero2", "zero3"),
         "DID NOT RAISE",
