@@ -94,8 +94,8 @@ ROWS = [
     Row(
         "clipping after the step",
         "loop/window.py",
-        '        if self.phase is Phase.APPLIED:\n            raise LoopError(\n                "clip_grad',
-        '        if False:\n            raise LoopError(\n                "clip_grad',
+        '        if self.phase is Phase.APPLIED:\n            raise LoopError(\n                f"{call} was',
+        '        if False:\n            raise LoopError(\n                f"{call} was',
         checks("mistake", "clipping_comes_too_late", "ddp", "zero2"),
         "before optimizer.step()",
     ),
