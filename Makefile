@@ -55,6 +55,7 @@ check: $(VENV)/.installed-dev
 campaign: $(VENV)/.installed-dev libaio iproute2
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
+	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
 
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/import_time.py

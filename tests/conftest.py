@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -46,6 +48,13 @@ settings.register_profile("campaign", max_examples=2000, deadline=None, print_bl
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option by which tests that share processes show that they do not need each other."""
+    parser.addoption(
+        "--unpooled", type=int, metavar="SEED", help="each check in processes of its own, in an order drawn by SEED"
+    )
+
+
 def pytest_configure() -> None:
     """Messages appear, and all processes of the tests build C++ ops by one compiler."""
     show_messages()
@@ -70,12 +79,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one process come first, while C++ ops are built, then the longest files.
 
     What starts processes for several tests at once stays in one of pytest's processes: a file, or those of its tests
     that run in the same processes.
     """
+    if (seed := config.getoption("--unpooled")) is not None:
+        random.Random(seed).shuffle(items)
+        return
     here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(_LONGEST, start=1)}
     assert all(file.exists() for file in place)
@@ -140,18 +152,43 @@ def built_ops() -> None:
 
 
 @pytest.fixture(scope="session")
-def chosen_checks(request: pytest.FixtureRequest) -> Callable[[Path, int], list[str]]:
-    """Which checks of a folder this session is to run on so many processes, as `module.name`.
+def check_folders() -> dict[tuple[Path, int], Path]:
+    """The outcomes of each worker script, on each number of processes, that has run."""
+    return {}
 
-    They run in one group, so that the first test has all of them run; those that were not asked for stay out.
+
+@pytest.fixture
+def run_check(
+    request: pytest.FixtureRequest,
+    run_processes: Callable[..., list[str]],
+    check_folders: dict[tuple[Path, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    built_ops: None,
+) -> Callable[[Path, str, int, str], None]:
+    """Fail unless check NAME of MODULE passed on each of WORLD processes, which run a worker script.
+
+    All checks of the script that this session is to run on so many processes run once, in one group of them; with
+    `--unpooled` each check has processes of its own.
     """
 
-    def chosen(folder: Path, world: int) -> list[str]:
-        here = [getattr(item, "callspec", None) for item in request.session.items if item.path.parent == folder]
-        asked = [call.params for call in here if call and "module" in call.params]
-        return [f"{check['module']}.{check['name']}" for check in asked if check["world"] == world]
+    def run(worker: Path, module: str, world: int, name: str) -> None:
+        if request.config.getoption("--unpooled") is not None:
+            items = [request.node]
+            check_folders.pop((worker, world), None)
+        else:
+            items = [item for item in request.session.items if item.path.parent == worker.parent]
+        if (worker, world) not in check_folders:
+            check_folders[worker, world] = folder = tmp_path_factory.mktemp(f"{worker.parent.name}-{world}")
+            asked = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
+            chosen = [f"{check['module']}.{check['name']}" for check in asked if check.get("world", world) == world]
+            run_processes(worker, world, ",".join(chosen), folder)
+        outcomes = [json.loads(file.read_text()) for file in sorted(check_folders[worker, world].glob("rank-*.json"))]
+        assert len(outcomes) == world, "the processes of these checks did not run to their end"
+        found = [outcome[f"{module}.{name}"] for outcome in outcomes]
+        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
+        assert not failures, "\n".join(failures)
 
-    return chosen
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -46,11 +46,14 @@ def results(
     if "offload_optimizer" in PATHS[request.node.callspec.params["path"]][1].get("zero_optimization", {}):
         request.getfixturevalue("built_ops")
 
+    if request.config.getoption("--unpooled") is not None:
+        _folders.clear()
+
     def folder_of(device: str, path: str) -> Path:
         if (device, path) not in _folders:
             folder = _folders[device, path] = tmp_path_factory.mktemp(f"{device}-{path}")
             world = PATHS[path][0] if device == "cpu" else 1
-            cases = ",".join(_chosen_cases(request.session, device, path))
+            cases = ",".join(_chosen_cases(request, device, path))
             run_processes(WORKER, world, device, path, cases, folder, folder / "nvme")
         return _folders[device, path]
 
@@ -70,7 +73,7 @@ def test_every_pair_of_choices_is_in_a_case() -> None:
 def test_path_runs(device: str, path: str, results: Callable[[str, str], Path], request: pytest.FixtureRequest) -> None:
     """The cases of a path run to their end in one group of processes, which exits with 0 and leaves no NVMe file."""
     folder = results(device, path)
-    assert {file.stem for file in folder.glob("*.pt")} == set(_chosen_cases(request.session, device, path))
+    assert {file.stem for file in folder.glob("*.pt")} == set(_chosen_cases(request, device, path))
     assert [file for file in folder.glob("nvme/**/*") if file.is_file()] == []
 
 
@@ -106,9 +109,10 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
         assert difference < (2.5e-2 if half else 1e-4), f"{key}: off by {difference:.2e}"
 
 
-def _chosen_cases(session: pytest.Session, device: str, path: str) -> list[str]:
+def _chosen_cases(request: pytest.FixtureRequest, device: str, path: str) -> list[str]:
     """The cases of a path that the session asks for by name; all, where it asks for `test_path_runs` alone."""
-    asked = [getattr(item, "callspec", None) for item in session.items if item.path == Path(__file__)]
+    items = request.session.items if request.config.getoption("--unpooled") is None else [request.node]
+    asked = [getattr(item, "callspec", None) for item in items if item.path == Path(__file__)]
     here = [call.params for call in asked if call and (call.params["device"], call.params["path"]) == (device, path)]
     return [params["name"] for params in here if "name" in params] or cases_for(path, device)
 

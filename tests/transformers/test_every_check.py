@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -30,25 +29,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def finished() -> list[Path]:
-    """The folder of the checks' outcomes, once they have run."""
-    return []
-
-
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module in sorted(MODULES) for name in MODULES[module]])
-def test_check(
-    module: str,
-    name: str,
-    finished: list[Path],
-    run_processes: Callable[..., list[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_check(module: str, name: str, run_check: Callable[[Path, str, int, str], None]) -> None:
     """The check holds on both processes; its docstring says what it holds."""
-    if not finished:
-        finished.append(tmp_path_factory.mktemp("checks"))
-        run_processes(HERE / "worker.py", 2, ",".join(sorted(MODULES)), finished[0])
-    outcomes = [json.loads(file.read_text())[f"{module}.{name}"] for file in sorted(finished[0].glob("rank-*.json"))]
-    assert len(outcomes) == 2, "the processes of these checks did not run to their end"
-    failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(outcomes) if text != "ok"]
-    assert not failures, "\n".join(failures)
+    run_check(HERE / "worker.py", module, 2, name)
