@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,6 +21,9 @@ from zero_plugin.errors import CheckpointError
 
 WEIGHT: Final = "weight"
 MASTER_WEIGHT: Final = "master"
+
+NAMES_ALONE: Final[ContextVar[bool]] = ContextVar("names_alone", default=False)
+"""Set while a state dict is read for its names alone, so that its tensors may be partitions."""
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
