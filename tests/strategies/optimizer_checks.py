@@ -353,6 +353,21 @@ def check_states_of_the_scripts_own_optimizer(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-4)
 
 
+def check_groups_that_are_not_stepped(path: str) -> None:
+    """An empty group that a scheduler has a rate for, or at stages 1 and 2 a frozen one: an error that says which."""
+    for frozen in (False, True):
+        with running(path) as accelerator:
+            model = make_net()
+            idle = list(model[0].requires_grad_(False).parameters()) if frozen else []
+            trained = [p for p in model.parameters() if p.requires_grad]
+            adamw = torch.optim.AdamW([{"params": trained}, {"params": idle}], lr=0.01)
+            objects = (model, adamw) if frozen else (model, adamw, ExponentialLR(adamw, 0.5))
+            if frozen and path == "zero3":
+                accelerator.prepare(*objects)
+            else:
+                raised(LoopError, "group 1", "Leave the group out", by=lambda: accelerator.prepare(*objects))  # noqa: B023
+
+
 class TwoWeights(Optimizer):
     """As schedule-free optimizers: one kind of weights to train, another to evaluate."""
 
@@ -500,6 +515,7 @@ _PATHS_OF = {
     check_an_own_optimizer_is_tried: ("zero1", "zero2", "zero3", "zero2-cpu"),
     check_states_of_the_scripts_own_optimizer: (*PAIR, "zero3-cpu"),
     check_an_optimizer_with_weights_to_evaluate: PAIR,
+    check_groups_that_are_not_stepped: ("zero1", "zero2", "zero3", "zero2-cpu"),
     check_an_optimizer_that_counts_its_steps: ("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"),
     check_what_is_not_elementwise: PAIR,
     check_deepspeeds_own_classes_run: ("zero2-cpu",),

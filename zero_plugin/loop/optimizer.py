@@ -343,8 +343,8 @@ class AcceleratedOptimizer(Optimizer):
             if callable(method := getattr(optimizer, name, None)):
                 if changes_weights and not self.session.unpartitioned_states:
                     raise LoopError(
-                        f"optimizer.{name}() of a {type(optimizer).__name__} under ZeRO: it changes the partitions that "
-                        "the optimizer steps, and the model would be evaluated with its other weights.\n"
+                        f"optimizer.{name}() of a {type(optimizer).__name__} under ZeRO: it changes the partitions "
+                        "that the optimizer steps, and the model would be evaluated with its other weights.\n"
                         "Train without ZeRO (DDP), or with an optimizer that has one kind of weights."
                     )
                 method()

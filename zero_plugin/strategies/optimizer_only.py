@@ -1,4 +1,4 @@
-"""Optimizers without a prepared model, steps in parts, and the guard against calling `step` of an optimizer directly."""
+"""Optimizers without a prepared model, steps in parts, and the guard against calling an optimizer's `step` directly."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     else:
         assert placeholder is not None
         optimizer = placeholder
+    _refuse_idle_groups(optimizer, resolved, has_schedulers=bool(request.schedulers))
     if resolved.zero_stage > 0:
         _refuse_unless_elementwise(optimizer, resolved)
     replacement: Optimizer | None = None
@@ -91,6 +92,18 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     optimizer.param_groups = replacement.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn where it never steps
     return replacement
+
+
+def _refuse_idle_groups(optimizer: Optimizer, resolved: Resolved, *, has_schedulers: bool) -> None:
+    """Refuse a group that DeepSpeed drops, where schedulers have a rate for it, and one that stages 1 and 2 fail at."""
+    for index, group in enumerate(optimizer.param_groups):
+        fails = resolved.zero_stage in (1, 2) and not any(p.requires_grad for p in group["params"])
+        if (has_schedulers and not group["params"]) or (fails and group["params"]):
+            what = "no parameters" if not group["params"] else "no parameters that require gradients"
+            raise LoopError(
+                f"prepare() got an optimizer whose parameter group {index} has {what}, which DeepSpeed cannot step.\n"
+                "Leave the group out, of the optimizer and of its schedulers."
+            )
 
 
 def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
@@ -275,8 +288,8 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
     try:
         same = _updates_elementwise(optimizer)
         why = (
-            "its update depends on the shape or norm of unpartitioned tensors, or on the number of calls of step(), and "
-            "ZeRO updates flat partitions, one group after another"
+            "its update depends on the shape or norm of unpartitioned tensors, or on the number of calls of step(), "
+            "and ZeRO updates flat partitions, one group after another"
         )
     except Exception as error:  # noqa: BLE001 - any optimizer may raise here; the message shows it
         same, why = False, f"it could not be tried on a flat tensor ({type(error).__name__}: {error})"

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
-from zero_plugin.tensors.modules import NAMES_ALONE, WEIGHT, Fragment, partition_of, persistent_tensors, unpartitioned_fragment
+from zero_plugin.tensors.modules import (
+    NAMES_ALONE,
+    WEIGHT,
+    Fragment,
+    partition_of,
+    persistent_tensors,
+    unpartitioned_fragment,
+)
 
 _NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however βᵗ was computed
 
