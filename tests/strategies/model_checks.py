@@ -7,7 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import PAIR, SINGLE, assert_near, global_batch, loss_of, make_net, own_batch, running, same, weights
+from paths import (
+    PAIR,
+    SINGLE,
+    ZERO,
+    assert_near,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    running,
+    same,
+    weights,
+)
 from torch import Tensor, nn
 
 
@@ -166,6 +179,36 @@ def check_evaluation_without_an_optimizer(path: str) -> None:
         with torch.no_grad():
             assert torch.allclose(model(x), plain(x), atol=1e-6)
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-9)
+
+
+def check_inference_mode(path: str) -> None:
+    """A model evaluated inside `torch.inference_mode`, before training and between backward and step, trains on.
+
+    At stage 3 the weights that such a forward gathers are not kept for the next one, of the module itself too.
+    """
+    plain = make_net()
+    expected = _sgd(plain)
+    for i in range(4):
+        loss_of(plain, global_batch(i)).backward()
+        expected.step()
+        expected.zero_grad()
+    for threshold in (0, 100_000):
+        zero = ZERO.get(path, {}) | ({"stage3_param_persistence_threshold": threshold} if path == "zero3" else {})
+        with running(path, deepspeed={"zero_optimization": zero} if zero else {}) as accelerator:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            module = accelerator.unwrap_model(model)
+            for i in range(4):
+                with torch.inference_mode():
+                    for step in (8, 9):
+                        (module if i == 2 else model)(own_batch(step)[0])
+                accelerator.backward(loss_of(module if i == 3 and is_zero(path) else model, own_batch(i)))
+                if i == 1:
+                    with torch.inference_mode():
+                        model(own_batch(9)[0])
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
 def check_a_teacher_beside_a_student(path: str) -> None:
@@ -350,6 +393,7 @@ _ON_PATHS = [
     check_unwrap_model,
     check_attributes_of_the_module,
     check_evaluation_without_an_optimizer,
+    check_inference_mode,
     check_a_teacher_beside_a_student,
     check_batch_norm,
     check_16_bit_weights,

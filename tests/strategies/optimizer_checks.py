@@ -11,13 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from paths import PAIR, assert_near, global_batch, is_zero, loss_of, make_net, own_batch, raised, running, weights
+from paths import (
+    FURTHER,
+    PAIR,
+    ZERO,
+    assert_near,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from zero_plugin import DummyOptim
-from zero_plugin.errors import ConfigError
+from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.strategies.torch_optimizers import Lion
 
 ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,6 +100,39 @@ class GloballyScaled(Optimizer):
         length = torch.stack([p.grad.norm() for p in members]).norm()
         for p in members:
             p -= self.param_groups[0]["lr"] * p.grad / length
+
+
+class Counting(Optimizer):
+    """As schedule-free optimizers and Prodigy do: the steps are counted, each group's and all together."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+        self.steps = 0
+        self.state["steps"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p -= group["lr"] / (group["steps"] + self.steps + float(self.state["steps"])) * p.grad
+
+
+class CountingParts(Optimizer):
+    """Its step depends on how many tensors it has stepped before, which DeepSpeed's parts change."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.stepped: list[int] = []
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.stepped.append(1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] / len(self.stepped) * p.grad
 
 
 def groups_of(model: nn.Module, lr: float | None) -> list[dict[str, Any]]:
@@ -251,6 +297,124 @@ def check_an_own_optimizer_is_tried(path: str) -> None:
             assert type(optimizer.optimizer) is Elementwise
 
 
+def check_an_optimizer_that_counts_its_steps(path: str) -> None:
+    """A step counts once in groups, attributes and names of `state`, though DeepSpeed takes it in parts.
+
+    What counts so that it cannot be set back is refused by name. A copy of `step` is the class's again in the end.
+    """
+    plain = make_net()
+    expected = Counting(groups_of(plain, 0.1), lr=0.3)
+    for i in range(4):
+        loss_of(plain, global_batch(i)).backward()
+        expected.step()
+        expected.zero_grad()
+    zero = (ZERO | FURTHER)[path] | ({"sub_group_size": 20} if "3" in path else {})
+    with running(path, deepspeed={"zero_optimization": zero}) as accelerator:
+        model = make_net()
+        counting = Counting(groups_of(model, 0.1), lr=0.3)
+        model, optimizer = accelerator.prepare(model, counting)
+        for i in range(4):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+        assert [group["steps"] for group in optimizer.param_groups] == [4, 4]
+        assert (counting.steps, int(counting.state["steps"])) == (4, 4)
+    assert "step" not in vars(counting)
+    with running(path) as accelerator:
+        model = make_net()
+        parts = CountingParts(groups_of(model, 0.1))
+        raised(ConfigError, "CountingParts", "number of calls", by=lambda: accelerator.prepare(model, parts))
+
+
+def check_states_of_the_scripts_own_optimizer(path: str) -> None:
+    """A script that halves momentum in the optimizer as it was before `prepare` halves that of the one that runs."""
+
+    def halve(optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    plain = make_net()
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    with running(path) as accelerator:
+        model = make_net()
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, adamw)
+        for i in range(4):
+            loss_of(plain, global_batch(i)).backward()
+            accelerator.backward(loss_of(model, own_batch(i)))
+            expected.step()
+            optimizer.step()
+            expected.zero_grad()
+            optimizer.zero_grad()
+            if i == 1:
+                halve(expected)
+                halve(adamw)
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-4)
+
+
+def check_groups_that_are_not_stepped(path: str) -> None:
+    """An empty group that a scheduler has a rate for, or at stages 1 and 2 a frozen one: an error that says which."""
+    for frozen in (False, True):
+        with running(path) as accelerator:
+            model = make_net()
+            idle = list(model[0].requires_grad_(False).parameters()) if frozen else []
+            trained = [p for p in model.parameters() if p.requires_grad]
+            adamw = torch.optim.AdamW([{"params": trained}, {"params": idle}], lr=0.01)
+            objects = (model, adamw) if frozen else (model, adamw, ExponentialLR(adamw, 0.5))
+            if frozen and path == "zero3":
+                accelerator.prepare(*objects)
+            else:
+                raised(LoopError, "group 1", "Leave the group out", by=lambda: accelerator.prepare(*objects))  # noqa: B023
+
+
+class TwoWeights(Optimizer):
+    """As schedule-free optimizers: one kind of weights to train, another to evaluate."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "trains": False})
+
+    @torch.no_grad()
+    def _switch(self, factor: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(factor if p in self.state else 1.0)
+            group["trains"] = factor != 0.5
+
+    def train(self) -> None:
+        self._switch(2.0)
+
+    def eval(self) -> None:
+        self._switch(0.5)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["trains"]
+            for p in group["params"]:
+                self.state[p]["steps"] = 1
+                p -= group["lr"] * p.grad
+
+
+def check_an_optimizer_with_weights_to_evaluate(path: str) -> None:
+    """Where it steps the model's own parameters they are switched; where it steps partitions that is an error.
+
+    It is tried in the mode in which it trains, which the script may enter after `prepare` only.
+    """
+    with running(path) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, TwoWeights(model.parameters()))
+        optimizer.train()
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        before = weights(accelerator, model)
+        if is_zero(path) and path != "zero0":
+            raised(LoopError, "TwoWeights", "without ZeRO", by=optimizer.eval)
+        else:
+            optimizer.eval()
+            assert_near(weights(accelerator, model), {name: 0.5 * w for name, w in before.items()}, 1e-6)
+
+
 def check_what_is_not_elementwise(path: str) -> None:
     """Refused by name at stage 1 and above, however small its steps; trained below, and where the user insists."""
 
@@ -349,6 +513,10 @@ _PATHS_OF = {
     check_torchs_own_is_offloaded_where_the_kernel_is_not_wanted: ("zero1-cpu", "zero3-cpu"),
     check_a_part_that_is_not_offloaded_follows_the_schedule: ("zero3-cpu",),
     check_an_own_optimizer_is_tried: ("zero1", "zero2", "zero3", "zero2-cpu"),
+    check_states_of_the_scripts_own_optimizer: (*PAIR, "zero3-cpu"),
+    check_an_optimizer_with_weights_to_evaluate: PAIR,
+    check_groups_that_are_not_stepped: ("zero1", "zero2", "zero3", "zero2-cpu"),
+    check_an_optimizer_that_counts_its_steps: ("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"),
     check_what_is_not_elementwise: PAIR,
     check_deepspeeds_own_classes_run: ("zero2-cpu",),
     check_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs: ("zero2-cpu",),

@@ -127,6 +127,20 @@ def check_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
         assert len(elements) == 4  # two layers, A and B
 
 
+def check_modules_saved_beside_adapters(folder: Path) -> None:
+    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters on every path, and from `save_model`."""
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["wte"])
+    place = stored(gpt2, folder / "gpt2")
+    for path in ("ddp", "zero2", "zero3"):
+        with running(path) as accelerator:
+            model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), config))
+            accelerator.save_model(model, folder / path)
+        if state is not None:
+            assert any(name.endswith("wte.modules_to_save.default.weight") for name in state)
+            loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path)
+            assert same({name: loaded.state_dict()[name] for name in state}, state)
+
+
 def check_added_adapter(folder: Path) -> None:
     """An adapter that transformers added itself is saved as an adapter, in PEFT's layout too."""
     place = stored(gpt2, folder / "gpt2")

@@ -30,7 +30,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, announce, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.modules import WEIGHT, Fragment, persistent_tensors, shared_names
+from zero_plugin.tensors.modules import WEIGHT, Fragment, persistent_tensors, reading_names, shared_names
 from zero_plugin.tensors.safetensors_files import INDEX_NAME
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -288,10 +288,11 @@ def adapter_names(module: Any) -> frozenset[str]:
 
     names = [*(name for name, _ in persistent_tensors(module)), *shared_names(module)]
     stand_ins = {name: torch.empty(0, device="meta") for name in names}
-    stored = {
-        id(tensor)
-        for adapter in module.peft_config
-        for tensor in get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values()
-    }
+    with reading_names():
+        stored = {
+            id(tensor)
+            for adapter in module.peft_config
+            for tensor in get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values()
+        }
     trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     return frozenset(name for name, stand_in in stand_ins.items() if id(stand_in) in stored or name in trained)

@@ -172,8 +172,12 @@ class AcceleratedOptimizer(Optimizer):
         self._call_if_available("train")
 
     def eval(self) -> None:
-        """Switch a schedule-free optimizer to the averaged weights; other optimizers do nothing."""
-        self._call_if_available("eval")
+        """Switch a schedule-free optimizer to the averaged weights; other optimizers do nothing.
+
+        Raises:
+            LoopError: the optimizer steps partitions, so that it would not change the weights of the model.
+        """
+        self._call_if_available("eval", changes_weights=True)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients if the accumulation window ends here; otherwise do nothing.
@@ -372,11 +376,17 @@ class AcceleratedOptimizer(Optimizer):
         if self.session.before_change is not None:
             self.session.before_change()
 
-    def _call_if_available(self, name: str) -> None:
+    def _call_if_available(self, name: str, *, changes_weights: bool = False) -> None:
         self._await_copy()
         optimizer: Any = self.optimizer
         while optimizer is not None:  # wrappers of other libraries have the inner optimizer in this attribute too
             if callable(method := getattr(optimizer, name, None)):
+                if changes_weights and not self.session.unpartitioned_states:
+                    raise LoopError(
+                        f"optimizer.{name}() of a {type(optimizer).__name__} under ZeRO: it changes the partitions "
+                        "that the optimizer steps, and the model would be evaluated with its other weights.\n"
+                        "Train without ZeRO (DDP), or with an optimizer that has one kind of weights."
+                    )
                 method()
                 return
             optimizer = getattr(optimizer, "optimizer", None)

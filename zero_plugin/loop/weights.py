@@ -42,7 +42,15 @@ from zero_plugin.loop.run import Run
 from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
-from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.modules import (
+    MASTER_WEIGHT,
+    WEIGHT,
+    Fragment,
+    persistent_tensors,
+    reading_names,
+    shared_names,
+    tensor_slots,
+)
 from zero_plugin.tensors.nested import list_leaves
 from zero_plugin.tensors.wrappers import bare_copy, extract_model
 
@@ -140,7 +148,8 @@ class Weights:
     def _write_adapters(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         def write() -> None:
             module: Any = self.unwrap(model)
-            module.save_pretrained(folder, state_dict=state)
+            with reading_names():
+                module.save_pretrained(folder, state_dict=state)
             self._write_record(model, folder)
 
         on_main(write)

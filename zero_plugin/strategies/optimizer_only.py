@@ -1,9 +1,10 @@
-"""Optimizers without a prepared model, and the guard against calling `step` of an optimizer directly."""
+"""Optimizers without a prepared model, steps in parts, and the guard against calling an optimizer's `step` directly."""
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -175,3 +176,71 @@ class StepGuard:
                 "Call step() of the optimizer that prepare() returned, and change its param_groups. To use "
                 "another optimizer: accelerator.free_memory(), then prepare() the model again with it."
             )
+
+
+class StepInParts:
+    """Makes an optimizer whose step is taken in parts count one step.
+
+    DeepSpeed steps one parameter group after another, and at stage 3 one sub-group after another, by a call of `step`
+    for each. What an optimizer counts in its groups, in attributes or under a name in `state` would advance with each
+    call. Here every part begins with the numbers that the step began with, and has only the groups with parameters.
+
+    Args:
+        optimizer: the torch optimizer, whose `step` is replaced until `remove`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced = optimizer.__dict__.get("step")  # a scheduler or the script has replaced the class's method
+        self._begun: dict[Any, dict[Any, Any]] | None = None
+        step = optimizer.step
+
+        def part(own: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            groups = own.param_groups
+            own.param_groups = [group for group in groups if group["params"]]
+            self._rewind()
+            try:
+                return step(*args, **kwargs)
+            finally:
+                own.param_groups = groups
+
+        optimizer.step = types.MethodType(part, optimizer)  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        """The next parts are those of one step."""
+        self._begun = {place: _numbers_in(mapping) for place, mapping in self._places().items()}
+
+    def remove(self) -> None:
+        """Restore the optimizer's own `step`."""
+        del self._optimizer.__dict__["step"]
+        if self._replaced is not None:
+            self._optimizer.__dict__["step"] = self._replaced
+
+    def _places(self) -> dict[Any, MutableMapping[Any, Any]]:
+        optimizer = self._optimizer
+        groups = {id(group): group for group in optimizer.param_groups}
+        return {"attributes": optimizer.__dict__, "state": optimizer.state, **groups}
+
+    def _rewind(self) -> None:
+        if self._begun is None:
+            return
+        for place, mapping in self._places().items():
+            begun = self._begun.get(place, {})
+            for name, value in _numbers_in(mapping).items():
+                if name not in begun:
+                    del mapping[name]
+                elif isinstance(value, Tensor) and isinstance(begun[name], Tensor):
+                    mapping[name].copy_(begun[name])
+                else:
+                    mapping[name] = begun[name]
+
+
+def _numbers_in(mapping: MutableMapping[Any, Any]) -> dict[Any, Any]:
+    """Copies of the entries that are single values, by their names; states of parameters are under tensors."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in mapping.items()
+        if not isinstance(name, Tensor) and name != "params"
+        if isinstance(value, bool | int | float | str | tuple | None)
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    }

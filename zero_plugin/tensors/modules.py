@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -20,6 +22,19 @@ from zero_plugin.errors import CheckpointError
 
 WEIGHT: Final = "weight"
 MASTER_WEIGHT: Final = "master"
+
+NAMES_ALONE: Final[ContextVar[bool]] = ContextVar("names_alone", default=False)
+"""Whether a state dict is read for its names alone, so that its tensors may be partitions."""
+
+
+@contextmanager
+def reading_names() -> Iterator[None]:
+    """Inside, `state_dict` of a partitioned module is no error: PEFT reads the names of modules beside its adapters."""
+    token = NAMES_ALONE.set(True)
+    try:
+        yield
+    finally:
+        NAMES_ALONE.reset(token)
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -20,6 +20,7 @@ from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import SessionRequest
+from zero_plugin.strategies.optimizer_only import StepInParts
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     else:
         assert placeholder is not None
         optimizer = placeholder
+    _refuse_idle_groups(optimizer, resolved, has_schedulers=bool(request.schedulers))
     if resolved.zero_stage > 0:
         _refuse_unless_elementwise(optimizer, resolved)
     replacement: Optimizer | None = None
@@ -90,6 +92,18 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     optimizer.param_groups = replacement.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn where it never steps
     return replacement
+
+
+def _refuse_idle_groups(optimizer: Optimizer, resolved: Resolved, *, has_schedulers: bool) -> None:
+    """Refuse a group that DeepSpeed drops, where schedulers have a rate for it, and one that stages 1 and 2 fail at."""
+    for index, group in enumerate(optimizer.param_groups):
+        fails = resolved.zero_stage in (1, 2) and not any(p.requires_grad for p in group["params"])
+        if (has_schedulers and not group["params"]) or (fails and group["params"]):
+            what = "no parameters" if not group["params"] else "no parameters that require gradients"
+            raise LoopError(
+                f"prepare() got an optimizer whose parameter group {index} has {what}, which DeepSpeed cannot step.\n"
+                "Leave the group out, of the optimizer and of its schedulers."
+            )
 
 
 def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
@@ -273,7 +287,10 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
         raise ConfigError([Problem(allowed.origin.where, _UNTESTED, message, fix)])
     try:
         same = _updates_elementwise(optimizer)
-        why = "its update depends on the shape or norm of unpartitioned tensors, and ZeRO updates flat partitions"
+        why = (
+            "its update depends on the shape or norm of unpartitioned tensors, or on the number of calls of step(), "
+            "and ZeRO updates flat partitions, one group after another"
+        )
     except Exception as error:  # noqa: BLE001 - any optimizer may raise here; the message shows it
         same, why = False, f"it could not be tried on a flat tensor ({type(error).__name__}: {error})"
     if not same:
@@ -291,32 +308,47 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
 
 
 def _updates_elementwise(optimizer: Optimizer) -> bool:
-    shape, steps = (8, 16), 3
+    shape, steps = (8, 16), 12  # some change their rule after a warm-up
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn((1 + steps, *shape), generator=generator, dtype=torch.float64)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
-        complete = _update(optimizer, options, start, gradients).flatten()
+        whole = _update(optimizer, options, [(start, *gradients)])
+        halves = list(zip(*(tensor.flatten().chunk(2) for tensor in (start, *gradients)), strict=True))
         # Each half has an optimizer of its own, as each process has: statistics over all tensors count too.
-        halves = zip(*(tensor.flatten().chunk(2) for tensor in (start, *gradients)), strict=True)
-        pieces = torch.cat([_update(optimizer, options, first, list(rest)) for first, *rest in halves])
-        if not torch.allclose(complete, pieces, rtol=1e-5, atol=0.0):
+        pieces = torch.cat([_update(optimizer, options, [half]) for half in halves])
+        # Or one optimizer steps one half after the other, as DeepSpeed steps groups: the number of calls may count too.
+        parts = _update(optimizer, options, halves)
+        if not all(torch.allclose(whole, other, rtol=1e-5, atol=0.0) for other in (pieces, parts)):
             return False
     return True
 
 
-def _update(optimizer: Optimizer, options: dict[str, Any], start: Tensor, gradients: list[Tensor]) -> Tensor:
-    """The change of `start` by an optimizer of the same class and options."""
-    parameter = torch.nn.Parameter(start.clone())
+def _update(optimizer: Optimizer, options: dict[str, Any], tensors: list[tuple[Tensor, ...]]) -> Tensor:
+    """The change by an optimizer of the same class and options, which steps one tensor after the other.
+
+    Args:
+        optimizer: the optimizer.
+        options: those of all groups.
+        tensors: of each group the one tensor's first value, and then its gradients.
+    """
     # A large step shows every difference, and a scheduler may have set the present one to 0.
-    group = {**options, "params": [parameter], **({"lr": 0.1} if "lr" in options else {})}
-    if "capturable" in group:
-        group["capturable"] = False  # about CUDA graphs only, and refused for tensors on the CPU
-    trial = _like(optimizer, [group])
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        trial.step()
-    return parameter.detach() - start
+    options = {**options, **({"lr": 0.1} if "lr" in options else {})}
+    if "capturable" in options:
+        options["capturable"] = False  # about CUDA graphs only, and refused for tensors on the CPU
+    parameters = [torch.nn.Parameter(start.clone()) for start, *_ in tensors]
+    trial = _like(optimizer, [{**options, "params": [parameter]} for parameter in parameters])
+    if callable(train := getattr(trial, "train", None)):
+        train()  # a schedule-free one steps in that mode alone
+    in_parts = StepInParts(trial)
+    for gradients in zip(*(rest for _, *rest in tensors), strict=True):
+        in_parts.begin()
+        for parameter, gradient, group in zip(parameters, gradients, trial.param_groups, strict=True):
+            parameter.grad = gradient.clone()
+            for other in trial.param_groups:
+                other["params"] = [parameter] if other is group else []
+            trial.step()
+    return torch.cat([(p.detach() - start).flatten() for p, (start, *_) in zip(parameters, tensors, strict=True)])
 
 
 def _like(optimizer: Optimizer, params: list[Any]) -> Optimizer:

@@ -18,6 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -45,12 +46,14 @@ from zero_plugin.strategies.deepspeed.states import (
     engine_pieces,
     engine_weights,
     fetched_weights,
+    gather_persistent,
     loading_into_engine,
     refuse_partitioned_states,
     refuse_unreachable,
+    release_gathered,
     whole_weights,
 )
-from zero_plugin.strategies.optimizer_only import StepGuard
+from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
@@ -112,13 +115,20 @@ class EngineSession(Session):
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
         self._hooks.append(self._guard)
+        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
+        if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            self._parts = StepInParts(self.optimizer)
+            self._hooks.append(self._parts)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
+        self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
         if engine.zero_optimization_partition_weights():
             self._hooks += refuse_partitioned_states(self.module)
-            self._fetched = [p for p in self.module.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
+            self._fetched = [p for p in self._partitioned if not p.ds_persist]
             self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
+            # A script may also call the module itself.
+            self._hooks.append(self.module.register_forward_pre_hook(self._renew_inferred, prepend=True))
         # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
         # every output, and divide the gradients by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -277,6 +287,8 @@ class EngineSession(Session):
         self._guard.is_open = True
         try:
             with self._thawed():
+                if self._parts is not None:
+                    self._parts.begin()
                 self._step()
         finally:
             self._guard.is_open = False
@@ -379,7 +391,10 @@ class EngineSession(Session):
         for hook in self._hooks:
             hook.remove()
         release_failed_backward()
-        self.engine.destroy()
+        states = self.optimizer.state if self.optimizer is not None else {}
+        named = {key: states.pop(key) for key in list(states) if not isinstance(states[key], Mapping)}
+        self.engine.destroy()  # which takes all that is in there for the states of tensors
+        states.update(named)
         forget_module(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
@@ -392,8 +407,17 @@ class EngineSession(Session):
 
     def _note_fetch(self, *_: Any) -> None:
         """Count a forward that has to gather all its weights, for which it needs the other processes."""
+        self._renew_inferred()
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             pass_together()
+
+    def _renew_inferred(self, *_: Any) -> None:
+        """Release the weights that a forward inside `torch.inference_mode` gathered: autograd cannot save them."""
+        if torch.is_inference_mode_enabled():
+            return
+        if any(p.is_inference() and p.ds_status is not ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
+            release_gathered(self.engine)
+            gather_persistent(self.engine)
 
     def _await_copy(self) -> None:
         if self.before_change is not None:

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
-from zero_plugin.tensors.modules import WEIGHT, Fragment, partition_of, persistent_tensors, unpartitioned_fragment
+from zero_plugin.tensors.modules import (
+    NAMES_ALONE,
+    WEIGHT,
+    Fragment,
+    partition_of,
+    persistent_tensors,
+    unpartitioned_fragment,
+)
 
 _NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however βᵗ was computed
 
@@ -177,22 +184,35 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
 def loading_into_engine(engine: Any) -> Iterator[None]:
     """See `Session.loading`: what DeepSpeed keeps of the old values is dropped or computed again."""
     wrapper = engine.optimizer
-    offload = getattr(wrapper, "parameter_offload", wrapper)
-    partitions = hasattr(offload, "partition_all_parameters")
+    partitions = hasattr(_offload_of(engine), "partition_all_parameters")
     if partitions:
-        offload.partition_all_parameters()  # else the next forward uses old values of gathered parameters
+        release_gathered(engine)  # else the next forward uses old values
     yield
     for optimizer in (engine.basic_optimizer, getattr(wrapper, "backup_optimizer", None)):
         replay_bias_correction(optimizer)
     if partitions:
         if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
             wrapper.invalidate_secondary_tensor()
-        if kept := offload.persistent_parameters:
-            kept[0].all_gather(kept)
+        gather_persistent(engine)
     elif hasattr(wrapper, "_hp_optimizer_states_linked"):
         wrapper._hp_optimizer_states_linked = False
         if wrapper.optimizer.state:
             wrapper._lazy_init_hp_params_optimizer_state()  # for DeepSpeed's safe_get_full_optimizer_state
+
+
+def release_gathered(engine: Any) -> None:
+    """Release all gathered parameters of stage 3, those that persist included."""
+    _offload_of(engine).partition_all_parameters()
+
+
+def gather_persistent(engine: Any) -> None:
+    """Gather the parameters of stage 3 that persist. Collective."""
+    if kept := _offload_of(engine).persistent_parameters:
+        kept[0].all_gather(kept)
+
+
+def _offload_of(engine: Any) -> Any:
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
 def _is_swapped_out(parameter: Any) -> bool:
@@ -412,7 +432,7 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_reading(module: nn.Module, *_: Any) -> None:
-    if _holds_partitions(module):
+    if _holds_partitions(module) and not NAMES_ALONE.get():
         raise LoopError(
             f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process has "
             "all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to resume "

@@ -169,6 +169,8 @@ class DeepSpeedStrategy(Strategy):
                 states = None  # it steps the parameters themselves, so its states stay valid
             else:
                 given.state.clear()  # else each process would keep unpartitioned ones
+        if given is not None and optimizer is not None:
+            given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
         engine = self._initialize(deepspeed, request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
