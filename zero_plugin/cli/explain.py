@@ -30,9 +30,9 @@ from zero_plugin.config.resolve.facts import (
     StrategyName,
     list_defaults,
     list_values,
+    unset_row,
 )
 from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, KeyPath, dotted, show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import with_plan
@@ -314,7 +314,8 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
     pairs = []
     for path in dict.fromkeys([*sides[0], *sides[1]]):
         pair = [
-            side.get(path) or _unset(path, explained) for side, explained in zip(sides, (ours, theirs), strict=True)
+            side.get(path) or unset_row(path, explained.resolved.tree.value("optimizer", "type"))
+            for side, explained in zip(sides, (ours, theirs), strict=True)
         ]
         if pair[0].value != pair[1].value or (pair[0].kind == "open") != (pair[1].kind == "open"):
             pairs.append((dotted(path), pair))
@@ -331,11 +332,6 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
         print_rows(
             [(f"  {name}", _value(row), _origin(row)) for name, row in zip(names, pair, strict=True)], widths=widths
         )
-
-
-def _unset(path: KeyPath, explained: Explained) -> Row:
-    default = deepspeed_default(path, explained.resolved.tree.value("optimizer", "type"))
-    return Row(path, default[0] if default else None, "unset", "", "nobody wrote the key")
 
 
 def _section(path: KeyPath, *, is_launch: bool) -> str:

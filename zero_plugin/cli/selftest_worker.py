@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -422,28 +422,23 @@ def main() -> None:
 def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
     """A check on all processes: it is ok if it is on each."""
     began = time.perf_counter()
-    own = ("ok", "", "")
     try:
-        own = ("ok", check(run), "")
+        own = Outcome(name, "ok", check(run))
     except LeftOut as reason:
-        own = ("left out", str(reason), "")
+        own = Outcome(name, "left out", str(reason))
     except CheckError as failure:
-        own = ("wrong", str(failure), "")
+        own = Outcome(name, "wrong", str(failure))
     except (MachineError, LaunchError) as error:  # they say themselves what to do
         what, _, advice = str(error).partition("\n")
-        own = ("wrong", what, advice)
+        own = Outcome(name, "wrong", what, advice=advice)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
         traceback.print_exc()
-        own = ("wrong", f"{type(error).__name__}: {error}", "")
-    everyones = gather_object([own])
-    seconds = time.perf_counter() - began
-    wrong = {rank: (said, advice) for rank, (status, said, advice) in enumerate(everyones) if status == "wrong"}
-    if wrong:
-        ranks = ", ".join(map(str, wrong))
-        said, advice = next(iter(wrong.values()))
-        return Outcome(name, "wrong", said if run.processes == 1 else f"on rank {ranks}: {said}", seconds, advice)
-    status, said, _ = everyones[0]
-    return Outcome(name, "left out" if status == "left out" else "ok", said, seconds)
+        own = Outcome(name, "wrong", f"{type(error).__name__}: {error}")
+    everyones: list[Outcome] = gather_object([own])
+    wrong = [rank for rank, outcome in enumerate(everyones) if outcome.status == "wrong"]
+    found = everyones[wrong[0] if wrong else 0]
+    on = f"on rank {', '.join(map(str, wrong))}: " if wrong and run.processes > 1 else ""
+    return replace(found, said=f"{on}{found.said}", seconds=time.perf_counter() - began)
 
 
 def _describe(run: Run) -> str:

@@ -41,22 +41,16 @@ LAUNCH_FIELDS: Final = (
     "zero3_init_flag",
 )
 
+# Keys of ZeRO that DeepSpeed takes with and without `stage3_` before them.
+_OF_STAGE_3: Final = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
+    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
+STAGE_3_KEYS: Final = tuple(f"stage3_{name}" for name in _OF_STAGE_3)
 # Spellings that DeepSpeed still takes for another key: fields' names behind their aliases, and deprecated keys.
 RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
-    **{
-        (_ZERO, name): (_ZERO, f"stage3_{name}")
-        for name in (
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "gather_16bit_weights_on_model_save",
-            "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params",
-            "allgather_sequential",
-        )
-    },
+    **{(_ZERO, name): (_ZERO, f"stage3_{name}") for name in _OF_STAGE_3},
     (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
     ("aio", "thread_count"): ("aio", "intra_op_parallelism"),
     (_ZERO, "cpu_offload"): (_ZERO, "offload_optimizer", "device"),

@@ -19,7 +19,7 @@ from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said, from_environment, one_spelling
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import parse_yaml
-from zero_plugin.config.read import document_from_mapping, read_document
+from zero_plugin.config.read import document_from_code, document_from_mapping
 from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import (
@@ -159,11 +159,7 @@ def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mappin
     launched = from_environment(environ) or document_from_accelerate(environ)
     if config is None:
         return launched or Document()
-    if isinstance(config, Mapping):
-        own = document_from_mapping(config, "Accelerator(config=…)")
-    else:
-        own = read_document(config)
-    return lay_document(launched or Document(), own)
+    return lay_document(launched or Document(), document_from_code(config, "Accelerator(config=…)"))
 
 
 def lay_document(under: Document, own: Document) -> Document:

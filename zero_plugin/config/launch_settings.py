@@ -26,7 +26,8 @@ def _names(value: Any) -> Any:
     return tuple(part.strip() for part in parts if part.strip()) if isinstance(parts, list | tuple) else parts
 
 
-def _gpu_list(value: Any) -> Any:
+def gpu_list(value: Any) -> str:
+    """`gpu_ids` in any of its forms as text: `all`, `0`, `0,1`."""
     ids = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return ids.replace(" ", "")
 
@@ -42,7 +43,7 @@ _SIZE: Final = {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"
 _ClassNames = Annotated[tuple[str, ...], BeforeValidator(_names), _any_of(_TEXT, _CLASS_NAMES, {"type": "null"})]
 _GpuIds = Annotated[
     str,
-    BeforeValidator(_gpu_list),
+    BeforeValidator(gpu_list),
     _any_of(_TEXT, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}),
 ]
 _Streams = Annotated[str, BeforeValidator(str), _any_of({"type": "integer", "minimum": 0, "maximum": 3}, _BY_WORKER)]

@@ -154,6 +154,13 @@ def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
     return _Reading("code").document(_locate(mapping, where, ()), Path())
 
 
+def document_from_code(config: str | os.PathLike[str] | Mapping[str, Any] | None, where: str) -> Document:
+    """The document that a call names: a file's, a dict's, or an empty one for None; see the functions above."""
+    if config is None:
+        return Document()
+    return document_from_mapping(config, where) if isinstance(config, Mapping) else read_document(config)
+
+
 @dataclass
 class _Reading:
     """What comes up while the files of one document are read."""

@@ -342,12 +342,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def show(value: Any) -> str:
     """A value as a person would write it, shortened."""
-    text = "auto" if value is AUTO else json.dumps(value, default=_plain, ensure_ascii=False)
+    text = "auto" if value is AUTO else json.dumps(plain(value), default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else "auto" if value is AUTO else str(value)
 
 
 def legal(schema: Mapping[str, Any]) -> str:

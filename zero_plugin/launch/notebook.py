@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
-from zero_plugin.config.read import document_from_mapping, read_document
+from zero_plugin.config.read import document_from_code
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.fork import launch_variables, run_forked, run_on_devices
@@ -122,12 +121,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 def _document(config: Any, values: Mapping[str, tuple[str, Any]], call: str) -> Document:
     """The configuration, and over it what was passed to the launcher: by key, the argument as text and its value."""
-    if config is None:
-        document = Document()
-    elif isinstance(config, Mapping):
-        document = document_from_mapping(config, f"{call}(config=…)")
-    else:
-        document = read_document(str(Path(config)))
+    document = document_from_code(config, f"{call}(config=…)")
     document = overlay_code(document, {(key,): (f"{call}({text})", value) for key, (text, value) in values.items()})
     return replace(document, notes=check_document(document))
 

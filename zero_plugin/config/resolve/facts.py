@@ -467,12 +467,14 @@ def list_values(document: Document, resolved: Resolved) -> list[Row]:
 def list_defaults(resolved: Resolved) -> list[Row]:
     """DeepSpeed's default of every key that is neither written nor added."""
     kind = resolved.tree.value("optimizer", "type")
-    rows = []
-    for path in _keys(deepspeed_schema()):
-        default = deepspeed_default(path, kind)
-        if path not in resolved.tree and path not in resolved.missing and default is not None:
-            rows.append(Row(path, default[0], "unset", "", "nobody wrote the key"))
-    return rows
+    absent = [path for path in _keys(deepspeed_schema()) if path not in resolved.tree and path not in resolved.missing]
+    return [unset_row(path, kind) for path in absent if deepspeed_default(path, kind) is not None]
+
+
+def unset_row(path: KeyPath, kind: str | None) -> Row:
+    """A key that nobody wrote, with DeepSpeed's default where one is known; `kind` as `deepspeed_default` takes it."""
+    default = deepspeed_default(path, kind)
+    return Row(path, default[0] if default else None, "unset", "", "nobody wrote the key")
 
 
 def _row(path: KeyPath, entry: Entry, asked: Tree, missing: dict[KeyPath, str]) -> Row:

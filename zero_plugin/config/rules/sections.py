@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS
+from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS, gpu_list
 from zero_plugin.config.rules.training import Asked, is_count
 from zero_plugin.config.tree import AUTO, did_you_mean, show
 from zero_plugin.errors import Problem
@@ -112,23 +112,14 @@ def _devices(asked: Asked) -> Iterator[Problem]:
     if kind == "MULTI_GPU" and asked.on_cpu:
         message = f"true, but distributed_type is MULTI_GPU at {asked.written('distributed_type')}"
         yield asked.error("use_cpu", message, "Write false, or distributed_type: MULTI_CPU.")
-    names = _gpu_names(asked.value("gpu_ids"))
+    names = gpu_list(asked.value("gpu_ids")).split(",")
+    names = names if all(name.isdigit() for name in names) else []  # for `all`, and what is no list of GPUs
     if names and (kind == "MULTI_CPU" or asked.on_cpu):
         why = "has no effect: the run is on the CPU"
         yield Problem(asked.written("gpu_ids"), "gpu_ids", why, "Delete it.", ",".join(names), "warning")
     elif names and is_count(processes) and asked.value("num_machines", default=1) == 1 and processes > len(names):
         message = f"{processes}, but gpu_ids names {len(names)} GPUs, and each process has one of its own"
         yield asked.error("num_processes", message, f"Write at most {len(names)}.")
-
-
-def _gpu_names(ids: Any) -> list[str]:
-    """The GPUs that `gpu_ids` names; none for `all` and for what is no list of them."""
-    if isinstance(ids, tuple):
-        return [str(name) for name in ids]
-    if isinstance(ids, int) and not isinstance(ids, bool):
-        return [str(ids)]
-    names = ids.replace(" ", "").split(",") if isinstance(ids, str) else []
-    return names if all(name.isdigit() for name in names) else []
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from zero_plugin.config.document import STAGE_3_KEYS
 from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
@@ -24,15 +25,7 @@ _READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
     "overlap_comm": (2, 3),
     **dict.fromkeys(
         (
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_module_granularity_threshold",
-            "stage3_use_all_reduce_for_fetch_params",
-            "stage3_allgather_sequential",
+            *STAGE_3_KEYS,
             "sub_group_size",
             "zero_hpz_partition_size",
             "zero_quantized_weights",
