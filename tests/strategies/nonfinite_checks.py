@@ -161,8 +161,26 @@ def check_unchecked_bf16_applies(path: str) -> None:
         assert any(tensor.isnan().any() for tensor in weights(accelerator, model).values())
 
 
+def check_unchecked_fp32_applies(path: str) -> None:
+    """The same key turns the look off without ZeRO in fp32, and no line says that it has no effect."""
+    section = {"bf16": {"check_grad_overflow": False}}
+    with listening() as messages, running(path, deepspeed=section, mixed_precision="no") as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        accelerator.backward(_poisoned(model, 0))
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        assert any(tensor.isnan().any() for tensor in weights(accelerator, model).values())
+        assert not any("has no effect" in message for message in messages), messages
+
+
 def check_sparse_gradients_are_looked_at(path: str) -> None:
-    """An embedding with sparse gradients trains, and is skipped like any other."""
+    """An embedding with sparse gradients trains, and is skipped like any other; a fused kernel's refusal is torch's."""
+    with running(path) as accelerator:
+        model: Any = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+        accelerator.backward(model(torch.tensor([[1, 2], [3, 3]])).sum())
+        raised(RuntimeError, "`_fused_sgd` does not support sparse gradients", by=optimizer.step)
     with running(path) as accelerator:
         model: Any = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -378,6 +396,7 @@ CHECKS = {
     ),
     **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips]),
     **checks_on(("single", "ddp", "zero2"), [check_the_number_of_skips, check_unchecked_bf16_applies]),
+    **checks_on(("single", "ddp"), [check_unchecked_fp32_applies]),
     **checks_on(("single",), [check_sparse_gradients_are_looked_at]),
     **checks_on(
         ("single", "ddp"),
