@@ -303,12 +303,32 @@ def check_a_fused_optimizer_stops_the_run(path: str) -> None:
         def step() -> None:
             accelerator.backward(loss_of(model, own_batch(0)) + 0 * net[1].bias.log().sum() * float("inf"))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            assert net[0].weight.grad.any(), "finite gradients stay too, to show the cause"
             optimizer.step()
 
         _steps(accelerator, model, optimizer, [1.0, math.nan, 1.0])
         step()
         step()
         raised(LoopError, "3 steps in a row", "after 2 applied ones", "1.bias", by=step)
+
+
+def check_who_needs_the_answer_within_the_step(path: str) -> None:
+    """What is to be called after applied steps alone, and the loss scale of fp16, have it at once."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        calls: list[int] = []
+        optimizer.call_after_step(lambda: calls.append(optimizer.applied_steps))
+        _steps(accelerator, model, optimizer, [1.0, math.nan, 1.0])
+        assert calls == [1, 2]
+    section = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    with running(path, deepspeed={"fp16": section}) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        accelerator.backward(_poisoned(model, 0))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert optimizer.loss_scale == 8
 
 
 def check_a_pending_skip_is_counted_in_the_end(path: str) -> None:
@@ -404,6 +424,7 @@ CHECKS = {
             check_a_fused_optimizer_skips_on_the_device,
             check_what_nobody_asks_is_read_one_step_later,
             check_a_fused_optimizer_stops_the_run,
+            check_who_needs_the_answer_within_the_step,
             check_a_pending_skip_is_counted_in_the_end,
             check_what_runs_around_a_step_is_not_run_for_a_skipped_one,
         ],
