@@ -161,8 +161,26 @@ def check_unchecked_bf16_applies(path: str) -> None:
         assert any(tensor.isnan().any() for tensor in weights(accelerator, model).values())
 
 
+def check_unchecked_fp32_applies(path: str) -> None:
+    """The same key turns the look off without ZeRO in fp32, and no line says that it has no effect."""
+    section = {"bf16": {"check_grad_overflow": False}}
+    with listening() as messages, running(path, deepspeed=section, mixed_precision="no") as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        accelerator.backward(_poisoned(model, 0))
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        assert any(tensor.isnan().any() for tensor in weights(accelerator, model).values())
+        assert not any("has no effect" in message for message in messages), messages
+
+
 def check_sparse_gradients_are_looked_at(path: str) -> None:
-    """An embedding with sparse gradients trains, and is skipped like any other."""
+    """An embedding with sparse gradients trains, and is skipped like any other; a fused kernel's refusal is torch's."""
+    with running(path) as accelerator:
+        model: Any = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+        accelerator.backward(model(torch.tensor([[1, 2], [3, 3]])).sum())
+        raised(RuntimeError, "`_fused_sgd` does not support sparse gradients", by=optimizer.step)
     with running(path) as accelerator:
         model: Any = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -285,12 +303,32 @@ def check_a_fused_optimizer_stops_the_run(path: str) -> None:
         def step() -> None:
             accelerator.backward(loss_of(model, own_batch(0)) + 0 * net[1].bias.log().sum() * float("inf"))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            assert net[0].weight.grad.any(), "finite gradients stay too, to show the cause"
             optimizer.step()
 
         _steps(accelerator, model, optimizer, [1.0, math.nan, 1.0])
         step()
         step()
         raised(LoopError, "3 steps in a row", "after 2 applied ones", "1.bias", by=step)
+
+
+def check_who_needs_the_answer_within_the_step(path: str) -> None:
+    """What is to be called after applied steps alone, and the loss scale of fp16, have it at once."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        calls: list[int] = []
+        optimizer.call_after_step(lambda: calls.append(optimizer.applied_steps))
+        _steps(accelerator, model, optimizer, [1.0, math.nan, 1.0])
+        assert calls == [1, 2]
+    section = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    with running(path, deepspeed={"fp16": section}) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+        accelerator.backward(_poisoned(model, 0))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert optimizer.loss_scale == 8
 
 
 def check_a_pending_skip_is_counted_in_the_end(path: str) -> None:
@@ -378,6 +416,7 @@ CHECKS = {
     ),
     **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips]),
     **checks_on(("single", "ddp", "zero2"), [check_the_number_of_skips, check_unchecked_bf16_applies]),
+    **checks_on(("single", "ddp"), [check_unchecked_fp32_applies]),
     **checks_on(("single",), [check_sparse_gradients_are_looked_at]),
     **checks_on(
         ("single", "ddp"),
@@ -385,6 +424,7 @@ CHECKS = {
             check_a_fused_optimizer_skips_on_the_device,
             check_what_nobody_asks_is_read_one_step_later,
             check_a_fused_optimizer_stops_the_run,
+            check_who_needs_the_answer_within_the_step,
             check_a_pending_skip_is_counted_in_the_end,
             check_what_runs_around_a_step_is_not_run_for_a_skipped_one,
         ],

@@ -250,8 +250,9 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
 
 
 def find_nonfinite(gradients: list[Tensor]) -> FoundInf | None:
-    """Look whether gradients are finite, and read nothing; None for several dtypes or devices, and for none."""
-    if len({(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}) != 1:
+    """Look whether gradients are finite, and read nothing; None for none, for several kinds, sparse or complex ones."""
+    kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
+    if len(kinds) != 1 or gradients[0].is_sparse or gradients[0].is_complex():
         return None
     device = gradients[0].device
     found = torch.zeros((), device=device)

@@ -268,7 +268,7 @@ _DYNAMIC_SCALING: Final = (
 )
 _OF_SECTION: Final = {
     "fp16": ("loss_scale", *_DYNAMIC_SCALING),
-    "bf16": ("immediate_grad_update", "check_grad_overflow"),
+    "bf16": ("immediate_grad_update",),
 }
 # Casts of the engine that a model in fp32 does not go through.
 _OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
@@ -309,6 +309,10 @@ def _of_the_other(asked: Asked) -> Iterator[Problem]:
     for kind, keys in _OF_SECTION.items():
         if asked.precision not in (None, kind):
             yield from asked.idle([f"{kind}.{key}" for key in keys], f"{kind} is off")
+    # In fp32 one device and DDP read it too; without a type, ZeRO runs if it has a section.
+    runs = asked.value("distributed_type", default="DEEPSPEED" if asked.has("zero_optimization") else "")
+    if asked.precision == "fp16" or (asked.precision == "no" and runs == "DEEPSPEED"):
+        yield from asked.idle(["bf16.check_grad_overflow"], "bf16 is off")
     if asked.precision == "no":
         yield from asked.idle(_OF_HALVES, "the model is in fp32, of which DeepSpeed casts nothing")
     if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
