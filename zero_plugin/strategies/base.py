@@ -504,9 +504,9 @@ class Strategy(ABC):
 def release_failed_backward() -> None:
     """Free what torch still holds of a backward of this thread that raised.
 
-    The operations of its graph that were ready to run stay in a queue in torch's C++, and with them the graph, its hooks
-    and the modules that these refer to: an engine too. The thread's next backward discards them; a function of torch's
-    for that does not exist.
+    The operations of its graph that were ready to run stay in a queue of torch's in C++, and with them the graph, its
+    hooks and the modules that these refer to: an engine too. The thread's next backward discards them; torch has no
+    other function for that.
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
