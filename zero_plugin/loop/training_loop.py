@@ -208,8 +208,8 @@ class TrainingLoop:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
             if training.optimizer is not None and (own or not training.session.unpartitioned_gradients):
                 training.optimizer.clip_values(own, clip_value)
-        if prepared.trained:  # the others are the script's own
-            others = [p for p in given if not any(id(p) in training.ids for training in prepared.trained)]
+        others = [p for p in given if not any(id(p) in training.ids for training in prepared.trained)]
+        if prepared.trained and any(p.grad is not None for p in others):  # of models that the script trains itself
             nn.utils.clip_grad_value_(others, clip_value)
         may_follow = not prepared.trained and self._run.strategy.optimizer_may_follow
         if may_follow and self._completes_untrained():
