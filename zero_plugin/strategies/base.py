@@ -509,7 +509,7 @@ def release_failed_backward() -> None:
     other function for that.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), device="cpu", requires_grad=True).backward()
+        torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
 
 
 def _route_zero_grad(model: nn.Module, zero_grad: Callable[[], None]) -> None:
