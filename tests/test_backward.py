@@ -174,6 +174,19 @@ def test_windows_that_end_together_have_one_correction() -> None:
     assert [t.optimizer.applied_steps for t in (one, two)] == [1, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_with_gradients_of_anothers_window_alone_has_its_correction(first: int) -> None:
+    """A model that accumulate() does not name steps with the named one, whichever of the two steps first."""
+    trainings, epoch = in_epoch(2, (3, 3))
+    for epoch.position in range(2):
+        with trainings[0].window:
+            run_backward(trainings, [], losses(trainings, 0, 1))
+            for training in (trainings[first], trainings[1 - first]):
+                assert training.optimizer is not None
+                training.optimizer.step()
+    assert [float(t.parameters[0].grad) for t in trainings] == pytest.approx([1.0, 1.0])
+
+
 def test_the_accumulation_changes_beside_another_model() -> None:
     """A window that is open keeps its size, and its gradients the mean over it."""
     one, two = trainings = make_trainings(2, steps=2)
