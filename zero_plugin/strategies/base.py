@@ -30,6 +30,11 @@ DIRECT_BACKWARD = (
     "gradients of this model were computed by loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
 )
+FOREIGN_GRADIENTS = (
+    "the model has gradients that are not from accelerator.backward(loss): loss.backward() has computed them, or the "
+    "script has set a parameter's grad.\nCall accelerator.backward(loss), which knows the accumulation window and the "
+    "loss scale, and change gradients between it and optimizer.step(). optimizer.zero_grad() before it drops others."
+)
 OWN_GRADIENTS = (
     "the script has changed or set a parameter's grad, and optimizer.step() would not apply it: ZeRO applies its own "
     "partitions of the gradients that backward() has computed.\nClip with accelerator.clip_grad_norm_(). Change "
