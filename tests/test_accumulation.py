@@ -600,3 +600,48 @@ def test_fetched_windows_train_the_same(run_processes, stage: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:5])
+
+
+def test_a_backward_after_clipping_without_the_model() -> None:
+    """An optimizer whose model is not prepared: the gradients add up, as in plain torch; in a shorter window not."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    accelerator.backward(model(torch.ones(1)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    accelerator.backward(model(torch.ones(1)).sum())
+    optimizer.step()
+    assert float(model.weight.detach()) == pytest.approx(1 - 0.5 * 1.5)
+    optimizer.zero_grad()
+    accelerator.gradient_accumulation_steps = 2
+    with accelerator.accumulate(model):
+        optimizer.window.decide(True)  # the end of data whose length is unknown
+        accelerator.backward(model(torch.ones(1)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        with pytest.raises(LoopError, match=r"after clip_grad_norm_\(\)"):
+            accelerator.backward(model(torch.ones(1)).sum())
+        with pytest.raises(LoopError, match="must not be applied"):
+            accelerator.backward(model(torch.ones(1)).sum())
+
+
+def test_optimizers_without_models_whose_windows_differ() -> None:
+    """One has dropped its gradients inside a window: each step has the mean of its own micro-batches all the same."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    *optimizers, loader = accelerator.prepare(*sgds, DataLoader(torch.arange(1.0, 6.0).reshape(5, 1)))
+    for batch, x in enumerate(loader):
+        accelerator.backward(sum(model(x).sum() for model in models))
+        if batch == 0:
+            optimizers[0].zero_grad()
+        for optimizer, model in zip(optimizers, models, strict=True):
+            before = float(model.weight.detach())
+            optimizer.step()
+            if float(model.weight.detach()) != before:
+                optimizer.zero_grad()
+    assert [float(model.weight.detach()) for model in models] == pytest.approx(
+        [-(2 + 3 + 4 + 5) / 4, -(1 + 2 + 3 + 4) / 4 - 5]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.training_loop import run_backward
-from zero_plugin.loop.window import TogetherWindows, Window
+from zero_plugin.loop.window import LoaderProgress, TogetherWindows, Window
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.tensors.wrappers import find_leaves
 
@@ -114,6 +115,90 @@ def test_another_models_loss_is_no_micro_batch() -> None:
         assert not one.ends_here
     with one:
         assert one.ends_here
+
+
+@dataclass
+class Epoch:
+    """An epoch of `length` batches that does not know its length."""
+
+    length: int
+    position: int = -1
+    batches_left: None = None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self.position == self.length - 1
+
+
+def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch]:
+    """Two trainings in an epoch, each with its own accumulation."""
+    trainings, epoch = make_trainings(2), Epoch(length)
+    for training, count in zip(trainings, steps, strict=True):
+        training.window = Window(count, training.session, LoaderProgress(lambda: epoch))
+        training.watches = False
+        training.watch_gradients()
+        assert training.optimizer is not None
+        training.optimizer.run_in(training.window)
+    return trainings, epoch
+
+
+def test_a_step_used_what_turned_out_to_be_a_shorter_window() -> None:
+    """Its gradients were divided by a number that the data, which ended, did not fill: an error."""
+    (one, two), epoch = in_epoch(2, (3, 1))
+    for epoch.position in range(2):
+        with one.window:
+            run_backward([one, two], [], losses([one, two], 0, 1))
+        if epoch.position == 0:
+            with two.window:
+                run_backward([one, two], [], losses([one, two], 1))
+            two.optimizer.step()
+    with pytest.raises(LoopError, match=r"has 2 micro-batches, but .* as if it had 3"):
+        one.optimizer.step()
+
+
+def test_windows_that_end_together_have_one_correction() -> None:
+    """What a step takes from another window that is still open is corrected as its own, if that ends alike."""
+    (one, two), epoch = in_epoch(2, (3, 3))
+    for epoch.position in range(2):
+        with two.window:
+            run_backward([one, two], [], losses([one, two], 1))
+            two.optimizer.step()
+        gradient = two.parameters[0].grad
+        if epoch.position == 1:
+            assert gradient is not None
+            assert float(gradient) == pytest.approx(3 / 2)  # its own two and the other's first, each over 2
+        with one.window:
+            run_backward([one, two], [], losses([one, two], 0, 1))
+            one.optimizer.step()
+    assert one.parameters[0].grad is not None
+    assert [t.optimizer.applied_steps for t in (one, two)] == [1, 1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_with_gradients_of_anothers_window_alone_has_its_correction(first: int) -> None:
+    """A model that accumulate() does not name steps with the named one, whichever of the two steps first."""
+    trainings, epoch = in_epoch(2, (3, 3))
+    for epoch.position in range(2):
+        with trainings[0].window:
+            run_backward(trainings, [], losses(trainings, 0, 1))
+            for training in (trainings[first], trainings[1 - first]):
+                assert training.optimizer is not None
+                training.optimizer.step()
+    assert [float(t.parameters[0].grad) for t in trainings] == pytest.approx([1.0, 1.0])
+
+
+def test_the_accumulation_changes_beside_another_model() -> None:
+    """A window that is open keeps its size, and its gradients the mean over it."""
+    one, two = trainings = make_trainings(2, steps=2)
+    run_backward(trainings, [], losses(trainings, 0))
+    for training in trainings:
+        training.window.resize(4)
+    run_backward(trainings, [], losses(trainings, 0))
+    assert one.optimizer is not None
+    one.optimizer.step()
+    assert one.parameters[0].grad is not None
+    assert float(one.parameters[0].grad) == 1.0
+    assert two.parameters[0].grad is None
 
 
 def test_the_leaves_of_a_loss() -> None:

@@ -173,7 +173,7 @@ def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
 
 def test_a_rank_that_aborts_is_explained(launch: Launch, tmp_path: Path) -> None:
     """gloo ends a process whose collective has another size: that rank is named, not its peer, and what to do."""
-    (tmp_path / "sizes.py").write_text(f"{GLOO}import torch\ndist.all_reduce(torch.ones(64 if rank else 1000))\n")
+    (tmp_path / "sizes.py").write_text(f"{GLOO}dist.all_reduce(torch.ones(64 if rank else 1000))\n")
     done = launch("--cpu", "--num_processes", "2", "sizes.py")
     assert done.returncode == 134
     assert "was ended by signal 6 (SIGABRT)" in done.stderr

@@ -33,7 +33,7 @@ ROWS = [
         "        self.optimizer.zero_grad(set_to_none=True)\n",
         "",
         parity("dropped", "single", "ddp"),
-        "gradients of this model were computed by loss.backward()",
+        "has gradients that are not from accelerator.backward(loss)",
         processes=3,
     ),
     Row(

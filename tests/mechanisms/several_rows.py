@@ -28,7 +28,7 @@ ROWS = [
     Row(
         "a loss that runs through is no micro-batch",
         "loop/training_loop.py",
-        "        if by_hand or training.window.in_context:",
+        "        if not named or training.window.in_context:",
         "        if True:",
         ("tests/test_backward.py::test_another_models_loss_is_no_micro_batch",),
         "assert",
@@ -70,7 +70,7 @@ ROWS = [
     Row(
         "a window has one owner by hand",
         "loop/training_loop.py",
-        "    if by_hand and steps > 1 and len(reached) > 1:",
+        "    if not named and steps > 1 and len(reached) > 1:",
         "    if False:",
         joint_checks("together", "whose_micro_batch", "ddp", "zero2"),
         "DID NOT RAISE",
@@ -78,8 +78,8 @@ ROWS = [
     Row(
         "one loss has one scale",
         "loop/training_loop.py",
-        "    _share_loss_scale(trainings)\n    steps",
-        "    steps",
+        "    _share_loss_scale(trainings)\n    named",
+        "    named",
         joint_checks("together", "an_overflow_of_one_model", "ddp"),
         "loss_scale",
     ),

@@ -62,8 +62,8 @@ ROWS = [
     Row(
         "the shorter window of a known length is divided up front",
         "loop/window.py",
-        "            self._size = min(self.steps, left + 1)",
-        "            self._size = self.steps",
+        "            self._own.divisor = min(self.steps, left + 1)",
+        "            self._own.divisor = self.steps",
         ("tests/test_accumulation.py::test_gradients_are_averaged_over_the_true_window[4-10-True-True]",),
         "== 1.0)",
         processes=0,
@@ -79,7 +79,7 @@ ROWS = [
     Row(
         "the shorter window of an unknown length is rescaled",
         "loop/window.py",
-        "                self.session.scale_gradients(self.correction)\n",
+        "                self.session.scale_gradients(correction)\n",
         "                pass\n",
         parity("accumulate-stream-short-window", "ddp", "zero2", "zero3"),
         "off by",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
@@ -29,6 +30,7 @@ from paths import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 
 from zero_plugin import DummyOptim
 from zero_plugin.errors import LoopError
@@ -367,6 +369,74 @@ def check_gradients_stay_until_zero_grad(path: str) -> None:
                 second.step()
                 second.zero_grad()
             for model, wanted in zip((one, two), plain, strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+class _Stream(IterableDataset[Tensor]):
+    """Samples of which nobody knows how many there are."""
+
+    def __init__(self, samples: Tensor) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self._samples
+
+
+def check_gradients_of_another_window(path: str) -> None:
+    """Left by its losses at the end of an epoch, they are divided by its size, not by that of the shorter own window.
+
+    Data whose length is unknown ends before that could be: they are refused there, unless the script drops them.
+    """
+    batches, accumulation, epochs = 5, 3, 2
+    samples = torch.cat([global_batch(i)[0] for i in range(batches)])
+
+    def losses(one: Any, two: Any, x: Tensor) -> tuple[Any, Any]:
+        return (lambda: (two(x[:, :4]) - 1).square().mean(), lambda: two(one(x)).square().mean())
+
+    def build() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(2)
+        models: list[nn.Module] = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        return models, [_sgd(model) for model in models]
+
+    def train_plainly(drops: bool) -> list[nn.Module]:
+        models, sgds = build()
+        for i in range(batches * epochs):
+            start = i % batches - i % batches % accumulation
+            size = min(accumulation, batches - start)
+            for loss, sgd in zip(losses(*models, samples.chunk(batches)[i % batches]), reversed(sgds), strict=True):
+                if drops and i % batches == start:
+                    sgd.zero_grad()
+                (loss() / size).backward()
+                if i % batches == start + size - 1:
+                    sgd.step()
+                    if not drops:
+                        sgd.zero_grad()
+        return models
+
+    for length_is_known, drops in ((True, False), (True, True), (False, True), (False, False)):
+        with running(path, gradient_accumulation_steps=accumulation) as accelerator:
+            data: Any = samples if length_is_known else _Stream(samples)
+            loader: Any = torch.utils.data.DataLoader(data, batch_size=8 // accelerator.num_processes)
+            models, sgds = build()
+            one, two, first, second, loader = accelerator.prepare(*models, *sgds, loader)
+
+            def train(one: Any = one, two: Any = two, both: Any = (second, first), loader: Any = loader) -> None:
+                for x in loader:
+                    for loss, model, optimizer in zip(losses(one, two, x), (two, one), both, strict=True):
+                        with accelerator.accumulate(model):
+                            if drops:  # noqa: B023
+                                optimizer.zero_grad()
+                            accelerator.backward(loss())
+                            optimizer.step()
+                            if not drops:  # noqa: B023
+                                optimizer.zero_grad()
+
+            if not (length_is_known or drops):
+                raised(LoopError, "its own has 2 micro-batches, another model's has 3", "map-style", by=train)
+                continue
+            for _ in range(epochs):
+                train()
+            for model, wanted in zip((one, two), train_plainly(drops), strict=True):
                 assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
 
 

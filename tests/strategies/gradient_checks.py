@@ -358,6 +358,29 @@ def check_what_comes_too_late_is_named(path: str) -> None:
             raised(LoopError, f"{name} was called after optimizer.step()", by=calls[name])
 
 
+def check_gradients_that_the_script_has_set(path: str) -> None:
+    """Before a backward: ZeRO 0-2 adds to them, as plain torch does; elsewhere the error says that they were set."""
+    plain = make_net()
+    for p in plain.parameters():
+        p.grad = torch.ones_like(p)
+    loss_of(plain, global_batch(0)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with running(path) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        train = functools.partial(accelerator.backward, loss_of(model, own_batch(0)))
+        if path == "zero3":
+            raised(LoopError, "changed or set a parameter's grad", by=train)
+        elif not is_zero(path):
+            raised(LoopError, "the script has set a parameter's grad", "optimizer.zero_grad()", by=train)
+        else:
+            train()
+            optimizer.step()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
 def check_values_of_other_models_are_clipped(path: str) -> None:
     """Of a model that the script trains itself, beside the prepared one, as by torch's own function."""
     if is_zero(path):

@@ -31,9 +31,9 @@ _MEANINGS: Final[Mapping[int, str]] = {
     signal.SIGSEGV: _NATIVE,
     signal.SIGFPE: _NATIVE,
     signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above. NCCL does "
-    "so when an operation\nwaits for longer than the process group's time-out, gloo when processes call a collective "
-    "with tensors of different sizes\n(`op.preamble.length <= op.nbytes`). Both happen where processes take different "
-    "branches of a model at ZeRO stage 2 or 3: then take\nthe same branch on every rank, add the loss of an unused "
+    "so when an\noperation waits for longer than the process group's time-out, gloo when processes call a collective "
+    "with tensors of\ndifferent sizes (`op.preamble.length <= op.nbytes`). Both happen where processes take different "
+    "branches of a model at\nZeRO stage 2 or 3: then take the same branch on every rank, add the loss of an unused "
     "branch times 0, or use stage 1.",
     signal.SIGILL: "The processor does not know an instruction: something was compiled for another one. Delete the "
     "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",

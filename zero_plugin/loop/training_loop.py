@@ -19,7 +19,7 @@ from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.training import Training
-from zero_plugin.loop.window import TogetherWindows, Window
+from zero_plugin.loop.window import TogetherWindows, Window, share_divisor
 from zero_plugin.strategies.base import Session
 
 _NO_PARAMETERS = " It got no parameters: at ZeRO stage 3 optimizer.param_groups are empty outside of the step."
@@ -208,9 +208,8 @@ class TrainingLoop:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
             if training.optimizer is not None and (own or not training.session.unpartitioned_gradients):
                 training.optimizer.clip_values(own, clip_value)
-        prepared_ids = {i for training in prepared.trained for i in training.ids}
-        others = [p for p in given if id(p) not in prepared_ids and p.grad is not None]
-        if prepared.trained and others:  # of models that the script trains by itself
+        others = [p for p in given if not any(id(p) in training.ids for training in prepared.trained)]
+        if prepared.trained and any(p.grad is not None for p in others):  # of models that the script trains itself
             nn.utils.clip_grad_value_(others, clip_value)
         may_follow = not prepared.trained and self._run.strategy.optimizer_may_follow
         if may_follow and self._completes_untrained():
@@ -343,11 +342,13 @@ def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -
         loss: a scalar.
         **kwargs: for `torch.autograd.backward`.
     """
-    for window in windows:
-        # Without accumulate() only those windows count which an optimizer steps.
-        if window.steps_an_optimizer or window.in_context:
-            window.count_backward()
-    divisor = windows[-1].divisor
+    # Without accumulate() only those windows count which an optimizer steps.
+    counted = [window for window in windows if window.steps_an_optimizer or window.in_context]
+    for window in counted:
+        window.refuse_failed()
+    for window in counted:
+        window.count_backward()
+    divisor = share_divisor(counted or windows[-1:])
     torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
     for window in windows:
         window.note_backward()
@@ -355,13 +356,14 @@ def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -
 
 def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
     _share_loss_scale(trainings)
-    steps = trainings[0].window.steps
+    named = [training.window for training in trainings if training.window.in_context]
+    divisor = share_divisor(named or [training.window for training in trainings])
     for training in trainings:
         training.reached = False
         training.window.open_backward(loss, ends_window=training.window.next_backward_ends)
     try:
         scaled = trainings[0].session.scale_loss(loss)
-        torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
+        torch.autograd.backward(scaled if divisor == 1 else scaled / divisor, **kwargs)
     except BaseException as error:
         for training in trainings:
             training.window.abandon_backward(reached=training.reached)
@@ -372,27 +374,26 @@ def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: 
     for training in trainings:
         training.window.close_backward(reached=training.reached)
     reached = [training for training in trainings if training.reached]
-    _count(trainings, reached, steps)
+    _count(reached, named, trainings[0].window.steps)
     return reached
 
 
-def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: int) -> None:
+def _count(reached: Sequence[Training], named: Sequence[Window], steps: int) -> None:
     if not reached:
         raise LoopError("the loss of this backward() depends on no parameter of the prepared models that are trained.")
-    by_hand = not any(training.window.in_context for training in trainings)
-    if by_hand and steps > 1 and len(reached) > 1:
+    if not named and steps > 1 and len(reached) > 1:
         raise LoopError(
             f"the loss of this backward() reaches {_names(reached)}, and gradient_accumulation_steps is {steps}: "
             "without accumulate() it is ambiguous which model the micro-batch belongs to.\n"
             "If gradients only pass through a model, freeze it: model.requires_grad_(False) before the forward. If the "
             "loss trains all of them, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
         )
-    ends = all(training.window.ends_here for training in trainings if training.window.in_context)
+    ends = all(window.ends_here for window in named)
     for training in reached:
-        if by_hand or training.window.in_context:
+        if not named or training.window.in_context:
             training.window.count_backward()
         else:
-            training.window.count_foreign_backward(ends=ends)
+            training.window.count_foreign_backward(ends=ends, windows=named)
 
 
 def _share_loss_scale(trainings: Sequence[Training]) -> None:

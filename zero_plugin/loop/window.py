@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -27,6 +29,11 @@ _TOO_LATE: Final = {
     CLIP_NORM: "the clipped norm would not be the step's",
     CLIP_VALUE: "the gradients that it adds would not be clamped",
 }
+_APART: Final = (
+    "A stream, whose length is unknown, ends so. Use a map-style dataset, or leave the last batches of a stream out; "
+    "accumulate the models together (`with accelerator.accumulate(one, other):`); or freeze a model for the losses of "
+    "the other one (model.requires_grad_(False) before the forward)."
+)
 _SCALED: Final = "the gradients that it adds would have the loss scale, which was divided out of the others"
 
 
@@ -66,6 +73,28 @@ NEXT_PHASES: Final[Mapping[Phase, frozenset[Phase]]] = {
 }
 
 
+@dataclass(eq=False)
+class MicroBatches:
+    """The micro-batches of one accumulation window.
+
+    Attributes:
+        divisor: the number that their losses are divided by.
+        count: how many there are so far.
+        are_all: whether the window ended with the last one.
+        expected: the correction with which a step of another model has used gradients of theirs before that.
+    """
+
+    divisor: int
+    count: int = 0
+    are_all: bool = False
+    expected: float | None = None
+
+    @property
+    def correction(self) -> float | None:
+        """The factor that corrects the divisor to their number; None as long as nothing depends on it."""
+        return self.divisor / self.count if self.are_all else self.expected
+
+
 class Window:
     """Counts a model's micro-batches, and tells its session when to reduce, rescale, clip, step and drop gradients.
 
@@ -76,7 +105,7 @@ class Window:
 
     The loss of each micro-batch is divided by the actual size of the window, if the loader knows its length when the
     window opens. Otherwise it is divided by `steps`, and if the window was shorter, the accumulated gradients are
-    multiplied by `correction`.
+    multiplied by `correction`. That includes gradients from micro-batches of other models' windows.
 
     Args:
         steps: micro-batches per optimizer step, at least 1.
@@ -85,8 +114,8 @@ class Window:
 
     Attributes:
         steps: micro-batches per optimizer step, from the next window on.
-        plans_ahead: whether losses are divided by the actual size if it is known. False if one loss may be a
-            micro-batch of several models, whose windows may end at different times: then they are divided by `steps`.
+        plans_ahead: whether losses are divided by the actual size, if it is known, outside `accumulate()` too. False
+            with several models: there it is known only after the backward whose micro-batch it was.
         in_context: whether the loop is inside `accumulate()`.
         ends_here: whether the current micro-batch is the window's last, so that `step()` applies the gradients.
         is_decided: whether the script has set `ends_here`.
@@ -105,14 +134,18 @@ class Window:
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self._measured = Measured()  # of the gradients, once they are COMPLETE
+        self._completed_by = CLIP_NORM  # the last call of the script that needs them COMPLETE
         self._kept: bool | None = False  # whether the script kept the last step's gradients until the next backward
         self.in_context = False
         self._by_context = False  # this window's micro-batches are counted by accumulate()
         self.is_decided = False
         self.ends_here = True  # before the first micro-batch, as after a window
-        self._size = steps  # micro-batches of the window, by the length of the epoch when the window opened
-        self._most = steps  # micro-batches of the window if the epoch is longer than its length said
-        self._batches = 0  # micro-batches of the window so far
+        self._own = MicroBatches(
+            steps
+        )  # its divisor is their number, by the length of the epoch when the window opened
+        self._most = steps  # their number if the epoch is longer than its length said
+        # Those of other models' windows that the accumulated gradients are of too, and what was multiplied in since.
+        self._foreign: dict[MicroBatches, float] = {}
         self._backwards = 0  # backwards of the window so far
         self._since_step = 0  # backwards since the last call of step(), also those of other models' micro-batches
         if isinstance(session, Session):
@@ -134,23 +167,39 @@ class Window:
     @property
     def divisor(self) -> int:
         """The number that the loss of the current micro-batch is divided by."""
-        return self._size
+        return self._own.divisor
+
+    @property
+    def next_divisor(self) -> int:
+        """The number that the loss of the next backward is divided by, before it is counted, beside other models."""
+        opens = not self.in_context and (self._by_context or self._own.count == 0 or self.steps == 1)
+        return self.steps if opens else self._own.divisor
 
     @property
     def correction(self) -> float:
-        """The factor on the accumulated gradients that corrects their divisor to the actual number of micro-batches."""
-        return self._size / self._batches if self._batches else 1.0
+        """The factor on the accumulated gradients that corrects their divisors to the actual numbers of micro-batches.
+
+        Raises:
+            LoopError: they are of windows that need different factors.
+        """
+        known = [(of.correction, multiplied) for of, multiplied in self._foreign.items()]
+        factors = [correction / multiplied for correction, multiplied in known if correction is not None]
+        if self._own.count:
+            factors.append(self._own.divisor / self._own.count)
+        if not all(math.isclose(factor, factors[0]) for factor in factors):
+            raise LoopError(self._describe_different_sizes())
+        return factors[-1] if factors else 1.0
 
     @property
     def next_backward_ends(self) -> bool:
         """Whether the next backward is the last of the window, before the forward of its micro-batch."""
-        if self.in_context and self._batches == 0 and not self.is_decided:
+        if self.in_context and self._own.count == 0 and not self.is_decided:
             return self._is_end(1, is_counted=True)
         if self.in_context or self.is_decided:
             return self.ends_here
         if self._by_context and self.ends_here:
             return self.steps == 1 or self._progress.next_is_last  # of the window after this one
-        return self._is_end(self._batches + 1, is_counted=False)
+        return self._is_end(self._own.count + 1, is_counted=False)
 
     @property
     def holds_gradients(self) -> bool:
@@ -199,12 +248,12 @@ class Window:
         self._since_step += 1
         if self.in_context:
             self._backwards += 1
-            if self._batches == 0:  # the window was opened again at this micro-batch
+            if self._own.count == 0:  # the window was opened again at this micro-batch
                 self._advance(is_new=False)
             return
-        if self._by_context or self._batches == 0 or self.steps == 1:
+        if self._by_context or self._own.count == 0 or self.steps == 1:
             self._open()
-        elif self.ends_here and self._batches >= self._size and not self.is_decided:
+        elif self.ends_here and self._own.count >= self._own.divisor and not self.is_decided:
             raise LoopError(self._describe_missing_step())
         self._backwards += 1
         self._advance()
@@ -216,14 +265,23 @@ class Window:
                 "backward() inside if the loop splits the loader's batches, or with all losses of a batch inside."
             )
 
-    def count_foreign_backward(self, *, ends: bool) -> None:
+    def count_foreign_backward(self, *, ends: bool, windows: Iterable[Window] = ()) -> None:
         """Count a backward that computed gradients of this model in a micro-batch of other models.
 
         Args:
-            ends: whether the windows of those models end with this micro-batch. If this model has only such foreign
-                gradients, the next `step()` applies them if it applies those of the other models.
+            ends: whether their windows end there. If this model has gradients of such backwards alone, a step applies
+                them where theirs does.
+            windows: their windows.
+
+        Raises:
+            LoopError: the gradients need a correction, and those that they were added to have had theirs.
         """
         self._since_step += 1
+        for window in windows:
+            if window._own.correction not in (None, 1.0) and self.phase in (Phase.COMPLETE, Phase.CLIPPED):
+                self._enter(Phase.FAILED)
+                raise LoopError(self._describe_late_backward())
+            self._foreign.setdefault(window._own, 1.0)
         if not (self.in_context or self._backwards or self.is_decided):
             self.ends_here = ends
 
@@ -246,12 +304,23 @@ class Window:
     def decide(self, ends: bool) -> None:
         """Set whether the micro-batches from now on end their windows, until the next `accumulate()`."""
         self.is_decided, self.ends_here = True, ends
+        self._own.are_all = ends and self._own.count > 0
 
     def resize(self, steps: int) -> None:
         """Set the number of micro-batches per window, from the next window on."""
         self.steps = steps
-        if self._batches == 0:
-            self._size = self._most = steps
+        if self._own.count == 0:
+            self._own.divisor = self._most = steps
+
+    def divide_by(self, divisor: int) -> None:
+        """Divide the losses of the window by another number, also those that were accumulated already."""
+        if divisor == self._own.divisor:
+            return
+        factor = self._own.divisor / divisor
+        self._own.divisor = divisor
+        if self.phase is Phase.ACCUMULATED and self._given is not None:
+            self.session.scale_gradients(factor)
+            self._foreign = {of: multiplied * factor for of, multiplied in self._foreign.items()}
 
     def begin(self) -> None:
         """Drop the gradients, and return to the state before the first micro-batch, after a checkpoint was loaded."""
@@ -271,35 +340,44 @@ class Window:
         """Open the window again, inside `accumulate()` at the current micro-batch if a backward of it follows."""
         self._open()
         self._by_context = self.in_context
+        if self.in_context:
+            self._plan()
 
     def _forget_batches(self) -> None:
-        self._batches = self._backwards = 0
-        self._size = self._most = self.steps
+        self._backwards = 0
+        self._own = MicroBatches(self.steps)
+        self._most = self.steps
+
+    def _plan(self) -> None:
+        """Set the divisor to the number of micro-batches that the epoch still has for this window, if it is known."""
+        if (self.plans_ahead or self.in_context) and self.steps > 1 and (left := self._progress.left) is not None:
+            self._own.divisor = min(self.steps, left + 1)
 
     def _advance(self, *, is_new: bool = True) -> None:
-        progress = self._progress
+        own, progress = self._own, self._progress
         if is_new:
             progress.advance(accumulates=self.steps > 1)
-        if self._batches:
-            progress.warn_if_left(self._batches, self._size)
-        elif self.plans_ahead and self.steps > 1 and (left := progress.left) is not None:
-            self._size = min(self.steps, left + 1)
-        self._batches += 1
+            if own.count == 0:
+                self._plan()
+        if own.count:
+            progress.warn_if_left(own.count, own.divisor)
+        own.count += 1
         if not self.is_decided:
-            self.ends_here = self._is_end(self._batches, is_counted=True)
+            self.ends_here = self._is_end(own.count, is_counted=True)
+        own.are_all = self.ends_here
 
     def _is_end(self, batches: int, *, is_counted: bool) -> bool:
         progress = self._progress
-        if batches >= self._most or (batches >= self._size and not progress.is_running):
+        if batches >= self._most or (batches >= self._own.divisor and not progress.is_running):
             return True
         return progress.is_last if is_counted else progress.next_is_last
 
     def _describe_missing_step(self) -> str:
         n = self.steps
-        if self._batches < n:  # the epoch has ended earlier
+        if self._own.count < n:  # the epoch has ended earlier
             return (
                 f"optimizer.step() was not called at the end of the epoch, whose last accumulation window has "
-                f"{self._batches} micro-batches; gradient_accumulation_steps is {n}.\n"
+                f"{self._own.count} micro-batches; gradient_accumulation_steps is {n}.\n"
                 "Call optimizer.step() after every backward: it acts where a window ends. Or step by hand "
                 f"`if (i + 1) % {n} == 0 or i + 1 == len(loader)`."
             )
@@ -335,9 +413,9 @@ class Window:
             LoopError: see `count_backward`, `open_backward` and `close_backward`.
         """
         session = self._trained
-        self._refuse_failed()
+        self.refuse_failed()
         self.count_backward()
-        loss = loss if self._size == 1 else loss / self._size
+        loss = loss if self.divisor == 1 else loss / self.divisor
         is_first = self.open_backward(loss, ends_window=self.ends_here)
         try:
             torch.autograd.backward(session.scale_loss(loss), **kwargs)
@@ -360,7 +438,7 @@ class Window:
             LoopError: the model has gradients of another backward, or of one that failed.
         """
         session = self._trained
-        self._refuse_failed()
+        self.refuse_failed()
         is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
         if self._kept is None and self.phase is Phase.APPLIED:
             self._kept = session.drop_applied()
@@ -398,8 +476,16 @@ class Window:
             self._enter(Phase.FAILED)
 
     def note_backward(self) -> None:
-        """Note a backward that torch ran, for an optimizer whose model is not prepared."""
-        self._enter(Phase.ACCUMULATED)
+        """Note a backward that torch ran, for an optimizer whose model is not prepared.
+
+        Raises:
+            LoopError: the gradients are those of a step already, and were corrected to the window's size.
+        """
+        if self.phase not in (Phase.COMPLETE, Phase.CLIPPED):
+            self._enter(Phase.ACCUMULATED)
+        elif self.correction != 1.0:
+            self._enter(Phase.FAILED)
+            raise LoopError(self._describe_late_backward())
 
     def set_loss_scale(self, scale: float) -> None:
         """Change the loss scale, and rescale the accumulated gradients."""
@@ -428,9 +514,9 @@ class Window:
         if self.phase is Phase.EMPTY and isinstance(self._given, Session):
             self._given.refuse_foreign_gradients()
             return torch.tensor(0.0)
+        self._completed_by = call
         self._complete()
-        measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
-        self._measured = measured._replace(call=call)
+        self._measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
         if max_norm != float("inf"):
             self._enter(Phase.CLIPPED)
         assert self._measured.norm is not None, "clip measures the norm"
@@ -518,7 +604,12 @@ class Window:
         assert isinstance(self._given, Session), "only models that are prepared are trained by their windows"
         return self._given
 
-    def _refuse_failed(self) -> None:
+    def refuse_failed(self) -> None:
+        """Refuse to continue with gradients that a failed backward or step has left.
+
+        Raises:
+            LoopError: there are such gradients.
+        """
         if self.phase is Phase.FAILED:
             raise LoopError(FAILED_BACKWARD)
 
@@ -528,12 +619,12 @@ class Window:
             self._complete()
 
     def _complete(self) -> None:
-        self._refuse_failed()
+        self.refuse_failed()
         if self.phase not in (Phase.EMPTY, Phase.ACCUMULATED):
             return
         try:
-            if self.phase is Phase.ACCUMULATED and self.correction != 1.0:
-                self.session.scale_gradients(self.correction)
+            if self.phase is Phase.ACCUMULATED and (correction := self._settle_correction()) != 1.0:
+                self.session.scale_gradients(correction)
             self._measured = self.session.complete_gradients()
         except BaseException as error:
             self._enter(Phase.FAILED)
@@ -541,12 +632,38 @@ class Window:
             raise
         self._enter(Phase.COMPLETE)
 
+    def _describe_different_sizes(self) -> str:
+        sizes = [("its own", self._own)] if self._own.count else []
+        sizes += [("another model's", of) for of in self._foreign]
+        found = ", ".join(f"{whose} has {of.count if of.are_all else of.divisor} micro-batches" for whose, of in sizes)
+        return (
+            "the gradients of a model are from accumulation windows of different sizes, which was not known when they "
+            f"were added up: {found}.\n{_APART}"
+        )
+
+    def _describe_used_gradients(self) -> str:
+        own, taken_for = self._own, round(self._own.divisor / (self._own.expected or 1.0))
+        return (
+            f"an accumulation window has {own.count} micro-batches, but gradients of their losses were in a step of "
+            f"another model's optimizer before that was known, as if it had {taken_for}.\n{_APART}"
+        )
+
     def _describe_late_backward(self) -> str:
-        call = self._measured.call
+        call = self._completed_by
         return (
             f"backward() after {call} and before optimizer.step(): {_TOO_LATE.get(call, _SCALED)}.\n"
             f"Call {call} after the window's last backward()."
         )
+
+    def _settle_correction(self) -> float:
+        """The correction of the step; that of another model's window that is still open has to come out as this one."""
+        correction, own = self.correction, self._own
+        if own.count and own.expected is not None and not math.isclose(own.expected, own.divisor / own.count):
+            raise LoopError(self._describe_used_gradients())
+        for micro_batches, multiplied in self._foreign.items():
+            if micro_batches.correction is None:
+                micro_batches.expected = correction * multiplied
+        return correction
 
     def _drop(self, session: Session | UnpreparedOptimizer) -> None:
         if self.phase is Phase.FAILED:
@@ -557,6 +674,8 @@ class Window:
     def _enter(self, phase: Phase) -> None:
         assert phase in NEXT_PHASES[self.phase], f"{self.phase} is not followed by {phase}"
         self.phase = phase
+        if phase in (Phase.EMPTY, Phase.APPLIED):
+            self._foreign = {}
         if phase not in (Phase.COMPLETE, Phase.CLIPPED):
             self._measured = Measured()
 
@@ -575,6 +694,18 @@ def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
             window.fail()
 
     return fail
+
+
+def share_divisor(windows: Sequence[Window]) -> int:
+    """The number that a loss of all these windows is divided by, before it is counted.
+
+    If they would divide it by different ones, all divide by their `steps`, and correct that where they end.
+    """
+    if len({window.next_divisor for window in windows}) > 1:
+        for window in windows:
+            if window.next_divisor != window.steps:
+                window.divide_by(window.steps)
+    return windows[0].next_divisor
 
 
 class TogetherWindows:

@@ -30,6 +30,11 @@ DIRECT_BACKWARD = (
     "gradients of this model were computed by loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
 )
+FOREIGN_GRADIENTS = (
+    "the model has gradients that are not from accelerator.backward(loss): loss.backward() has computed them, or the "
+    "script has set a parameter's grad.\nCall accelerator.backward(loss), which knows the accumulation window and the "
+    "loss scale, and change gradients between it and optimizer.step(). optimizer.zero_grad() before it drops others."
+)
 OWN_GRADIENTS = (
     "the script has changed or set a parameter's grad, and optimizer.step() would not apply it: ZeRO applies its own "
     "partitions of the gradients that backward() has computed.\nClip with accelerator.clip_grad_norm_(). Change "
@@ -507,9 +512,9 @@ class Strategy(ABC):
 def release_failed_backward() -> None:
     """Free what torch still holds of a backward of this thread that raised.
 
-    The operations of its graph that were ready to run stay in a queue in torch's C++, and with them the graph, its
-    hooks and the modules that these refer to: an engine too. The thread's next backward discards them, and torch has no
-    function that does only that.
+    The operations of its graph that were ready to run stay in a queue of torch's in C++, and with them the graph, its
+    hooks and the modules that these refer to: an engine too. The thread's next backward discards them; torch has no
+    other function for that.
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))

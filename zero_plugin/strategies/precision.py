@@ -147,13 +147,11 @@ class Measured(NamedTuple):
         finite: whether all of them are finite, or the number on the device that tells it; None if nobody has looked.
         norm: their norm before clipping (scalar, fp32); None if it was not computed.
         limit: the norm at which the step will clip them, if it does so itself.
-        call: the script's call that has needed them complete, for messages.
     """
 
     finite: bool | FoundInf | None = None
     norm: Tensor | None = None
     limit: float = inf
-    call: str = "clip_grad_norm_()"
 
 
 class LossScale:

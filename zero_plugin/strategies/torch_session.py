@@ -19,6 +19,7 @@ from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
+    FOREIGN_GRADIENTS,
     Session,
     SessionRequest,
     release_failed_backward,
@@ -130,7 +131,7 @@ class TorchSession(Session):
 
     def refuse_foreign_gradients(self) -> None:
         if self._has_any_grad():
-            raise LoopError(DIRECT_BACKWARD)
+            raise LoopError(FOREIGN_GRADIENTS)
 
     def drop_applied(self) -> bool | None:
         had_any = self._has_any_grad()
@@ -223,7 +224,7 @@ class TorchSession(Session):
     def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
         assert self.optimizer is not None
         if any(p.grad is not None for p in self._frozen):
-            raise LoopError(DIRECT_BACKWARD)
+            raise LoopError(FOREIGN_GRADIENTS)
         if clips and self._clipping is not None:
             measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
         applied, on_device = measured.finite, self._skips_on_device()
@@ -253,7 +254,7 @@ class TorchSession(Session):
 
     def step_without_backward(self, *, is_again: bool) -> None:
         if any(p.grad is not None for p in self._frozen) or (not is_again and self._has_any_grad()):
-            raise LoopError(DIRECT_BACKWARD)
+            raise LoopError(FOREIGN_GRADIENTS)
 
     def first_nonfinite(self) -> str | None:
         for name, p in self.module.named_parameters():

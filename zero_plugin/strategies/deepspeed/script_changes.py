@@ -152,7 +152,10 @@ class GradientWatch:
 def explain_empty_weights(error: BaseException, module: nn.Module) -> LoopError | None:
     """A clearer error in place of torch's in a backward at stage 3; None for other errors."""
     if _OF_RELEASED.search(str(error)):
-        return second_backward(module)
+        is_set = any(
+            p.grad is not None and p.grad.numel() == 0 < getattr(p, "ds_numel", 0) for p in module.parameters()
+        )
+        return LoopError(OWN_GRADIENTS) if is_set else second_backward(module)
     if not _OF_EMPTY.search(str(error)):
         return None
     return LoopError(
