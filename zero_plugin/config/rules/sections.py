@@ -207,6 +207,15 @@ _ENGINE_SAVES: Final = (
     "save_state() keeps checkpoints of its own"
 )
 _SAMPLING: Final = "data_efficiency.data_sampling"
+_DROPPING: Final = "data_efficiency.data_routing.random_ltd"
+# What DeepSpeed reads of it without a default.
+_DROPPING_NEEDS: Final = (
+    *("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule.min_value", "random_ltd_schedule.max_value"),
+    *("random_ltd_schedule.schedule_type", "random_ltd_schedule.schedule_config.require_steps"),
+    "random_ltd_schedule.schedule_config.seq_per_step",
+)
+# Keys by which DeepSpeed's logger gets lines of level info, which it does not show unless its level is changed.
+_INFO_LINES: Final = ("steps_per_print", "dump_state", "comms_logger.verbose")
 _NEVER_READ: Final = "DeepSpeed parses it and never reads it"
 _DELETE: Final = "Delete it."
 # A key, or all of a section: why it has no effect on a run of this package, and what to write.
@@ -231,7 +240,7 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
         ),
     ),
     **{
-        f"data_efficiency.data_routing.random_ltd.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
+        f"{_DROPPING}.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
         for key, batch in (
             ("global_batch_size", "train_batch_size"),
             ("micro_batch_size", "train_micro_batch_size_per_gpu"),
@@ -270,17 +279,13 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
 def check_sections(asked: Asked) -> Iterator[Problem]:
     """Switches that were forgotten, activation checkpointing, compilation, monitors, unread keys."""
     yield from _forgotten_switches(asked)
+    yield from _unseen_lines(asked)
     yield from _activation_checkpointing(asked)
+    yield from _token_dropping(asked)
     yield from _engine(asked)
     quantized = "weight_quantization.quantized_initialization"
     if asked.stage in (0, 1, 2) and asked.below(quantized):
         yield asked.no_effect(quantized, f"only stage 3 reads it, and {asked.stage_said}")
-    schedule = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"
-    if asked.is_on(f"{schedule}.enabled"):
-        yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
-    else:
-        written = list(filter(asked.says_something, asked.below(schedule)))
-        yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
     refused = list(_data_sampling(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():
@@ -322,6 +327,34 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("flops_profiler.enabled") and asked.value(breakdown) is False:
         why = f"flops_profiler is on at {asked.written('flops_profiler.enabled')} and turns it on"
         yield asked.no_effect(breakdown, why)
+
+
+def _unseen_lines(asked: Asked) -> Iterator[Problem]:
+    """Lines that DeepSpeed writes to a logger which does not show them."""
+    level = asked.value("log_level")
+    if level in (None, "warning", "error", "critical"):
+        where = f"at {asked.written('log_level')}" if level else "where none is written"
+        why = f"its lines are of level info, and log_level is {level or 'warning'} {where}"
+        keys = [key for key in _INFO_LINES if "." not in key or asked.is_on(f"{key.partition('.')[0]}.enabled")]
+        yield from asked.idle(keys, why, "Write log_level: info beside it, or delete it.")
+
+
+def _token_dropping(asked: Asked) -> Iterator[Problem]:
+    """Random layerwise token dropping: what DeepSpeed needs and lacks, and that a script has to convert layers."""
+    schedule = f"{_DROPPING}.layer_token_lr_schedule"
+    if asked.is_on(f"{schedule}.enabled"):
+        yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
+    else:
+        written = list(filter(asked.says_something, asked.below(schedule)))
+        yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
+    switch = f"{_DROPPING}.enabled"
+    if not asked.is_on(switch):
+        return
+    if missing := [key for key in _DROPPING_NEEDS if not asked.has(f"{_DROPPING}.{key}")]:
+        message = f"true without {', '.join(missing)}, which DeepSpeed refuses"
+        yield asked.error(switch, message, "Write what is missing beside it, or delete it.")
+    converts = "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd"
+    yield asked.note(switch, f"counts for layers that the script converts by {converts} after prepare(), for no others")
 
 
 def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
