@@ -245,6 +245,35 @@ def test_a_sample_of_keys_is_legal_beside_what_check_says() -> None:
         spoken(case)
 
 
+# Keys, or all of a section, that `check` does not speak of in a run without DeepSpeed: why.
+WITHOUT_ENGINE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+            *("optimizer", "scheduler", "fp16", "bf16.enabled", "bf16.check_grad_overflow"),
+        ),
+        "followed",
+    ),
+    **dict.fromkeys(("zero_optimization", "aio"), "the run says that ZeRO is dropped, with its offload"),
+    **dict.fromkeys(
+        ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "managed_gradient_accumulation"),
+        "says what is so without ZeRO",
+    ),
+    **dict.fromkeys(("data_efficiency.enabled", "data_efficiency.data_routing.enabled"), "switches what is below it"),
+}
+
+
+def test_no_key_of_the_engine_is_silent_without_it() -> None:
+    """Off DeepSpeed each key is followed, or an error or a warning; ZeRO alone is dropped by a line of the run."""
+    silent, plain = set(), {"distributed_type": "MULTI_CPU"}
+    for case in all_cases():
+        tried = replace(case, before={**case.before, **plain}, after={**case.after, **plain})
+        key, lines = ".".join(case.key), spoken(replace(tried, before=plain))
+        if not any(line.startswith("error") or f": {key}: " in line for line in lines) and not spoken(tried):
+            silent.add(next((known for known in WITHOUT_ENGINE if f"{key}.".startswith(f"{known}.")), key))
+    assert silent == set(WITHOUT_ENGINE)
+
+
 @pytest.mark.campaign
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
