@@ -212,6 +212,10 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
     if kind == "lamb" and asked.on_cpu:
         message = f"{name} needs a GPU, but use_cpu is true at {asked.on_cpu}"
         yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
+    graphs = f"{_PARAMS}.capturable"
+    if asked.is_on(graphs) and asked.on_cpu and asked.offload("optimizer") == "none":
+        message = f"true needs a GPU, whose graphs it is for, but use_cpu is true at {asked.on_cpu}"
+        yield asked.error(graphs, message, "Delete it, or train on a GPU.")
     states = f"{_PARAMS}.fp32_optimizer_states"
     in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
     if asked.value(states) is False and not in_halves:
@@ -250,6 +254,9 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
     if is_count(warmup) and is_count(total) and warmup > total:
         message = f"{warmup} steps of warm-up are more than the total_num_steps of {total}"
         yield asked.error(path, message, f"Write at most {total}, or raise total_num_steps.")
+    for key in ("scheduler.params.last_epoch", "scheduler.params.last_batch_iteration"):
+        if is_number(begun := asked.value(key)) and begun != -1:
+            yield asked.error(key, f"{begun}, but load_state() resumes a scheduler, in its own step", "Delete it.")
     mode = "scheduler.params.scale_mode"
     if asked.value(mode) not in (None, "cycle") and asked.value("scheduler.params.scale_fn") is None:
         yield asked.no_effect(mode, "only scale_fn reads it, a function, which no file can hold")
