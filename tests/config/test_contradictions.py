@@ -177,10 +177,10 @@ CONTRADICTIONS = [
     ("one network of machines", "warning", "num_machines: 2\nsame_network: true\n", "c.yaml:2:1: same_network = true: has no effect: machines meet at main_process_ip, in one network or in several", "num_machines: 2", "num_machines: 1"),
     ("one network of a TPU", "warning", "distributed_type: XLA\nnum_machines: 2\nsame_network: true\n", "c.yaml:3:1: same_network = true: has no effect: the runtime of a TPU finds its machines, in one network or in several", "same_network: true\n", ""),
     ("partitioned models at stage 2", "warning", YAML + "  zero_stage: 2\n  zero3_init_flag: true\n", "c.yaml:5:3: zero3_init_flag = true: has no effect: only stage 3 reads it, and the stage is 2 at c.yaml:4:3", "true", "false"),
-    ("partitioned models without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {zero3_init_flag: true}\n", "c.yaml:2:20: zero3_init_flag = true: has no effect: only ZeRO reads it, and the run is without", "true", "false"),
-    ("experts without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {deepspeed_moe_layer_cls_names: Block}\n", 'c.yaml:2:20: deepspeed_moe_layer_cls_names = "Block": has no effect: only ZeRO reads it, and the run is without', "deepspeed_moe_layer_cls_names: Block", ""),
+    ("partitioned models without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {zero3_init_flag: true}\n", "c.yaml:2:20: zero3_init_flag = true: has no effect: only ZeRO reads it, and the run is without ZeRO", "true", "false"),
+    ("experts without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {deepspeed_moe_layer_cls_names: Block}\n", 'c.yaml:2:20: deepspeed_moe_layer_cls_names = "Block": has no effect: only ZeRO reads it, and the run is without ZeRO', "deepspeed_moe_layer_cls_names: Block", ""),
     ("memory for no plan", "warning", "gpu_memory: 24GiB\n" + YAML + "  zero_stage: 2\n", 'c.yaml:1:1: gpu_memory = "24GiB": has no effect: only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch', "zero_stage: 2", "zero_stage: auto"),
-    ("CPU memory without ZeRO", "warning", "distributed_type: MULTI_GPU\nhost_memory: 64GiB\n", 'c.yaml:2:1: host_memory = "64GiB": has no effect: only a plan of ZeRO reads it, and the run is without', "host_memory: 64GiB\n", ""),
+    ("CPU memory without ZeRO", "warning", "distributed_type: MULTI_GPU\nhost_memory: 64GiB\n", 'c.yaml:2:1: host_memory = "64GiB": has no effect: only a plan of ZeRO reads it, and the run is without ZeRO', "host_memory: 64GiB\n", ""),
     ("a function that nobody calls", "warning", "use_cpu: true\nmain_training_function: train\n", 'c.yaml:2:1: main_training_function = "train": has no effect: only a launch on a TPU calls it, and this one runs the script as it is', "train\n", "main\n"),
     ("a compiler's mode without the compiler", "warning", "dynamo_config: {dynamo_mode: max-autotune}\n", 'c.yaml:1:17: dynamo_mode = "max-autotune": has no effect without dynamo_backend', "{", "{dynamo_backend: INDUCTOR, "),
     ("a compiler's mode beside none", "warning", "dynamo_config: {dynamo_backend: 'no', dynamo_use_fullgraph: true}\n", "c.yaml:1:39: dynamo_use_fullgraph = true: has no effect: dynamo_backend is no", "true", "false"),
@@ -221,6 +221,29 @@ def test_contradiction(severity: str, text: str, headline: str, old: str, new: s
     assert problem.fix.endswith(".")
     assert text.count(old) == 1
     assert found(text.replace(old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            "rdzv_backend: c10d\n",
+            'rdzv_backend = "c10d": counts with several machines, and num_machines is not written',
+        ),
+        ("gpu_memory: 24GiB\n", 'gpu_memory = "24GiB": counts with a plan of ZeRO, and no ZeRO is requested here'),
+        (
+            "main_training_function: f\n",
+            'main_training_function = "f": counts on a TPU: any other launch runs the script',
+        ),
+    ],
+    ids=["machines", "a plan", "a TPU"],
+)
+def test_what_a_job_a_plugin_or_a_machine_settles_is_a_note(text: str, note: str) -> None:
+    """Where the document leaves open what decides whether a key counts, nothing is warned of, and nothing is silent."""
+    Path("c.yaml").write_text(text)
+    (problem,) = find_problems(read_document("c.yaml"))
+    assert problem.severity == "note"
+    assert problem.headline.startswith(f"c.yaml:1:1: {note}")
 
 
 def test_warnings_stop_no_run() -> None:

@@ -168,32 +168,39 @@ def _of_several_machines(asked: Asked) -> Iterator[Problem]:
             yield asked.note(key, "counts with several machines, and num_machines is not written")
 
 
-def requests_zero(asked: Asked) -> bool:
+def _requests_zero(asked: Asked) -> bool:
     """Whether a document asks for ZeRO, by its `distributed_type` or, where that is open, by a ZeRO section."""
     kind = asked.value("distributed_type")
     return kind == "DEEPSPEED" or (kind in (None, AUTO) and asked.has("zero_optimization"))
 
 
+def _without_zero(asked: Asked, key: str, what: str) -> Problem:
+    """A warning; a note where a script's plugin may still request ZeRO."""
+    if asked.value("distributed_type") in (None, AUTO):
+        return asked.note(key, f"counts with {what}, and no ZeRO is requested here")
+    return asked.no_effect(key, f"only {what} reads it, and the run is without ZeRO")
+
+
 def _of_zero(asked: Asked) -> Iterator[Problem]:
     partitioned, experts = "zero3_init_flag", "deepspeed_moe_layer_cls_names"
-    if requests_zero(asked):
+    if _requests_zero(asked):
         if asked.is_on(partitioned) and asked.stage in (0, 1, 2):
             yield asked.no_effect(partitioned, f"only stage 3 reads it, and {asked.stage_said}")
         return
     for key, nothing in ((partitioned, (None, AUTO, False)), (experts, (*_NOTHING, (), []))):
         if asked.value(key) not in nothing:
-            yield asked.no_effect(key, "only ZeRO reads it, and the run is without")
+            yield _without_zero(asked, key, "ZeRO")
 
 
 def _of_a_plan(asked: Asked) -> Iterator[Problem]:
     """Memory that a plan may count on; that of a device is also what a model needs to fit without a ZeRO that is
     dropped."""
-    zero, fills = requests_zero(asked), any(asked.value(key) is AUTO for key in _PLANNED)
+    zero, fills = _requests_zero(asked), any(asked.value(key) is AUTO for key in _PLANNED)
     dropped = asked.stage != 0 or any(asked.offload(what) not in (None, "none") for what in ("optimizer", "param"))
     why = "only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch"
     for key, read in (("gpu_memory", fills if zero else dropped), ("host_memory", fills and zero)):
         if asked.value(key) not in _NOTHING and not read:
-            yield asked.no_effect(key, why if zero else "only a plan of ZeRO reads it, and the run is without")
+            yield asked.no_effect(key, why) if zero else _without_zero(asked, key, "a plan of ZeRO")
 
 
 def _of_a_tpu(asked: Asked) -> Iterator[Problem]:
