@@ -55,6 +55,16 @@ def test_they_come_in_accelerates_order() -> None:
     assert tuple(inspect.signature(Accelerator).parameters)[: len(POSITIONAL)] == POSITIONAL
 
 
+def test_keys_of_an_engine_that_nobody_requests(accelerator: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no strategy is configured, a run without DeepSpeed says what it does not read, or refuses it."""
+    with caplog.at_level("INFO", logger="zero_plugin"):
+        accelerator(config={"use_cpu": True, "deepspeed_config": {"flops_profiler": {"enabled": True}}})
+    said = "flops_profiler: has no effect: only DeepSpeed's engine reads it, and nothing requests it: the run is single"
+    assert said in caplog.text
+    with pytest.raises(ConfigError, match=r"torch_autocast\.enabled: true, but only DeepSpeed's engine reads it"):
+        accelerator(config={"use_cpu": True, "deepspeed_config": {"torch_autocast": {"enabled": True}}})
+
+
 def test_they_can_be_read_back(accelerator: Any, tmp_path: Any) -> None:
     """As attributes, by Accelerate's names."""
     one = accelerator(

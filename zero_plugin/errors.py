@@ -63,6 +63,11 @@ class Problem:
         return f"{self.key}{shown}: {self.message}" if self.key else self.message
 
     @property
+    def remark(self) -> str:
+        """What is logged of a finding that does not stop a run: a warning with its fix, a note without."""
+        return str(self) if self.severity == "warning" else self.headline
+
+    @property
     def place(self) -> tuple[str, int, int]:
         """File, line and column of `where`; 0 for a line or column that is not known or has no meaning."""
         found = _PLACE.fullmatch(self.where)

@@ -200,7 +200,7 @@ PIPED = {
         },
     ),
     "several machines": (
-        [1, 2, "", 8, "", "", 0, "", "", "", "no", 1, 1, "10.0.0.1", 29501, 2, ""],
+        [1, 2, "", 8, "", "", 0, "", "", "", 1, 1, "10.0.0.1", 29501, 2, ""],
         {
             "distributed_type": "DEEPSPEED",
             "mixed_precision": "bf16",
@@ -210,7 +210,6 @@ PIPED = {
             "main_process_ip": "10.0.0.1",
             "main_process_port": 29501,
             "rdzv_backend": "static",
-            "same_network": False,
             "deepspeed_config": {
                 "zero_stage": 0,
                 "gradient_accumulation_steps": "auto",
@@ -220,7 +219,7 @@ PIPED = {
         },
     ),
     "machines that number themselves, ddp": (
-        [1, 3, "", 6, 1, "no", 2, "node-0", "", 2, ""],
+        [1, 3, "", 6, 1, 2, "node-0", "", 2, ""],
         {
             "distributed_type": "MULTI_GPU",
             "mixed_precision": "bf16",
@@ -229,7 +228,6 @@ PIPED = {
             "main_process_ip": "node-0",
             "main_process_port": 29500,
             "rdzv_backend": "c10d",
-            "same_network": False,
         },
     ),
     "hostfile": (

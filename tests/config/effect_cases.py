@@ -51,12 +51,14 @@ FETCHING = (
     "memory_efficient_linear",
     "overlap_comm",
 )
+INFO = {"log_level": "info"}
 # Keys that say something of what processes send one another.
 OF_TWO_PROCESSES = (
-    *FETCHING,
-    "zero_hpz_partition_size",
-    "use_multi_rank_bucket_allreduce",
-    "reduce_scatter",
+    *(f"zero_optimization.{key}" for key in FETCHING),
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.reduce_scatter",
+    "torch_autocast.lower_precision_safe_modules",
 )
 
 # Where a key could do something, beside the four plain stages: prefix of keys -> configurations.
@@ -72,6 +74,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         # Some of the weights in memory.
         stage(3, sub_group_size=64, offload_optimizer={**NVME}, offload_param={**NVME, "max_in_cpu": 300}),
     ],
+    "zero_optimization.offload_optimizer.ratio": [stage(3, sub_group_size=64, offload_optimizer={**CPU})],
     # Weights that are not kept whole, so that there is something to fetch.
     **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},
     "zero_optimization.ignore_unused_parameters": [stage(2, offload_optimizer={**CPU}, ignore_unused_parameters=True)],
@@ -85,10 +88,10 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     "zero_allow_untested_optimizer": [{**stage(1), "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}],
     "zero_optimization.round_robin_gradients": [stage(2, offload_optimizer={**CPU})],
     "bf16": [{**STAGES[name], **BF16} for name in STAGES],
-    **{
-        f"data_types.{key}": [{**STAGES[name], **BF16} for name in STAGES]
-        for key in ("grad_accum_dtype", "param_dtype")
-    },
+    "data_types.param_dtype": [{**STAGES[name], **BF16} for name in STAGES],
+    "data_types.grad_accum_dtype": [
+        {**STAGES[name], **half, "gradient_accumulation_steps": 2} for half in ({}, BF16) for name in STAGES
+    ],
     "data_types.keep_in_fp32_modules": [{**STAGES[name], **BF16} for name in STAGES],
     "data_types.buffer_dtype": [{**STAGES[name], **BF16, "data_types": {"buffer_dtype": "bf16"}} for name in STAGES],
     "aio": [stage(3, offload_optimizer={**NVME})],
@@ -134,6 +137,8 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         for name in ("zero0", "zero2", "zero3")
     ],
     "sequence_parallel_size": [],
+    **{key: [{**stage(2), **INFO}] for key in ("steps_per_print", "dump_state")},
+    "comms_logger.verbose": [{**stage(2), **INFO, "comms_logger": {"enabled": True}}],
     "comms_logger.prof_ops": [{**stage(2), "comms_logger": {"enabled": True, "prof_all": False}}],
     **{name: [section] for name, section in ON.items() if name not in ("torch_autocast", "wandb", "comet")},
 }
@@ -152,7 +157,7 @@ VALUES: Mapping[str, Any] = {
     "zero_optimization.leaf_module.names": ["layers.0"],
     "zero_optimization.leaf_module.name_suffixes": ["0"],
     "torch_autocast.dtype": "float32",
-    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Embedding"],
     "data_types.keep_in_fp32_modules": ["norm"],
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 4,
@@ -205,6 +210,7 @@ BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
     **{("OneCycle", f"cycle_{half}_stair_count"): {**CYCLE, **HALVES} for half in ("first", "second")},
     ("CyclicLR", "gamma"): {"base_lr": 1e-3, "max_lr": 1e-2, "mode": "exp_range"},
     **{("ReduceLROnPlateau", name): {"threshold": 1.0, "patience": 0} for name in ("threshold", "threshold_mode")},
+    ("Muon", "adam_w_mode"): {"lr": 1e-3, "weight_decay": 0.1},
     **{(kind, "decoupled_weight_decay"): {"lr": 1e-3, "weight_decay": 0.1} for kind in ("NAdam", "RAdam")},
     ("OneCycleLR", "epochs"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
     ("OneCycleLR", "steps_per_epoch"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
@@ -321,7 +327,7 @@ def cases() -> Iterator[Case]:
             if key == "zero_optimization.overlap_comm" and config["zero_optimization"]["stage"] == 3:
                 here = False  # there true is what null means
             if put(config, path, here) != config:
-                world = 2 if path[0] == "zero_optimization" and path[-1] in OF_TWO_PROCESSES else 1
+                world = 2 if key in OF_TWO_PROCESSES else 1
                 yield Case(f"{key} [{name}]", path, _whole(config), _whole(put(config, path, here)), world)
     yield from _parameters()
 

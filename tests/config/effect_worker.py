@@ -48,8 +48,9 @@ from zero_plugin.errors import CheckpointError
 _DEEPSPEED = str(Path(deepspeed.__file__).parent)
 _PACKAGE = str(Path(zero_plugin.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-# What reads the configuration, shows it, or hands it on: that it has another value there is no effect.
+# What reads the configuration, shows it, hands it on or writes it down: that it has another value there is no effect.
 _READERS = (
+    "checkpoint/objects.py",
     "config.py",
     "config_utils.py",
     "constants.py",
@@ -66,9 +67,12 @@ _OF_AIO_HANDLE = tuple(
 )
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
-# In names of files and folders: time, machine, process.
-_OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+")
-_TIME = re.compile(r"^\[[\d-]+ [\d:,]+\] ")  # at the head of what DeepSpeed logs
+# In names of files and folders: time, machine, process; of objects that are printed, the address.
+_OF_THIS_PROCESS = re.compile(
+    r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+|(?<= at 0x)[0-9a-f]+"
+)
+_HEAD = re.compile(r"^\[[\d-]+ [\d:,]+\] (\[\w+\] \[[^]]*\] )?")  # of what DeepSpeed logs
+_CONFIGURATION = re.compile(r"^\[[\d-]+ [\d:,]+\] \[INFO\] \[config\.py:")
 _TENSOR = re.compile(r"\([\d, ]*\) torch\.")  # as `plain` shows it
 _DEEDS = ("loss", "rates", "weight", "files", "hooks", "printed")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
@@ -190,14 +194,13 @@ def surroundings() -> dict[str, Any]:
 class Net(nn.Module):
     """A model in which most keys can have an effect: layers of several sizes, a norm with buffers, an embedding."""
 
-    def __init__(self, with_buffer: bool = False, with_unused: bool = False) -> None:
+    def __init__(self, with_unused: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(32, 16)
         self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
         self.norm = nn.LayerNorm(16)
         self.last = nn.Linear(16, 4, bias=False)
-        if with_buffer:  # which a 16-bit model has to have cast
-            self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("scale", torch.ones(4))
         if with_unused:
             self.unused = nn.Parameter(torch.ones(8))
 
@@ -205,7 +208,7 @@ class Net(nn.Module):
         x = self.words(words).mean(1)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.last(self.norm(x.to(self.norm.weight.dtype)).to(self.last.weight.dtype)) * getattr(self, "scale", 1)
+        return self.last(self.norm(x.to(self.norm.weight.dtype)).to(self.last.weight.dtype)) * self.scale
 
 
 def fill(module: nn.Module) -> None:
@@ -215,7 +218,7 @@ def fill(module: nn.Module) -> None:
 
 
 def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
-    """Two windows and a half, a save, and what is to be seen of them."""
+    """Seven batches, a save, and what is to be seen of them."""
     torch.manual_seed(1)
     deepspeed_config = configuration.get("deepspeed_config", {})
     for part in ("offload_optimizer", "offload_param"):  # the folder is this process' own
@@ -229,7 +232,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             model = Net()
             model.apply(fill)
     else:
-        model = Net("buffer_dtype" in deepspeed_config.get("data_types", {}), "ignore_unused_parameters" in zero)
+        model = Net("ignore_unused_parameters" in zero)
     optimizer = DummyOptim(model.parameters())
     data = torch.utils.data.TensorDataset(torch.arange(64).reshape(16, 4) % 32)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
@@ -248,7 +251,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             rates += [group.get("lr") for group in optimizer.param_groups]
             found[f"loss {n}"] = loss.item()
             optimizer.zero_grad()
-        if n == 4:
+        if n == 6:  # RAdam divides by the second moment from its sixth step on
             break
     sys.setprofile(None)
     found["rates"] = rates
@@ -340,11 +343,21 @@ def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) ->
         for log in Path(folder).glob("output?") if outcome["error"] else ():
             outcome["error"] += f"\n{log.name}: {log.read_text(errors='replace')[-2000:]}"
         # Of what is printed, the words before a measured number.
-        lines = (_TIME.sub("", line) for line in output.splitlines())
+        lines = (_HEAD.sub("", line) for line in without_configuration(output.splitlines()))
         outcome["found"]["printed"] = dict.fromkeys((line.partition(":")[0] for line in lines), "a line")
         text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
         found = json.loads(_OF_THIS_PROCESS.sub("HERE", text))
         return {**outcome, "found": found, "said": outcome["said"].replace(folder, "FOLDER")}
+
+
+def without_configuration(lines: list[str]) -> Iterator[str]:
+    """The lines but for those in which DeepSpeed shows its configuration, of which the last is JSON."""
+    in_json = False
+    for line in lines:
+        shown = _CONFIGURATION.match(line) is not None
+        in_json = line.endswith("{") if shown else in_json and not line.startswith("}")
+        if not shown and not in_json:
+            yield line
 
 
 def flat(found: dict[str, Any]) -> dict[str, Any]:

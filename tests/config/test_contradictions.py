@@ -19,6 +19,10 @@ ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (f'{ZERO}"stage": {stage}, ' for stage in range
 YAML = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n"
 CPU = '"offload_optimizer": {"device": "cpu"}'
 FLOW = '"zenflow": {"topk_ratio": 0.2'
+DROPPING = (
+    '"enabled": true, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_schedule": {"min_value": 1, '
+    '"max_value": 4, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 4, "seq_per_step": 1}}'
+)
 
 # (what is wrong, how severe, the file's text, the finding's line, a piece of the text, what makes it legal in its place)
 CONTRADICTIONS = [
@@ -43,6 +47,8 @@ CONTRADICTIONS = [
     ("optimizer states without master weights", "error", '{' + ZERO_2[:-2] + '}, "bf16": {"enabled": true, "bf16_optimizer_states": true}}', "c.json:1:63: bf16.bf16_optimizer_states: true, but it needs bf16.bf16_master_weights_and_grads: true", '"bf16_optimizer_states": true', '"bf16_optimizer_states": false'),
     ("parameters of another type", "error", '{"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}', "c.json:1:44: data_types.param_dtype: fp32, but the model is in bf16: precision is bf16", 'fp32', 'bf16'),
     ("sums of another type without ZeRO", "error", '{' + ZERO_0[:-2] + '}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}', "c.json:1:79: data_types.grad_accum_dtype: fp32 with a model in bf16 needs ZeRO, but the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
+    ("sums of another type at stage 2", "error", '{' + ZERO_2[:-2] + '}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}}', "c.json:1:79: data_types.grad_accum_dtype: fp16 with a model in bf16, but stage 2 sums gradients in fp32 or in the model's type", 'fp16', 'fp32'),
+    ("modules of an autocast without ZeRO", "warning", '{' + ZERO_0[:-2] + '}, "torch_autocast": {"enabled": true, "lower_precision_safe_modules": ["torch.nn.Linear"]}}', "c.json:1:73: torch_autocast.lower_precision_safe_modules = [\"torch.nn.Linear\"]: has no effect: only stages 1, 2 and 3 read it, and the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
     ("autocast and quantized weights", "error", '{' + ZERO_3 + '"zero_quantized_weights": true}, "torch_autocast": {"enabled": true}}', "c.json:1:36: zero_optimization.zero_quantized_weights: true beside torch_autocast.enabled: true at c.json:1:88", '"enabled": true', '"enabled": false'),
     # --- offload
     ("optimizer offload without ZeRO", "error", '{' + ZERO_0 + CPU + '}}', "c.json:1:58: zero_optimization.offload_optimizer.device: cpu needs ZeRO stage 1, but the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
@@ -56,6 +62,8 @@ CONTRADICTIONS = [
     ("a ratio for another optimizer", "error", '{' + ZERO_3 + '"sub_group_size": 1000, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "optimizer": {"type": "Lion"}}', "c.json:1:99: zero_optimization.offload_optimizer.ratio: 0.3, but only DeepSpeed's own Adam steps on CPU and GPU at once", 'Lion', 'Adam'),
     ("a ratio of one sub-group", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}', "c.json:1:75: zero_optimization.offload_optimizer.ratio: 0.3 splits off full sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: a smaller share per process is one group, all of which goes to the CPU", '"offload_optimizer"', '"sub_group_size": 1000, "offload_optimizer"'),
     ("a ratio of nothing", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "none", "ratio": 0.3}}}', "c.json:1:76: zero_optimization.offload_optimizer.ratio = 0.3: has no effect: the device is none at c.json:1:58", '"device": "none", "ratio": 0.3', '"device": "none"'),
+    ("a ratio of what is on nvme", "warning", '{' + ZERO_3 + '"sub_group_size": 1000, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.3}}}', "c.json:1:119: zero_optimization.offload_optimizer.ratio = 0.3: has no effect: what is on nvme is read into CPU memory and stepped there, all of it", ', "ratio": 0.3', ''),
+    ("a ratio on a CPU", "warning", "use_cpu: true\n" + YAML + "  zero_optimization: {stage: 3, sub_group_size: 1000, offload_optimizer: {device: cpu, ratio: 0.3}}\n", "c.yaml:5:88: zero_optimization.offload_optimizer.ratio = 0.3: has no effect: there is no other device than the CPU, as use_cpu is true at c.yaml:1:1", 'ratio: 0.3', 'ratio: 1.0'),
     ("super offload at stage 2", "error", '{' + ZERO_2 + '"offload_optimizer": {"device": "cpu", "super_offload": true}}}', "c.json:1:75: zero_optimization.offload_optimizer.super_offload: true needs ZeRO stage 3, but the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
     ("super offload of nothing", "error", '{' + ZERO_3 + '"offload_optimizer": {"super_offload": true}}}', "c.json:1:58: zero_optimization.offload_optimizer.super_offload: true needs the optimizer offloaded to cpu, but the device is none", '"super_offload"', '"device": "cpu", "super_offload"'),
     ("super offload on a CPU", "error", "use_cpu: true\n" + YAML + "  zero_optimization: {stage: 3, offload_optimizer: {device: cpu, super_offload: true}}\n", "c.yaml:5:66: zero_optimization.offload_optimizer.super_offload: true needs a GPU, but use_cpu is true at c.yaml:1:1", 'use_cpu: true', 'use_cpu: false'),
@@ -94,10 +102,14 @@ CONTRADICTIONS = [
     ("unused parameters of an optimizer on the device", "warning", '{' + ZERO_2 + '"ignore_unused_parameters": false}}', "c.json:1:36: zero_optimization.ignore_unused_parameters = false: has no effect: only with the optimizer offloaded to the CPU is a parameter without gradient found", 'false', 'true'),
     ("chosen operations beside all", "warning", '{"comms_logger": {"enabled": true, "prof_all": true, "prof_ops": ["all_reduce"]}}', "c.json:1:54: comms_logger.prof_ops = [\"all_reduce\"]: has no effect: comms_logger.prof_all is true, as it is where nothing is written, and logs every operation", '"prof_all": true', '"prof_all": false'),
     ("dropped tokens without their switch", "warning", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"total_layer_num": 3}}}}', "c.json:1:88: data_efficiency.data_routing.random_ltd.total_layer_num = 3: has no effect: data_efficiency.data_routing.random_ltd.enabled is not written, and is false then", '"total_layer_num": 3', '"enabled": false, "total_layer_num": 3'),
-    ("dropped tokens of a batch", "warning", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"enabled": true, "micro_batch_size": 3}}}}', "c.json:1:105: data_efficiency.data_routing.random_ltd.micro_batch_size = 3: has no effect: DeepSpeed writes train_micro_batch_size_per_gpu over it", ', "micro_batch_size": 3', ''),
-    ("a schedule of tokens", "error", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"enabled": true, "layer_token_lr_schedule": {"enabled": true}}}}}', "c.json:1:133: data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled: true, which DeepSpeed has not implemented", '{"enabled": true}}}}}', '{"enabled": false}}}}}'),
-    ("parts of a schedule of tokens", "warning", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"enabled": true, "layer_token_lr_schedule": {"warmup_layer_tokens": 3}}}}}', "c.json:1:133: data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.warmup_layer_tokens = 3: has no effect: DeepSpeed has not implemented the schedule", '{"warmup_layer_tokens": 3}', '{}'),
+    ("dropped tokens of a batch", "warning", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"micro_batch_size": 3, ' + DROPPING + '}}}}', "c.json:1:88: data_efficiency.data_routing.random_ltd.micro_batch_size = 3: has no effect: DeepSpeed writes train_micro_batch_size_per_gpu over it", '"micro_batch_size": 3, ', ''),
+    ("dropped tokens of no layers", "error", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"enabled": true}}}}', "c.json:1:88: data_efficiency.data_routing.random_ltd.enabled: true without total_layer_num, random_ltd_layer_num, random_ltd_schedule.min_value, random_ltd_schedule.max_value, random_ltd_schedule.schedule_type, random_ltd_schedule.schedule_config.require_steps, random_ltd_schedule.schedule_config.seq_per_step, which DeepSpeed refuses", '"enabled": true}}}}', DROPPING + '}}}}'),
+    ("a schedule of tokens", "error", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"layer_token_lr_schedule": {"enabled": true}, ' + DROPPING + '}}}}', "c.json:1:116: data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled: true, which DeepSpeed has not implemented", 'lr_schedule": {"enabled": true', 'lr_schedule": {"enabled": false'),
+    ("parts of a schedule of tokens", "warning", '{"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "random_ltd": {"layer_token_lr_schedule": {"warmup_layer_tokens": 3}, ' + DROPPING + '}}}}', "c.json:1:116: data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.warmup_layer_tokens = 3: has no effect: DeepSpeed has not implemented the schedule", '{"warmup_layer_tokens": 3}', '{}'),
     ("a fast start without parameters on nvme", "warning", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap", "fast_init": true}}}', "c.json:1:97: zero_optimization.offload_optimizer.fast_init = true: has no effect: only parameters on nvme are read that way, and zero_optimization.offload_param.device is none", '"fast_init": true', '"fast_init": false'),
+    ("lines that nobody sees", "warning", '{"steps_per_print": 10}', "c.json:1:2: steps_per_print = 10: has no effect: its lines are of level info, and log_level is warning where none is written", '{"steps', '{"log_level": "info", "steps'),
+    ("calls that nobody sees", "warning", '{"log_level": "error", "comms_logger": {"enabled": true, "verbose": true}}', "c.json:1:58: comms_logger.verbose = true: has no effect: its lines are of level info, and log_level is error at c.json:1:2", '"error"', '"debug"'),
+    ("a momentum of Muon's", "warning", '{' + ZERO_3 + '"save_muon_momentum_buffer_in_memory": true}, "optimizer": {"type": "AdamW"}}', "c.json:1:36: zero_optimization.save_muon_momentum_buffer_in_memory = true: has no effect: only optimizer.type: Muon reads it", 'true', 'false'),
     # --- batch
     ("batch arithmetic", "error", YAML + "  train_batch_size: 10\n  train_micro_batch_size_per_gpu: 3\n  gradient_accumulation_steps: 2\n", "c.yaml:4:3: train_batch_size: 10, but train_micro_batch_size_per_gpu 3 × gradient_accumulation_steps 2 × num_processes 4 = 24", '10', '24'),
     ("batch division", "error", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}', "c.json:1:2: train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu 3", '10', '12'),
@@ -107,6 +119,7 @@ CONTRADICTIONS = [
     ("Lamb on a CPU", "error", "use_cpu: true\n" + YAML + "  zero_stage: 0\n  optimizer: {type: Lamb}\n", "c.yaml:6:15: optimizer.type: Lamb needs a GPU, but use_cpu is true at c.yaml:1:1", 'Lamb', 'Adam'),
     ("a scale that no file can hold", "warning", '{"scheduler": {"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": 0.2, "scale_mode": "iterations"}}}', "c.json:1:78: scheduler.params.scale_mode = \"iterations\": has no effect: only scale_fn reads it, a function, which no file can hold", '"iterations"', '"cycle"'),
     ("Muon's foreach", "warning", '{"optimizer": {"type": "Muon", "params": {"foreach": true}}}', "c.json:1:43: optimizer.params.foreach: has no effect: DeepSpeed's Muon hands it to torch's Adam, with torch_adam: true", 'true', 'false'),
+    ("Adagrad's amsgrad", "warning", '{' + ZERO_2 + CPU + '}, "optimizer": {"type": "Adagrad", "params": {"amsgrad": true}}}', "c.json:1:121: optimizer.params.amsgrad = true: has no effect: DeepSpeed's Adagrad on the CPU takes it and never reads it", 'true', 'false'),
     ("sparse gradients alone", "error", '{"optimizer": {"type": "SparseAdam"}}', "c.json:1:16: optimizer.type: SparseAdam steps sparse gradients alone, and a model that has them is refused under DeepSpeed", 'SparseAdam', 'Adam'),
     ("states of weights in fp32", "warning", '{"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": false}}}', "c.json:1:44: optimizer.params.fp32_optimizer_states = false: has no effect: the weights that the optimizer steps are in fp32, and so are its states", 'false', 'true'),
     ("Lamb at stage 1", "error", '{' + ZERO_1[:-2] + '}, "optimizer": {"type": "Lamb"}}', "c.json:1:51: optimizer.type: Lamb scales each tensor's update by its norm, and ZeRO updates flat pieces of them; the stage is 1 at c.json:1:24. It would train, and differ", '"stage": 1', '"stage": 0'),
@@ -116,6 +129,8 @@ CONTRADICTIONS = [
     ("AdamW with L2 decay", "error", '{"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}}', "c.json:1:44: optimizer.params.adam_w_mode: false, but the type is AdamW at c.json:1:16, which decays weights as AdamW does", 'AdamW', 'Adam'),
     ("clipping in the optimizer", "error", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}', "c.json:1:44: optimizer.params.max_grad_norm = 1.0: DeepSpeed refuses it here", '"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}', '"gradient_clipping": 1.0'),
     ("warm-up beyond the total", "error", '{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}}', "c.json:1:75: scheduler.params.warmup_num_steps: 20 steps of warm-up are more than the total_num_steps of 10", '20', '10'),
+    ("a schedule that has begun", "error", '{"scheduler": {"type": "StepLR", "params": {"step_size": 1, "last_epoch": 3}}}', "c.json:1:61: scheduler.params.last_epoch: 3, but load_state() resumes a scheduler, in its own step", '3', '-1'),
+    ("graphs on a CPU", "error", "use_cpu: true\n" + YAML + "  optimizer: {type: RMSprop, params: {capturable: true}}\n", "c.yaml:5:39: optimizer.params.capturable: true needs a GPU, whose graphs it is for, but use_cpu is true at c.yaml:1:1", 'true}}', 'false}}'),
     ("a rate that the schedule sets", "warning", '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}}', "c.json:1:44: optimizer.params.lr = 0.1: has no effect: the schedule sets the learning rate, up to warmup_max_lr 0.2 at c.json:1:102", '0.2', '0.1'),
     # --- parallel
     ("a rank beyond the machines", "error", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "c.yaml:2:1: machine_rank: 2, but num_machines is 2 and ranks count from 0", 'rank: 2', 'rank: 1'),
@@ -157,6 +172,24 @@ CONTRADICTIONS = [
     ("a dtype by name", "error", '{"tensor_parallel": {"dtype": "bfloat16"}}', 'c.json:1:22: tensor_parallel.dtype = "bfloat16": DeepSpeed takes no name here, but an object of Python', '"dtype": "bfloat16"', ''),
     ("a direct disk without a GPU", "error", "use_cpu: true\n" + YAML + '  zero_stage: 3\n  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /nvme\n  aio: {use_gds: true}\n', "c.yaml:8:9: aio.use_gds: true needs a GPU, but use_cpu is true at c.yaml:1:1", "use_gds: true", "use_gds: false"),
     ("a number that c10d gives", "warning", "num_processes: 4\nnum_machines: 2\nmain_process_ip: 10.0.0.1\nrdzv_backend: c10d\nmachine_rank: 1\n", "c.yaml:5:1: machine_rank: has no effect: c10d at c.yaml:4:1 numbers machines as they arrive", "c10d", "static"),
+    ("a meeting of one machine", "warning", "num_machines: 1\nmain_process_ip: 10.0.0.1\n", 'c.yaml:2:1: main_process_ip = "10.0.0.1": has no effect: num_machines is 1 at c.yaml:1:1', "num_machines: 1\n", "num_machines: 2\n"),
+    ("a rendezvous of one machine", "warning", "num_machines: 1\nrdzv_backend: c10d\n", 'c.yaml:2:1: rdzv_backend = "c10d": has no effect: num_machines is 1 at c.yaml:1:1', "c10d", "static"),
+    ("options of no rendezvous", "warning", "num_machines: 1\nrdzv_conf: timeout=60\n", 'c.yaml:2:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:1:1', "num_machines: 1\n", "num_machines: 2\n"),
+    ("a launcher of one machine", "warning", "num_machines: 1\n" + YAML + "  deepspeed_multinode_launcher: pdsh\n", 'c.yaml:5:3: deepspeed_multinode_launcher = "pdsh": has no effect: num_machines is 1 at c.yaml:1:1', "pdsh", "standard"),
+    ("one network of machines", "warning", "num_machines: 2\nsame_network: true\n", "c.yaml:2:1: same_network = true: has no effect: machines meet at main_process_ip, in one network or in several", "num_machines: 2", "num_machines: 1"),
+    ("one network of a TPU", "warning", "distributed_type: XLA\nnum_machines: 2\nsame_network: true\n", "c.yaml:3:1: same_network = true: has no effect: the runtime of a TPU finds its machines, in one network or in several", "same_network: true\n", ""),
+    ("partitioned models at stage 2", "warning", YAML + "  zero_stage: 2\n  zero3_init_flag: true\n", "c.yaml:5:3: zero3_init_flag = true: has no effect: only stage 3 reads it, and the stage is 2 at c.yaml:4:3", "true", "false"),
+    ("partitioned models without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {zero3_init_flag: true}\n", "c.yaml:2:20: zero3_init_flag = true: has no effect: only ZeRO reads it, and the run is without ZeRO", "true", "false"),
+    ("experts without ZeRO", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {deepspeed_moe_layer_cls_names: Block}\n", 'c.yaml:2:20: deepspeed_moe_layer_cls_names = "Block": has no effect: only ZeRO reads it, and the run is without ZeRO', "deepspeed_moe_layer_cls_names: Block", ""),
+    ("memory for no plan", "warning", "gpu_memory: 24GiB\n" + YAML + "  zero_stage: 2\n", 'c.yaml:1:1: gpu_memory = "24GiB": has no effect: only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch', "zero_stage: 2", "zero_stage: auto"),
+    ("CPU memory without ZeRO", "warning", "distributed_type: MULTI_GPU\nhost_memory: 64GiB\n", 'c.yaml:2:1: host_memory = "64GiB": has no effect: only a plan of ZeRO reads it, and the run is without ZeRO', "host_memory: 64GiB\n", ""),
+    ("a function that nobody calls", "warning", "use_cpu: true\nmain_training_function: train\n", 'c.yaml:2:1: main_training_function = "train": has no effect: only a launch on a TPU calls it, and this one runs the script as it is', "train\n", "main\n"),
+    ("a compiler's mode without the compiler", "warning", "dynamo_config: {dynamo_mode: max-autotune}\n", 'c.yaml:1:17: dynamo_mode = "max-autotune": has no effect without dynamo_backend', "{", "{dynamo_backend: INDUCTOR, "),
+    ("a compiler's mode beside none", "warning", "dynamo_config: {dynamo_backend: 'no', dynamo_use_fullgraph: true}\n", "c.yaml:1:39: dynamo_use_fullgraph = true: has no effect: dynamo_backend is no", "true", "false"),
+    ("a profiler of no engine", "warning", "distributed_type: MULTI_CPU\ndeepspeed_config: {flops_profiler: {enabled: true}}\n", "c.yaml:2:20: flops_profiler: has no effect: only DeepSpeed's engine reads it, and distributed_type is MULTI_CPU at c.yaml:1:1", "enabled: true", "enabled: false"),
+    ("lines of no engine", "warning", "distributed_type: MULTI_GPU\ndeepspeed_config: {steps_per_print: 5}\n", "c.yaml:2:20: steps_per_print = 5: has no effect: only DeepSpeed's engine reads it, and distributed_type is MULTI_GPU at c.yaml:1:1", "steps_per_print: 5", ""),
+    ("a sum of DDP's", "error", "distributed_type: MULTI_GPU\ndeepspeed_config: {gradient_allreduce_op: sum}\n", "c.yaml:2:20: gradient_allreduce_op: sum, but distributed_type is MULTI_GPU at c.yaml:1:1, and DDP averages", "sum", "mean"),
+    ("an autocast of no engine", "error", "distributed_type: MULTI_GPU\ndeepspeed_config: {torch_autocast: {enabled: true}}\n", "c.yaml:2:37: torch_autocast.enabled: true, but only DeepSpeed's engine reads it, and distributed_type is MULTI_GPU at c.yaml:1:1", "true", "false"),
     ("gradients of another stage", "warning", '{' + ZERO_2[:-2] + '}, "bf16": {"enabled": true, "immediate_grad_update": true}}', "c.json:1:63: bf16.immediate_grad_update = true: has no effect: only stage 1 reads it, and the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 1'),
     ("gradients of stage 0", "warning", '{' + ZERO_0[:-2] + '}, "bf16": {"enabled": true, "immediate_grad_update": true}}', "c.json:1:63: bf16.immediate_grad_update = true: has no effect: only stage 1 reads it, and the stage is 0 at c.json:1:24", 'update": true', 'update": false'),
     ("gradients of an offloaded optimizer", "warning", '{' + ZERO_1 + CPU + '}, "bf16": {"enabled": true, "immediate_grad_update": true}}', "c.json:1:103: bf16.immediate_grad_update = true: has no effect: only an optimizer on the device reads it, and it is offloaded to cpu", 'update": true', 'update": false'),
@@ -190,6 +223,29 @@ def test_contradiction(severity: str, text: str, headline: str, old: str, new: s
     assert problem.fix.endswith(".")
     assert text.count(old) == 1
     assert found(text.replace(old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            "rdzv_backend: c10d\n",
+            'rdzv_backend = "c10d": counts with several machines, and num_machines is not written',
+        ),
+        ("gpu_memory: 24GiB\n", 'gpu_memory = "24GiB": counts with a plan of ZeRO, and no ZeRO is requested here'),
+        (
+            "main_training_function: f\n",
+            'main_training_function = "f": counts on a TPU: any other launch runs the script',
+        ),
+    ],
+    ids=["machines", "a plan", "a TPU"],
+)
+def test_what_a_job_a_plugin_or_a_machine_settles_is_a_note(text: str, note: str) -> None:
+    """Where the document leaves open what decides whether a key counts, nothing is warned of, and nothing is silent."""
+    Path("c.yaml").write_text(text)
+    (problem,) = find_problems(read_document("c.yaml"))
+    assert problem.severity == "note"
+    assert problem.headline.startswith(f"c.yaml:1:1: {note}")
 
 
 def test_warnings_stop_no_run() -> None:

@@ -9,11 +9,13 @@ from typing import Any, Final
 
 import pytest
 
-from zero_plugin.config.check import find_problems
+from zero_plugin.config.check import check_document, find_problems
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, LaunchSettings
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.remote_worker import decode_config
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import Machine
 
@@ -55,29 +57,82 @@ ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
     "deepspeed_exclusion_filter": ({"deepspeed_hostfile": "hosts"}, "b"),
     "deepspeed_inclusion_filter": ({"deepspeed_hostfile": "hosts"}, "a"),
 }
-NOTHING_TO_FOLLOW: Final = ("same_network",)  # a fact, which Accelerate's files tell of every run
-# key -> who follows it in a run, for those that the launcher only hands over
-FOLLOWED_BY_RUNS: Final[Mapping[str, str]] = {
-    "auto_resume": "accelerator.resume()",
-    "main_training_function": "a launch on a TPU and notebook_launcher, which call it",
-    "scheduler_counts": "accelerator.prepare(), for schedules",
-    "deepspeed_moe_layer_cls_names": "accelerator.prepare() at stage 3",
-    "gpu_memory": "the plan of stage auto",
-    "host_memory": "the plan of stage auto",
-    "zero3_init_flag": "Accelerator() at stage 3, for transformers' from_pretrained",
+# key -> who follows it in a run, where the launcher only hands it over; and a value that asks for something
+FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
+    "auto_resume": ("accelerator.resume()", True),
+    "main_training_function": ("a launch on a TPU, which calls it", "train"),
+    "scheduler_counts": ("accelerator.prepare(), for schedules", "steps"),
+    "deepspeed_moe_layer_cls_names": ("accelerator.prepare() with ZeRO", "Block"),
+    "gpu_memory": ("the plan of stage auto", "20GiB"),
+    "host_memory": ("the plan of stage auto", "64GiB"),
+    "zero3_init_flag": ("Accelerator() at stage 3, for transformers' from_pretrained", True),
+}
+# key -> why no launch follows it: each of several machines is warned of it
+FOLLOWED_BY_NOBODY: Final[Mapping[str, tuple[str, Any]]] = {"same_network": ("a fact, of which nothing follows", True)}
+VALUES: Final = {
+    **{key: value for key, (_, value) in ASKED.items()},
+    **{key: value for key, (_, value) in (*FOLLOWED_BY_RUNS.items(), *FOLLOWED_BY_NOBODY.items())},
+}
+
+CPUS, SERVER, TPU = Machine(0, 8), Machine(4, 8), Machine(0, 8, tpu="4 TPU chips")
+ZERO: Final = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+DDP: Final = {"distributed_type": "MULTI_GPU", "num_processes": 4}
+# Kinds of launches, each with its machine.
+LAUNCHES: Final[Mapping[str, tuple[Mapping[str, Any], Machine]]] = {
+    "one process": ({"distributed_type": "NO", "use_cpu": True, "num_machines": 1}, CPUS),
+    "the CPU": ({"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2, "num_machines": 1}, CPUS),
+    "GPUs": ({**DDP, "num_machines": 1}, SERVER),
+    "stage 2": ({**ZERO, "num_machines": 1, "deepspeed_config": {"zero_stage": 2}}, SERVER),
+    "stage 3": ({**ZERO, "num_machines": 1, "deepspeed_config": {"zero_stage": 3}}, SERVER),
+    "a plan": ({**ZERO, "num_machines": 1, "deepspeed_config": {"zero_stage": "auto"}}, SERVER),
+    "a static rendezvous": ({**DDP, **MANY, "rdzv_backend": "static"}, SERVER),
+    "c10d": ({**DDP, **{key: value for key, value in MANY.items() if key != "machine_rank"}}, SERVER),
+    "pdsh": ({"distributed_type": "DEEPSPEED", "deepspeed_hostfile": "hosts"}, SERVER),
+    "nossh": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_hostfile": "hosts",
+            "deepspeed_multinode_launcher": "nossh",
+            "machine_rank": 0,
+        },
+        SERVER,
+    ),
+    "a TPU": ({"distributed_type": "XLA", "num_machines": 2}, TPU),
+}
+_SAME_COUNT: Final = "the hostfile has as many"
+# (key, launch) -> why a value that asks for something is neither followed nor spoken of there
+SAYS_WHAT_IS: Final[Mapping[tuple[str, str], str]] = {
+    ("num_machines", "pdsh"): _SAME_COUNT,
+    ("num_machines", "nossh"): _SAME_COUNT,
+    **{
+        ("min_machines", launch): "one of one machine"
+        for launch in ("one process", "the CPU", "GPUs", "stage 2", "stage 3", "a plan")
+    },
+    **{
+        ("same_network", launch): "one machine, of which Accelerate's files tell it too"
+        for launch in ("one process", "the CPU", "GPUs", "stage 2", "stage 3", "a plan")
+    },
 }
 
 
-def launched(config: Mapping[str, Any]) -> dict[str, Any]:
+# Settings that torchrun's engine is given as they are.
+OF_TORCHRUN: Final = ("debug", "grace_period", "log_dir", "max_restarts", "monitor_interval", "role", "tee")
+
+
+def launched(config: Mapping[str, Any], machine: Machine = SERVER) -> dict[str, Any]:
     """The launch of a configuration without the document that it hands over and what is new in every launch."""
     document = document_from_mapping({name: value for name, value in config.items() if value is not None}, "code")
-    spec = build_spec(document, Program("train.py"), Machine(4, 8), {})
+    check_document(document)
+    spec = build_spec(document, Program("train.py"), machine, {})
     found = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "document"}
     found["rendezvous"] = replace(spec.rendezvous, run_id="")
     found["environment"] = {name: value for name, value in spec.environment.items() if name != ENVIRONMENT_VARIABLE}
     if spec.hosts is not None:  # in its command the document is the one long word
         command = tuple(part for part in spec.hosts.command if len(part) < 100 and spec.hosts.run not in part)
-        found["hosts"] = replace(spec.hosts, run="", command=command)
+        bound = decode_config(spec.hosts.command[-1]).bind
+        found["hosts"] = (replace(spec.hosts, run="", command=command), bound)
+    found["settings"] = spec.settings.model_dump(include=set(OF_TORCHRUN)) if spec.hosts is None else {}
+    found["least"] = spec.settings.min_machines or spec.machines
     return found
 
 
@@ -87,23 +142,67 @@ def warned(config: Mapping[str, Any], key: str) -> list[str]:
     return [str(problem) for problem in find_problems(document) if problem.severity != "note" and problem.key == key]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zero_plugin.launch.tpu.find_version_problem", lambda: "")
+    Path("hosts").write_text("a slots=2\nb slots=2\n")
+    Path("train.py").write_text("def main():\n    pass\n\n\ndef train():\n    pass\n")
+
+
 def test_every_launch_key_is_in_one_table() -> None:
     """A new key has to say here how it is followed."""
-    assert sorted([*ASKED, *FOLLOWED_BY_RUNS, *NOTHING_TO_FOLLOW]) == sorted(LaunchSettings.model_fields)
+    assert sorted([*ASKED, *FOLLOWED_BY_RUNS, *FOLLOWED_BY_NOBODY]) == sorted(LaunchSettings.model_fields)
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("key", ASKED)
-def test_launch_keys_are_followed(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_keys_are_followed(key: str) -> None:
     """The key changes the launch, beside the document that is handed over, or a warning says that it does not."""
-    monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("a slots=2\nb slots=2\n")
-    Path("train.py").write_text("")
     around, value = ASKED[key]
     before, after = launched(around), launched({**around, key: value})
     changed = [name for name in before if before[name] != after[name]]
     said = warned({**around, key: value}, key)
     print(f"{key} | {', '.join(changed) or ' '.join(said)}")
     assert changed or said, f"{key}: {value} changes nothing, and nobody says so"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("key", LaunchSettings.model_fields)
+def test_no_kind_of_launch_passes_over_a_key(key: str, launch: str) -> None:
+    """It changes the launch, is an error or a warning, or is followed by the run; and no excuse is one too many."""
+    around, machine = LAUNCHES[launch]
+    asked = {**around, key: VALUES[key]}
+    if asked == around:
+        return
+    before = launched(around, machine)
+    try:
+        after = launched(asked, machine)
+    except ConfigError:
+        return
+    changed = [name for name in before if before[name] != after[name]]
+    found = changed or warned(asked, key)
+    print(f"{key} [{launch}] | {found or FOLLOWED_BY_RUNS.get(key)}")
+    if key not in FOLLOWED_BY_RUNS:
+        assert bool(found) is ((key, launch) not in SAYS_WHAT_IS), f"{key}: {VALUES[key]}"
+
+
+@pytest.mark.parametrize(
+    ("key", "launches"),
+    {
+        "auto_resume": set(LAUNCHES),
+        "scheduler_counts": set(LAUNCHES),
+        "main_training_function": {"a TPU"},
+        "deepspeed_moe_layer_cls_names": {"stage 2", "stage 3", "a plan", "pdsh", "nossh"},
+        "zero3_init_flag": {"stage 3", "a plan"},
+        "gpu_memory": {"a plan"},
+        "host_memory": {"a plan"},
+    }.items(),
+)
+def test_what_a_run_does_not_follow_is_warned_of(key: str, launches: set[str]) -> None:
+    """A key that the launcher hands over is warned of exactly where no run reads it."""
+    assert {name for name, (around, _) in LAUNCHES.items() if not warned({**around, key: VALUES[key]}, key)} == launches
 
 
 @pytest.mark.parametrize("key", [*WITHOUT_MEANING, *REFUSED_KEYS])

@@ -148,7 +148,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a typo in a section", "c.json", '{"zero_optimization": {"stge": 2}}', "1:24", "zero_optimization.stge = 2: unknown key", "Did you mean stage?"),
     ("a typo in fp16", "c.json", '{"fp16": {"enable": true}}', "1:11", "fp16.enable = true: unknown key", "Did you mean enabled?"),
     ("a typo two levels down", "c.json", "{" + ZERO3 + '"offload_param": {"devise": "cpu"}}}', "1:54", 'zero_optimization.offload_param.devise = "cpu": unknown key', "Did you mean device?"),
-    ("a typo three levels down", "c.json", '{"data_efficiency": {"data_routing": {"random_ltd": {"enable": true}}}}', "1:54", "data_efficiency.data_routing.random_ltd.enable = true: unknown key", "Did you mean enabled?"),
+    ("a typo three levels down", "c.json", '{"data_efficiency": {"data_routing": {"random_ltd": {"enable": false}}}}', "1:54", "data_efficiency.data_routing.random_ltd.enable = false: unknown key", "Did you mean enabled?"),
     ("a typo in an unread section", "c.json", '{"aio": {"queue_dept": 8}}', "1:10", "aio.queue_dept = 8: unknown key", "Did you mean queue_depth?"),
     ("a typo in activation checkpointing", "c.json", '{"activation_checkpointing": {"partition_activation": true}}', "1:31", "activation_checkpointing.partition_activation = true: unknown key", "Did you mean partition_activations?"),
     ("a typo in the profiler", "c.json", '{"flops_profiler": {"enabled": true, "profile_steps": 3}}', "1:38", "flops_profiler.profile_steps = 3: unknown key", "Did you mean profile_step?"),
@@ -520,10 +520,10 @@ def test_traps_that_are_legal(name: str, content: str | bytes, path: tuple[str, 
 
 def test_hjson_is_read_with_a_warning() -> None:
     """What Accelerate and transformers could not read is one warning, where it begins; strict JSON has none."""
-    Path("c.json").write_text("{\n  'steps_per_print': 1\n  dump_state: true\n}")
+    Path("c.json").write_text("{\n  'train_batch_size': 1\n  memory_breakdown: true\n}")
     warnings = [p for p in find_problems(read_document("c.json")) if p.severity == "warning"]
     assert [(p.where, p.message.split(",")[0]) for p in warnings] == [("c.json:2:3", "Hjson")]
-    Path("c.json").write_text('{\n  "steps_per_print": 1, // one\n  "dump_state": true,\n}')
+    Path("c.json").write_text('{\n  "train_batch_size": 1, // one\n  "memory_breakdown": true,\n}')
     assert find_problems(read_document("c.json")) == []
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import ConfigError
@@ -68,6 +70,14 @@ def test_the_elastic_rendezvous_needs_no_rank() -> None:
     assert filled.launch.value("machine_rank") is None
     assert filled.launch.value("main_process_ip") is None
     assert filled.launch.value("num_machines") == 2
+
+
+def test_a_job_takes_back_what_was_said_of_one_machine() -> None:
+    """A note that a key counts with several machines alone is gone where the job has several."""
+    asked = document(rdzv_backend="c10d", rdzv_conf="timeout=60")
+    checked = replace(asked, notes=check_document(asked))
+    assert [note.key for note in checked.notes] == ["rdzv_backend", "rdzv_conf"]
+    assert fill_from_job(checked, SRUN, "node:1")[0].notes == ()
 
 
 def test_under_mpirun_only_the_address_is_missing() -> None:

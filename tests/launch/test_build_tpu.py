@@ -120,6 +120,12 @@ def test_zero_is_not_dropped_unasked(script: Path) -> None:
         ({"enable_cpu_affinity": True}, {}, ["enable_cpu_affinity: has no effect on a TPU"]),
         ({"num_machines": 2, "main_process_ip": "10.0.0.1"}, {}, ["main_process_ip: has no effect", "num_processes"]),
         ({"num_machines": 4, "min_machines": 2}, {}, ["min_machines: has no effect on a TPU", "all its machines"]),
+        (
+            {"num_machines": 4, "machine_rank": 2},
+            {},
+            ["machine_rank: has no effect on a TPU", "num_processes"],
+        ),
+        ({"num_machines": 4, "rdzv_backend": "c10d"}, {}, ["rdzv_backend: has no effect on a TPU", "num_processes"]),
         ({"deepspeed_hostfile": "hosts"}, {}, ["deepspeed_hostfile: has no effect", "--worker=all"]),
         ({"mixed_precision": "fp16"}, {}, ["fp16 is on, but a TPU computes in bf16", "Write bf16 or no"]),
         ({"main_training_function": "train"}, {}, ["train.py has no function train", "main_training_function"]),

@@ -151,6 +151,7 @@ def test_what_a_json_replaces_is_said() -> None:
         ({"config_file": "none.yaml"}, ["none.yaml"]),
         ({"deepspeed_config_file": "zero.yaml"}, ["--deepspeed_config_file", "zero.yaml is a launch config"]),
         ({"module": True, "no_python": True}, ["--module", "--no_python"]),
+        ({"sequence_length": "2048"}, ["--sequence_length: has no effect without --model", "Add --model"]),
     ],
     ids=str,
 )

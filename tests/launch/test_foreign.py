@@ -133,6 +133,22 @@ def test_the_configuration_wins_over_the_environment_and_says_so() -> None:
     assert overridden(build({"mixed_precision": "bf16"}, SERVER).environment, environ | told(spec)) == []
 
 
+def test_what_has_no_effect_is_logged_by_the_launcher(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """A script of another layer does not say it, and one of this package does not say it again."""
+    (tmp_path / "c.yaml").write_text("distributed_type: 'NO'\nnum_machines: 1\nrdzv_conf: timeout=60\n")
+    (tmp_path / "show.py").write_text(
+        "import os\n"
+        "from zero_plugin.config.document import from_environment\n"
+        "print('handed over:', from_environment(os.environ).notes)\n"
+    )
+    done = launch("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "show.py")
+    assert "handed over: ()" in done.stdout
+    said = 'c.yaml:3:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:2:1'
+    assert done.stderr.count(said) == 1
+
+
 def test_dry_run_shows_variables_and_configuration(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -213,13 +213,11 @@ def _ask_rendezvous(prompts: Prompts, machines: int, launcher: str) -> dict[str,
     """How machines find each other; a launcher with a hostfile tells them itself, but for `nossh`."""
     if launcher not in ("standard", "nossh"):
         return {}
-    answers: dict[str, Any] = {"same_network": prompts.confirm("Are all machines in one local network?", default=True)}
-    backend = "static"
-    if not answers["same_network"] and launcher == "standard":
+    answers: dict[str, Any] = {"rdzv_backend": "static"}
+    if launcher == "standard":
         backends = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
-        backend = prompts.choose("How do they find each other?", backends, "static")
-    answers["rdzv_backend"] = backend
-    if backend == "static":
+        answers["rdzv_backend"] = prompts.choose("How do they find each other?", backends, "static")
+    if answers["rdzv_backend"] == "static":
         answers["machine_rank"] = prompts.read(
             f"Which machine is this, 0 to {machines - 1}?", _whole(0, machines - 1), "0"
         )

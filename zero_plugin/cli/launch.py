@@ -88,13 +88,17 @@ def _start(
 ) -> None:
     """Resolve the launch and log its notes, then run it or, for `--dry_run`, print it.
 
+    What was found in the configuration is logged here, so that scripts of other layers run beside it too, and is not
+    handed to the workers, which would repeat it.
+
     Raises:
         Exit: with the exit code of the workers.
     """
+    found, document = [note.remark for note in document.notes], replace(document, notes=())
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
     show_messages(quiet=bool(flags.get("quiet")), prefix="")
     of_spec = [*([describe_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
-    for note in [*notes, *of_spec]:
+    for note in [*notes, *found, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):
         print(shell_script(spec))

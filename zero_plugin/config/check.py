@@ -19,7 +19,8 @@ from zero_plugin.config.launch_settings import (
     compiler_problems,
     launch_schema,
 )
-from zero_plugin.config.rules.sections import check_parallel, check_sections
+from zero_plugin.config.rules.launching import check_launch
+from zero_plugin.config.rules.sections import check_parallel, check_sections, check_without_engine
 from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
 from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
@@ -44,8 +45,10 @@ _TOPICS = (
     check_zenflow,
     check_batch,
     check_optimizing,
+    check_launch,
     check_parallel,
     check_sections,
+    check_without_engine,
 )
 
 

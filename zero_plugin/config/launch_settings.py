@@ -111,7 +111,7 @@ class LaunchSettings(BaseModel):
     debug: bool = False
     """true or false: show the launcher's own log. Default: false."""
     main_training_function: str = "main"
-    """Function that TPU and notebook launches call. Default: main."""
+    """Function of the script that a launch on a TPU calls. Default: main."""
     scheduler_counts: Literal["steps", "processes"] = "processes"
     """Learning-rate schedulers count optimizer steps (steps), or one per process and step. Default: processes."""
     deepspeed_hostfile: str | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from zero_plugin.config.check import check_document
+from zero_plugin.config.check import check_document, contradictions
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import (
     LaunchSettings,
@@ -304,7 +304,9 @@ def fill_from_job(
             filled[key,] = Entry(value, Origin("rule", source, f"of {_JOB}"))
         if gives_way and entry is not None and entry.value not in (None, AUTO, value):
             notes.append(f"machine_rank: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
-    document = replace(document, launch=document.launch.replace(filled))
+    before = {(problem.where, problem.key, problem.message) for problem in contradictions(document)}
+    kept = tuple(note for note in document.notes if (note.where, note.key, note.message) not in before)
+    document = replace(document, launch=document.launch.replace(filled), notes=kept)
     return replace(document, notes=check_document(document)), notes
 
 

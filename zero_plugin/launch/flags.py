@@ -128,6 +128,8 @@ def _read(text: str | bool) -> Any:
 def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iterator[Problem]:
     """Flags that exclude each other, and flags for ZeRO beside the choice of a run without it."""
     keep_one = "Keep one of the two."
+    if "sequence_length" in flags and "model" not in flags:
+        yield Problem("--sequence_length", "", "has no effect without --model", "Add --model, or leave it out.")
     if "module" in flags and "no_python" in flags:
         yield Problem("--module", "", "contradicts --no_python", keep_one)
     switches = [name for name in _SWITCHES if name in flags]

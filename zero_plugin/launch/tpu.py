@@ -54,7 +54,7 @@ _WITHOUT_EFFECT: Final = {
     "enable_cpu_affinity": "Leave it out.",
     "min_machines": "Leave it out: the TPU's runtime needs all its machines.",
     **dict.fromkeys(
-        ("main_process_ip", "main_process_port", "rdzv_conf"),
+        ("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend", "rdzv_conf"),
         "Leave it out: the TPU's runtime finds the other machines, and num_processes is what it has to find.",
     ),
     "deepspeed_hostfile": f"Leave it out, and {ON_EVERY_MACHINE}.",
@@ -176,7 +176,7 @@ def _runtime_problems(request: Request, machine: Machine) -> Iterator[Problem]:
 def _keys_without_effect(request: Request) -> Iterator[Problem]:
     launch = request.document.launch
     for key, fix in _WITHOUT_EFFECT.items():
-        if launch.value(key) not in (None, AUTO, "", 0, False, "none") and (
+        if launch.value(key) not in (None, AUTO, "", 0, False, "none", "static") and (
             key != "gpu_ids" or request.settings.gpu_ids != "all"
         ):
             yield request.problem(key, "has no effect on a TPU", fix)

@@ -21,11 +21,14 @@ from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin, InitProcessGroupKwargs, ProfileKwargs
 from zero_plugin.config.resolve.resolve import expected_precision
+from zero_plugin.config.rules.sections import keys_of_the_engine
+from zero_plugin.config.rules.training import Asked
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
+from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.loop.arguments import Options
 from zero_plugin.loop.fewer_processes import find_intended_processes
 from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory
@@ -173,7 +176,7 @@ class Run(ProcessCalls):
         selection = select_strategy(document, launch_settings(document), self.processes)
         self.strategy = selection.strategy
         self.distributed_type = selection.strategy.distributed_type
-        notes = (str(note) if note.severity == "warning" else note.headline for note in document.notes)
+        notes = (note.remark for note in (*document.notes, *self._lost_without_engine()))
         for line in (selection.reason, *notes, *self.strategy.accept(self.options.handlers)):
             if line not in self._logged:
                 self._logged.add(line)
@@ -184,6 +187,20 @@ class Run(ProcessCalls):
             self._loading.enter_context(checking_pretrained(local_processes(self.processes), self._cpu_bytes))
         if self.configurations.plugin is not None:
             self.configurations.plugin.build_pretrained_by(self.strategy.load_pretrained)
+
+    def _lost_without_engine(self) -> list[Problem]:
+        """Warnings of keys that only DeepSpeed's engine reads, in a run without it that no configuration requests.
+
+        Raises:
+            ConfigError: without it, training would differ from what is written.
+        """
+        if self.distributed_type == "DEEPSPEED" or launch_settings(self.document).distributed_type is not None:
+            return []  # where it is requested, the check of the configuration has found them
+        where = f"nothing requests it: the run is {self.strategy.name}"
+        found = list(keys_of_the_engine(Asked(self.document), where, alone=self.processes.world_size == 1))
+        if errors := [problem for problem in found if problem.severity == "error"]:
+            raise ConfigError(errors)
+        return found
 
     @contextmanager
     def profile(self, handler: ProfileKwargs) -> Iterator[profile]:

@@ -1,4 +1,4 @@
-"""Processes and how they work together; sections that are off, keys that nothing reads, and what needs another."""
+"""Parallelism of other kinds than data; sections that are off, keys that nothing reads, and what needs another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS, gpu_list
 from zero_plugin.config.rules.training import Asked, is_count
-from zero_plugin.config.tree import AUTO, did_you_mean, show
+from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
 _OTHER_DIMENSIONS: Final = (
@@ -17,109 +16,12 @@ _OTHER_DIMENSIONS: Final = (
     "sequence_parallel_size",
     "pipeline.stages",
 )
-_NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
 
 
 def check_parallel(asked: Asked) -> Iterator[Problem]:
-    """Ranks and machines, GPUs and CPU, parallelism of other kinds than data."""
-    yield from _machines(asked)
-    yield from _devices(asked)
+    """Parallelism of other kinds than data."""
     yield from _not_only_data(asked)
     yield from _experts(asked)
-
-
-def _machines(asked: Asked) -> Iterator[Problem]:
-    machines, processes = asked.value("num_machines", default=1), asked.value("num_processes")
-    rank, backend = asked.value("machine_rank"), asked.value("rdzv_backend")
-    counted = asked.entry("num_machines") is not None or asked.value("deepspeed_hostfile") in _NOTHING
-    if counted and is_count(machines) and isinstance(rank, int) and rank >= machines:
-        message = f"{rank}, but num_machines is {machines} and ranks count from 0"
-        yield asked.error("machine_rank", message, f"Write at most {machines - 1}.")
-    if rank and backend in ("c10d", "etcd", "etcd-v2"):
-        why = f"{backend} at {asked.written('rdzv_backend')} numbers machines as they arrive"
-        yield asked.no_effect("machine_rank", why, "Delete it, or write rdzv_backend: static.")
-    if is_count(machines) and is_count(processes) and processes % machines:
-        message = f"{processes} processes do not divide among {machines} machines"
-        yield asked.error("num_processes", message, f"Write a multiple of {machines}.")
-    if is_count(least := asked.value("min_machines")) and is_count(machines):
-        yield from _fewer_machines(asked, least, machines)
-    if asked.value("distributed_type") == "NO":
-        yield from _alone(asked)
-    if asked.value("deepspeed_inclusion_filter") and asked.value("deepspeed_exclusion_filter"):
-        message = f"is written beside deepspeed_inclusion_filter at {asked.written('deepspeed_inclusion_filter')}"
-        yield asked.error("deepspeed_exclusion_filter", message, "Keep one of the two.")
-    yield from _launcher(asked)
-    yield from _hosts(asked)
-
-
-def _fewer_machines(asked: Asked, least: int, machines: int) -> Iterator[Problem]:
-    """Only agents that can meet anew go on without the others, and only after a failure, which a lost machine is."""
-    key, of_them = "min_machines", f"{least} of {machines}"
-    if least > machines:
-        yield asked.error(key, f"{least}, but num_machines is {machines}", f"Write at most {machines}.")
-    elif least < machines and asked.value("rdzv_backend") in (None, AUTO, "static"):
-        message = f"{of_them}, but the machines of a static rendezvous meet once"
-        yield asked.error(key, message, "Write rdzv_backend: c10d, with --rdzv_endpoint or main_process_ip.")
-    elif least < machines and not asked.value("max_restarts"):
-        message = f"{of_them}, but max_restarts is 0, and a lost machine is a failure"
-        yield asked.error(key, message, "Write max_restarts, how often machines may be lost, on each.")
-
-
-def _launcher(asked: Asked) -> Iterator[Problem]:
-    """A name that is none of DeepSpeed's may be of a later release, or misspelt."""
-    key, known = "deepspeed_multinode_launcher", (*LAUNCHERS, *UNTESTED_LAUNCHERS)
-    name = asked.value(key)
-    if not isinstance(name, str) or name in LAUNCHERS:
-        return
-    if name not in known and (near := did_you_mean(name, known)):
-        fix = f"Did you mean {near}? Write {', '.join(known)}, or a name that DeepSpeed's launcher knows."
-        yield asked.error(key, f"{show(name)} is not legal here", fix)
-    else:
-        yield asked.note(key, f"{name} is untested: it is passed on to DeepSpeed's launcher as it is")
-
-
-def _hosts(asked: Asked) -> Iterator[Problem]:
-    """Hosts that are named to nobody: torchrun reads no hostfile, and filters filter one."""
-    names = [f"deepspeed_{what}" for what in ("hostfile", "inclusion_filter", "exclusion_filter")]
-    named = [name for name in names if asked.value(name) not in _NOTHING]
-    if asked.value("deepspeed_multinode_launcher") == "standard":
-        why = "has no effect: standard is torchrun, which you start on every machine"
-    elif len(named) == 1 and "deepspeed_hostfile" not in named:
-        why = "has no effect without deepspeed_hostfile"
-    else:
-        return
-    for name in named:
-        yield asked.warning(name, why, "Delete it.")
-
-
-def _alone(asked: Asked) -> Iterator[Problem]:
-    for name in ("num_processes", "num_machines"):
-        entry = asked.entry(name)
-        if entry is None or not is_count(entry.value) or entry.value == 1:
-            continue
-        message = f"{entry.value}, but distributed_type NO is one process"
-        fix = f"Write {name}: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
-        if entry.origin.kind == "flag":
-            yield asked.error(name, message, f"Give --{name} 1, or one of --multi_gpu, --cpu and --use_deepspeed.")
-        elif name == "num_processes":  # in published files for one GPU; Accelerate runs one process too
-            yield asked.no_effect(name, message, fix)
-        else:
-            yield asked.error(name, message, fix)
-
-
-def _devices(asked: Asked) -> Iterator[Problem]:
-    kind, processes = asked.value("distributed_type"), asked.value("num_processes")
-    if kind == "MULTI_GPU" and asked.on_cpu:
-        message = f"true, but distributed_type is MULTI_GPU at {asked.written('distributed_type')}"
-        yield asked.error("use_cpu", message, "Write false, or distributed_type: MULTI_CPU.")
-    names = gpu_list(asked.value("gpu_ids")).split(",")
-    names = names if all(name.isdigit() for name in names) else []  # for `all`, and what is no list of GPUs
-    if names and (kind == "MULTI_CPU" or asked.on_cpu):
-        why = "has no effect: the run is on the CPU"
-        yield Problem(asked.written("gpu_ids"), "gpu_ids", why, "Delete it.", ",".join(names), "warning")
-    elif names and is_count(processes) and asked.value("num_machines", default=1) == 1 and processes > len(names):
-        message = f"{processes}, but gpu_ids names {len(names)} GPUs, and each process has one of its own"
-        yield asked.error("num_processes", message, f"Write at most {len(names)}.")
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:
@@ -198,6 +100,15 @@ _ENGINE_SAVES: Final = (
     "save_state() keeps checkpoints of its own"
 )
 _SAMPLING: Final = "data_efficiency.data_sampling"
+_DROPPING: Final = "data_efficiency.data_routing.random_ltd"
+# What DeepSpeed reads of it without a default.
+_DROPPING_NEEDS: Final = (
+    *("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule.min_value", "random_ltd_schedule.max_value"),
+    *("random_ltd_schedule.schedule_type", "random_ltd_schedule.schedule_config.require_steps"),
+    "random_ltd_schedule.schedule_config.seq_per_step",
+)
+# Keys by which DeepSpeed's logger gets lines of level info, which it does not show unless its level is changed.
+_INFO_LINES: Final = ("steps_per_print", "dump_state", "comms_logger.verbose")
 _NEVER_READ: Final = "DeepSpeed parses it and never reads it"
 _DELETE: Final = "Delete it."
 _GATHERED_AT_ONCE: Final = "zero_optimization.allgather_bucket_size"
@@ -225,7 +136,7 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
         ),
     ),
     **{
-        f"data_efficiency.data_routing.random_ltd.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
+        f"{_DROPPING}.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
         for key, batch in (
             ("global_batch_size", "train_batch_size"),
             ("micro_batch_size", "train_micro_batch_size_per_gpu"),
@@ -261,20 +172,61 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+# What DeepSpeed's engine alone reads, beside the sections with a switch.
+_OF_THE_ENGINE: Final = (
+    *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "vocabulary_size"),
+    *("steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown", "log_level", "disable_python_gc"),
+    *("activation_checkpointing", "timers", "fp16.auto_cast", "use_data_before_expert_parallelism"),
+)
+_WITHOUT_ENGINE: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "TPU", "XLA")
+
+
+def check_without_engine(asked: Asked) -> Iterator[Problem]:
+    """What is lost where a document asks for a run without DeepSpeed; where it leaves that open, the run checks it."""
+    kind = asked.value("distributed_type")
+    if kind in _WITHOUT_ENGINE:
+        where = f"distributed_type is {kind} at {asked.written('distributed_type')}"
+        yield from keys_of_the_engine(asked, where, alone=kind == "NO")
+
+
+def keys_of_the_engine(asked: Asked, where: str, *, alone: bool) -> Iterator[Problem]:
+    """What of a document only DeepSpeed's engine reads: errors for what would train otherwise than written.
+
+    Args:
+        asked: the document, of a run without DeepSpeed.
+        where: what says so.
+        alone: whether one process trains.
+    """
+    why, other = f"only DeepSpeed's engine reads it, and {where}", "or write distributed_type: DEEPSPEED."
+    if asked.value("gradient_allreduce_op") == "sum" and not alone:
+        yield asked.error("gradient_allreduce_op", f"sum, but {where}, and DDP averages", f"Write mean, {other}")
+    if asked.is_on("torch_autocast.enabled"):
+        message = f"true, but {why}"
+        yield asked.error("torch_autocast.enabled", message, f"Write mixed_precision: bf16 in its place, {other}")
+    # Where they do not hold, another rule speaks of the key.
+    others = {
+        "data_types.buffer_dtype": asked.precision != "no",
+        "data_types.keep_in_fp32_modules": asked.precision != "no",
+        "data_types.param_dtype": asked.precision is None,
+        "data_types.grad_accum_dtype": asked.precision is None or asked.stage != 0,
+        "bf16.immediate_grad_update": asked.stage == 1,
+        "weight_quantization.quantized_initialization": asked.stage == 3,
+        **{key: asked.is_on(f"{key}.enabled") for key in _SWITCHED if key not in ("torch_autocast", "autotuning")},
+    }
+    unread = [key for key in (*_OF_THE_ENGINE, *others) if others.get(key, True)]
+    yield from asked.idle(unread, why, f"Delete it, {other}")
+
+
 def check_sections(asked: Asked) -> Iterator[Problem]:
     """Switches that were forgotten, activation checkpointing, compilation, monitors, unread keys."""
     yield from _forgotten_switches(asked)
+    yield from _unseen_lines(asked)
     yield from _activation_checkpointing(asked)
+    yield from _token_dropping(asked)
     yield from _engine(asked)
     quantized = "weight_quantization.quantized_initialization"
     if asked.stage in (0, 1, 2) and asked.below(quantized):
         yield asked.no_effect(quantized, f"only stage 3 reads it, and {asked.stage_said}")
-    schedule = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"
-    if asked.is_on(f"{schedule}.enabled"):
-        yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
-    else:
-        written = list(filter(asked.says_something, asked.below(schedule)))
-        yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
     refused = list(_refused_though_unread(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():
@@ -319,6 +271,34 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("flops_profiler.enabled") and asked.value(breakdown) is False:
         why = f"flops_profiler is on at {asked.written('flops_profiler.enabled')} and turns it on"
         yield asked.no_effect(breakdown, why)
+
+
+def _unseen_lines(asked: Asked) -> Iterator[Problem]:
+    """Lines that DeepSpeed writes to a logger which does not show them."""
+    level = asked.value("log_level")
+    if level in (None, "warning", "error", "critical") and asked.value("distributed_type") not in _WITHOUT_ENGINE:
+        where = f"at {asked.written('log_level')}" if level else "where none is written"
+        why = f"its lines are of level info, and log_level is {level or 'warning'} {where}"
+        keys = [key for key in _INFO_LINES if "." not in key or asked.is_on(f"{key.partition('.')[0]}.enabled")]
+        yield from asked.idle(keys, why, "Write log_level: info beside it, or delete it.")
+
+
+def _token_dropping(asked: Asked) -> Iterator[Problem]:
+    """Random layerwise token dropping: what DeepSpeed needs and lacks, and that a script has to convert layers."""
+    schedule = f"{_DROPPING}.layer_token_lr_schedule"
+    if asked.is_on(f"{schedule}.enabled"):
+        yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
+    else:
+        written = list(filter(asked.says_something, asked.below(schedule)))
+        yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
+    switch = f"{_DROPPING}.enabled"
+    if not asked.is_on(switch):
+        return
+    if missing := [key for key in _DROPPING_NEEDS if not asked.has(f"{_DROPPING}.{key}")]:
+        message = f"true without {', '.join(missing)}, which DeepSpeed refuses"
+        yield asked.error(switch, message, "Write what is missing beside it, or delete it.")
+    converts = "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd"
+    yield asked.note(switch, f"counts for layers that the script converts by {converts} after prepare(), for no others")
 
 
 def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:

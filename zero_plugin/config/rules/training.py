@@ -212,6 +212,10 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
     if kind == "lamb" and asked.on_cpu:
         message = f"{name} needs a GPU, but use_cpu is true at {asked.on_cpu}"
         yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
+    graphs = f"{_PARAMS}.capturable"
+    if asked.is_on(graphs) and asked.on_cpu and asked.offload("optimizer") == "none":
+        message = f"true needs a GPU, whose graphs it is for, but use_cpu is true at {asked.on_cpu}"
+        yield asked.error(graphs, message, "Delete it, or train on a GPU.")
     states = f"{_PARAMS}.fp32_optimizer_states"
     in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
     if asked.value(states) is False and not in_halves:
@@ -229,6 +233,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
     if kind == "muon" and asked.is_on(f"{_PARAMS}.foreach") and not asked.is_on(f"{_PARAMS}.torch_adam"):
         yield asked.no_effect(f"{_PARAMS}.foreach", "DeepSpeed's Muon hands it to torch's Adam, with torch_adam: true")
+    if kind == "adagrad" and asked.is_on(f"{_PARAMS}.amsgrad") and asked.offload("optimizer") in ("cpu", "nvme"):
+        yield asked.no_effect(f"{_PARAMS}.amsgrad", "DeepSpeed's Adagrad on the CPU takes it and never reads it")
     if asked.is_on("optimizer.legacy_fusion") and (asked.stage or asked.precision in ("no", "bf16")):
         yield asked.no_effect("optimizer.legacy_fusion", "only fp16 at stage 0 reads it")
     untested = kind not in ("", *_NEVER, *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
@@ -248,6 +254,9 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
     if is_count(warmup) and is_count(total) and warmup > total:
         message = f"{warmup} steps of warm-up are more than the total_num_steps of {total}"
         yield asked.error(path, message, f"Write at most {total}, or raise total_num_steps.")
+    for key in ("scheduler.params.last_epoch", "scheduler.params.last_batch_iteration"):
+        if is_number(begun := asked.value(key)) and begun != -1:
+            yield asked.error(key, f"{begun}, but load_state() resumes a scheduler, in its own step", "Delete it.")
     mode = "scheduler.params.scale_mode"
     if asked.value(mode) not in (None, "cycle") and asked.value("scheduler.params.scale_fn") is None:
         yield asked.no_effect(mode, "only scale_fn reads it, a function, which no file can hold")
@@ -384,6 +393,9 @@ _ADAMS: Final = ("", "adam", "adamw")
 
 
 def _data_types(asked: Asked) -> Iterator[Problem]:
+    modules = "torch_autocast.lower_precision_safe_modules"
+    if asked.stage == 0 and asked.is_on("torch_autocast.enabled"):
+        yield from asked.idle([modules], f"only stages 1, 2 and 3 read it, and {asked.stage_said}")
     if asked.is_on("torch_autocast.enabled") and asked.is_on("zero_optimization.zero_quantized_weights"):
         message = f"true beside torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
         yield asked.error("zero_optimization.zero_quantized_weights", message, "Keep one of the two.")
@@ -397,3 +409,6 @@ def _data_types(asked: Asked) -> Iterator[Problem]:
     if asked.stage == 0 and sums in ("fp32", "fp16", "bf16") and sums != model:
         message = f"{sums} with a model in {model} needs ZeRO, but {asked.stage_said}"
         yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose a stage from 1 to 3.")
+    if asked.stage == 2 and sums in ("fp16", "bf16") and sums != model:
+        message = f"{sums} with a model in {model}, but stage 2 sums gradients in fp32 or in the model's type"
+        yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose stage 1 or 3.")

@@ -7,7 +7,7 @@ from typing import Final
 
 from zero_plugin.config.document import STAGE_3_KEYS
 from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number
-from zero_plugin.config.tree import show
+from zero_plugin.config.tree import AUTO, show
 from zero_plugin.errors import Problem
 
 _ZERO: Final = "zero_optimization"
@@ -51,6 +51,7 @@ def check_stages(asked: Asked) -> Iterator[Problem]:
     yield from _keys_of_another_stage(asked)
     yield from _reduction(asked)
     yield from _unused_parameters(asked)
+    yield from _muon(asked)
     yield from _zero_plus_plus(asked)
     yield from _gradient_norm(asked)
 
@@ -95,6 +96,13 @@ def _unused_parameters(asked: Asked) -> Iterator[Problem]:
     key = f"{_ZERO}.ignore_unused_parameters"
     if asked.value(key) is False and asked.stage in (1, 2) and asked.offload("optimizer") in ("none", None):
         yield asked.no_effect(key, "only with the optimizer offloaded to the CPU is a parameter without gradient found")
+
+
+def _muon(asked: Asked) -> Iterator[Problem]:
+    key = f"{_ZERO}.save_muon_momentum_buffer_in_memory"
+    others = asked.optimizer != "muon" and asked.value("optimizer.type") is not AUTO
+    if asked.stage == 3 and asked.is_on(key) and others:
+        yield asked.no_effect(key, "only optimizer.type: Muon reads it")
 
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
@@ -192,6 +200,10 @@ def _ratio(asked: Asked) -> Iterator[Problem]:
     elif asked.optimizer not in ("", "adam", "adamw") or asked.is_on("optimizer.params.torch_adam"):
         message = f"{ratio}, but only DeepSpeed's own Adam steps on CPU and GPU at once"
         yield asked.error(key, message, "Write optimizer.type: AdamW or Adam without torch_adam, or delete the ratio.")
+    elif asked.offload("optimizer") == "nvme":
+        yield asked.no_effect(key, "what is on nvme is read into CPU memory and stepped there, all of it")
+    elif asked.offload("optimizer") == "cpu" and asked.on_cpu:
+        yield asked.no_effect(key, f"there is no other device than the CPU, as use_cpu is true at {asked.on_cpu}")
     elif asked.offload("optimizer") == "cpu" and not asked.has("zero_optimization.sub_group_size"):
         message = (
             f"{ratio} splits off full sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: "
