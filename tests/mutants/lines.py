@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 import coverage
+from everyday import PATHS
 from mutations import PACKAGE, ROOMS, Mutant
 from recording import FOLDER
 
@@ -40,7 +42,7 @@ data_file = {folder}/data
 include = {files}
 disable_warnings = no-data-collected, couldnt-parse, dynamic-conflict
 """
-_PATH = re.compile(r"\b(single|ddp|zero\d)\b")
+_PATH = re.compile(rf"[-@]({'|'.join(PATHS)})[-\]@]")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Test:
     def path(self) -> str:
         """Of training, the first in its name; "" for none."""
         found = _PATH.search(self.node)
-        return found[0] if found else ""
+        return found[1] if found else ""
 
 
 class Lines:
@@ -80,7 +82,10 @@ class Lines:
         self._tests, self._of_file = tests, of_file
 
     def tests_of(self, mutant: Mutant) -> list[Test]:
-        """The tests that run the mutant's code: first those that run the fewest lines, the paths in turn."""
+        """The tests that run the mutant's code, the paths in turn: one that runs few lines, then one by chance.
+
+        What runs the fewest lines is about these, but may all be of one kind.
+        """
         lines = self._of_file.get(mutant.file, {})
         for place in mutant.places:
             found = {index for line in place for index in lines.get(line, ())}
@@ -104,7 +109,11 @@ def _in_turn(tests: Iterable[Test]) -> list[Test]:
     by_path: dict[str, list[Test]] = {}
     for test in sorted(tests, key=lambda test: (test.lines, test.node)):
         by_path.setdefault(test.path, []).append(test)
-    return [test for turn in zip_longest(*by_path.values()) for test in turn if test is not None]
+    mixed = []
+    for few_first in by_path.values():
+        by_chance = random.Random(0).sample(few_first, len(few_first))
+        mixed.append(dict.fromkeys(chain.from_iterable(zip(few_first, by_chance, strict=True))))
+    return [test for turn in zip_longest(*mixed) for test in turn if test is not None]
 
 
 def copy_of(root: Path, place: Path) -> Path:

@@ -68,13 +68,13 @@ def test_what_is_only_said_or_typed_is_left_alone() -> None:
 
 
 def test_the_tests_of_a_mutant() -> None:
-    """Those that run its line, of each path in turn the one that runs the fewest lines."""
-    names = ("test_a", "check[ddp-one]", "check[ddp-two]", "check[zero2-one]")
+    """Those that run its line: of each path in turn the one that runs the fewest lines, then others."""
+    names = ("test_a", "check[1-ddp-one]", "check[2-ddp-two]", "check[2-zero2-one]")
     tests = [Test(name, True, False, lines) for name, lines in zip(names, (50, 9, 8, 30), strict=True)]
     lines = Lines(tests, {"a.py": {7: [0, 1, 2, 3], 9: [1]}})
     place = ((8,), (7,), (9,))  # no test runs line 8
     chosen = lines.tests_of(Mutant("a.py", "AddNot", 0, 8, 0, place))
-    assert [test.node for test in chosen] == ["check[ddp-two]", "check[zero2-one]", "test_a", "check[ddp-one]"]
+    assert [test.node for test in chosen] == ["check[2-ddp-two]", "check[2-zero2-one]", "test_a", "check[1-ddp-one]"]
     assert lines.tests_of(Mutant("b.py", "AddNot", 0, 8, 0, place)) == []
 
 
