@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import coverage
+import psutil
 from everyday import PATHS
 from mutations import PACKAGE, ROOMS, Mutant
 from recording import FOLDER
@@ -142,15 +144,25 @@ def record(folder: Path, runs: Iterable[Sequence[str]] = RUNS) -> Lines:
     config.write_text(_CONFIG.format(folder=folder, files=files))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-p", "recording"]
     for arguments in runs:
-        subprocess.run(
+        run = subprocess.Popen(
             [*command, "-p", "no:cacheprovider", f"--basetemp={folder / 'temporary'}", *arguments],
             cwd=copy,
             env=environment_for(copy, **{FOLDER: str(folder)}),
-            check=False,  # a test that fails in a copy, or while it is traced, is left out
+            start_new_session=True,
         )
+        run.wait()  # whatever its result: a test that fails in a copy, or while it is traced, is left out
+        while run.pid in map(_session_of, psutil.pids()):  # a process that forks others writes its lines after that
+            time.sleep(0.1)
     lines = _read(folder, copy, config)
-    shutil.rmtree(folder, ignore_errors=True)  # a process that ends late may still write its lines
+    shutil.rmtree(folder)
     return lines
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _read(folder: Path, copy: Path, config: Path) -> Lines:
