@@ -1,6 +1,7 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the complete test suite
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
+# make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
@@ -13,10 +14,10 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 VENV_TPU ?= .venv-tpu
 PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
 
-.PHONY: demo test test-tpu test-older-torch check campaign benchmarks clean libaio iproute2
+.PHONY: demo test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
-test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 
 # Twice as many as there are processors here: tests that start processes mostly wait for them.
@@ -56,6 +57,11 @@ campaign: $(VENV)/.installed-dev libaio iproute2
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
+	$(MAKE) mutants
+
+# A second start goes on from where the first one was stopped.
+mutants: $(VENV)/.installed-dev libaio
+	$(BIN)/python tests/mutants/campaign.py
 
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/import_time.py

@@ -22,6 +22,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from line_contexts import enter_context
+
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable: the socket of `Workers`
 # Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs.
 IMPORTED_BEFORE = (
@@ -78,6 +80,7 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
     assert not missing, f"not imported before, which costs each process seconds: {missing}"
     os.environ.clear()
     os.environ.update(environment)
+    enter_context(os.environ.get("PYTEST_CURRENT_TEST", ""))
     os.chdir(folder)
     multiprocessing.set_start_method(
         multiprocessing.get_all_start_methods()[0], force=True

@@ -57,6 +57,7 @@ class Forks:
     ) -> Outcome:
         """Run a job to its end, or to that of its time."""
         request = {"job": job, "world": world, "folder": str(self._folder), "seconds": seconds, "kill": kill}
+        request["test"] = os.environ["PYTEST_CURRENT_TEST"]
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         print(json.dumps({**request, "arguments": arguments}), file=self._server.stdin, flush=True)

@@ -6,6 +6,8 @@ many processes; `folder` for their logs; `seconds` that they may take; and `kill
 * `watch`, `phase` and `count`: when process `watch` comes into its `count`-th phase of that kind; or `after` seconds;
 * `ranks`, those that get SIGKILL; `grace`, seconds that the others have then, before a launcher would kill them.
 
+`test` names the test, see line_contexts.py.
+
 The reply has the processes' exit `codes` (null where the time was over) and `board`, a row of numbers for each process:
 its phase (index into PHASES), how often it has been in each, and what the job writes from `FREE` on.
 """
@@ -37,6 +39,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from forked import IMPORTED_BEFORE
+from line_contexts import enter_context
 
 PHASES = ("none", "write", "fsync", "rename", "rotate")
 FREE = 8  # first number of a row that is the job's own
@@ -58,6 +61,7 @@ def run_job(request: dict[str, Any], number: int) -> dict[str, Any]:
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
+            enter_context(request["test"])
             _be_process(rank, world, folder, number, functools.partial(run, board, **request["arguments"]))
         pids.append(pid)
     codes = _watch(pids, board, request["kill"], request["seconds"])

@@ -276,6 +276,40 @@ def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
     assert len(notes) == 1
 
 
+@pytest.mark.parametrize("joined", [True, False], ids=["fused", "unfused"])
+def test_copies_of_fp16_weights_are_told_by_their_values(joined: bool) -> None:
+    """Without ZeRO, DeepSpeed's fp16 optimizers store 32-bit copies without names: of a group in one tensor, or apart.
+
+    A copy that is no parameter's leaves open whose the states are, and that is noted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (2, 2), "b": (3,), "c": (2, 2)}
+    copies = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    module = OrderedDict((name, copy.half()) for name, copy in copies.items())
+    parts = [[copies["c"], copies["a"]], [copies["b"]]]
+    if joined:
+        parts = [[torch.cat([copy.flatten() for copy in group])] for group in parts]
+    indices = iter(range(3))
+    groups = [{"lr": lr, "params": [next(indices) for _ in group]} for lr, group in zip((1, 2), parts, strict=True)]
+    flat = [copy for group in parts for copy in group]
+    state = {index: {"step": 4, "exp_avg": 10 * copy} for index, copy in enumerate(flat)}
+    saved: dict[str, Any] = {"optimizer_state_dict": {"param_groups": groups, "state": state}}
+    saved |= {"fp32_groups_flat": flat} if joined else {"fp32_groups": parts}
+    notes: list[str] = []
+    found = plain_groups({"module": module, "optimizer": saved}, notes)
+    assert [(group.settings["lr"], sorted(group.master_weights)) for group in found] == [(1, ["a", "c"]), (2, ["b"])]
+    for group in found:
+        for name, master in group.master_weights.items():
+            assert torch.equal(master.unpartitioned(), copies[name])
+            assert torch.equal(group.states[name]["exp_avg"].unpartitioned(), 10 * copies[name])
+            assert group.scalars[name]["step"] == 4
+    assert notes == []
+
+    module["b"] = module["b"] + 1
+    assert plain_groups({"module": module, "optimizer": saved}, notes) == []
+    assert len(notes) == 1
+
+
 def test_what_is_there_is_replaced_only_when_asked_and_only_if_known(model_folder: Path, tmp_path: Path) -> None:
     """A model is replaced whole, with none of its files left; a folder of other things never; an error leaves all."""
     out, source = tmp_path / "out", open_source(model_folder)

@@ -22,10 +22,13 @@ TABLES: dict[str, list[Row]] = {
     file.stem: importlib.import_module(file.stem).ROWS for file in sorted(Path(__file__).parent.glob("*_rows.py"))
 }
 ROWS = [row for rows in TABLES.values() for row in rows]
-# Added to the changed file of a copy: each process that runs it leaves its id.
+# Added to the changed file of a copy: each process that runs it leaves its id, and so does each fork of one.
 NOTE = """
 import os as _os, pathlib as _pathlib
-_pathlib.Path({folder!r}, str(_os.getpid())).touch()
+def _leave_id():
+    _pathlib.Path({folder!r}, str(_os.getpid())).touch()
+_leave_id()
+_os.register_at_fork(after_in_child=_leave_id)
 """
 
 _PATH = r"(?:single|ddp|zero\d(?:-cpu)?)"

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from cases import EPOCHS, PATHS, Case, case_for, width_for
+from line_contexts import enter_context
 from model import code_schedule, make_loader, make_model, parameter_groups
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
@@ -146,6 +147,7 @@ def main() -> None:
     for name in cases.split(","):
         gc.collect()
         gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+        enter_context(f"{name} on {device} {path}")
         try:
             result = run(device, path, case_for(path, name), nvme)
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the others

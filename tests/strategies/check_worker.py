@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from line_contexts import enter_context
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -69,6 +70,7 @@ def main() -> None:
         torch.manual_seed(0)
         dist.barrier()
         print(f"=== {name}", flush=True)
+        enter_context(f"{name} on {world}")
         try:
             check(folder)
             for _ in range(3):  # what autograd's objects hold, in C++, is garbage only when these are gone
