@@ -215,7 +215,7 @@ def check_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) 
                 safe_set_full_fp32_param(p, torch.zeros(getattr(p, "ds_shape", p.shape)))
 
         changes: list[Callable[[], Any]] = [
-            optimizer.eval,
+            *([] if is_zero(path) else [optimizer.eval]),  # ZeRO refuses it: the model's weights would not follow
             lambda: optimizer.double(),
             lambda: step(accelerator, model, optimizer, own_batch(1)),
             *([set_masters] if is_zero(path) else []),
