@@ -179,7 +179,8 @@ def run_check(
             items = [item for item in request.session.items if item.path.parent == worker.parent]
         if (worker, world) not in check_folders:
             check_folders[worker, world] = folder = tmp_path_factory.mktemp(f"{worker.parent.name}-{world}")
-            asked = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
+            calls = [getattr(item, "callspec", None) for item in items]
+            asked = [call.params for call in calls if call and "module" in call.params]
             chosen = [f"{check['module']}.{check['name']}" for check in asked if check.get("world", world) == world]
             run_processes(worker, world, ",".join(chosen), folder)
         outcomes = [json.loads(file.read_text()) for file in sorted(check_folders[worker, world].glob("rank-*.json"))]
