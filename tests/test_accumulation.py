@@ -581,27 +581,6 @@ def train(accelerator: Accelerator, fetched: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def main(store: str, rank: str, world: str, stage: str) -> None:
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    PartialState(cpu=True, init_method=f"file://{store}")
-    config = {"zero_optimization": {"stage": int(stage)}} if stage != "none" else None
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, config=config)
-    torch.testing.assert_close(train(accelerator, 4), train(accelerator, 1))
-    accelerator.end_training()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", ["none", "2"])
-def test_fetched_windows_train_the_same(run_processes, stage: str) -> None:
-    """Four batches at a time give the weights of an ordinary loop, under DDP and ZeRO, with a shorter window."""
-    run_processes(__file__, 2, stage)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:5])
-
-
 def test_a_backward_after_clipping_without_the_model() -> None:
     """An optimizer whose model is not prepared: the gradients add up, as in plain torch; in a shorter window not."""
     accelerator = Accelerator(cpu=True)
@@ -623,6 +602,7 @@ def test_a_backward_after_clipping_without_the_model() -> None:
             accelerator.backward(model(torch.ones(1)).sum())
         with pytest.raises(LoopError, match="must not be applied"):
             accelerator.backward(model(torch.ones(1)).sum())
+    accelerator.end_training()
 
 
 def test_optimizers_without_models_whose_windows_differ() -> None:
@@ -645,3 +625,25 @@ def test_optimizers_without_models_whose_windows_differ() -> None:
     assert [float(model.weight.detach()) for model in models] == pytest.approx(
         [-(2 + 3 + 4 + 5) / 4, -(1 + 2 + 3 + 4) / 4 - 5]
     )
+    accelerator.end_training()
+
+
+def main(store: str, rank: str, world: str, stage: str) -> None:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    PartialState(cpu=True, init_method=f"file://{store}")
+    config = {"zero_optimization": {"stage": int(stage)}} if stage != "none" else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, config=config)
+    torch.testing.assert_close(train(accelerator, 4), train(accelerator, 1))
+    accelerator.end_training()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", ["none", "2"])
+def test_fetched_windows_train_the_same(run_processes, stage: str) -> None:
+    """Four batches at a time give the weights of an ordinary loop, under DDP and ZeRO, with a shorter window."""
+    run_processes(__file__, 2, stage)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5])

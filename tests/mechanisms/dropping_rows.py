@@ -28,6 +28,14 @@ ROWS = [
         "Error",
     ),
     Row(
+        "what torch holds of a failed backward is released",
+        "strategies/base.py",
+        '        torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))',
+        "        pass",
+        checks("failure", "a_failed_backward_keeps_nothing", "ddp", "zero3"),
+        "assert _Kept.kept() is None",
+    ),
+    Row(
         "dropping off engines",
         PLAIN,
         "        self.optimizer.zero_grad(set_to_none=True)\n",

@@ -76,6 +76,14 @@ ROWS = [
         "DID NOT RAISE",
     ),
     Row(
+        "a loss is divided by the window of the models that accumulate() names",
+        "loop/training_loop.py",
+        "share_divisor(named or [training.window for training in trainings])",
+        "trainings[0].window.steps",
+        joint_checks("together", "gradients_of_another_window", "ddp", "zero2"),
+        "off by",
+    ),
+    Row(
         "one loss has one scale",
         "loop/training_loop.py",
         "    _share_loss_scale(trainings)\n    named",
