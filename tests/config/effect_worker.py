@@ -119,6 +119,8 @@ class Calls:
 
 def plain(value: Any, depth: int = 0) -> Any:
     """A plain value as text; of others their type."""
+    if isinstance(value, int) and value > 2**40:
+        return "<an address>"  # as `id` gives it
     if isinstance(value, _PLAIN):
         return repr(value)[:200]
     if isinstance(value, torch.Tensor):

@@ -143,9 +143,9 @@ def test_what_has_no_effect_is_logged_by_the_launcher(
         "from zero_plugin.config.document import from_environment\n"
         "print('handed over:', from_environment(os.environ).notes)\n"
     )
-    done = launch("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "show.py")
+    done = launch("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "--quiet", "show.py")
     assert "handed over: ()" in done.stdout
-    said = 'c.yaml:3:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:2:1'
+    said = 'warning: c.yaml:3:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:2:1'
     assert done.stderr.count(said) == 1
 
 

@@ -94,11 +94,13 @@ def _start(
     Raises:
         Exit: with the exit code of the workers.
     """
-    found, document = [note.remark for note in document.notes], replace(document, notes=())
+    found, document = document.notes, replace(document, notes=())
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
     show_messages(quiet=bool(flags.get("quiet")), prefix="")
     of_spec = [*([describe_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
-    for note in [*notes, *found, *of_spec]:
+    for problem in found:
+        _logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.remark)
+    for note in [*notes, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):
         print(shell_script(spec))
