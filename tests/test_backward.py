@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from zero_plugin.config.resolve.facts import Facts
+from zero_plugin.data.active import ActiveLoaders, LoaderProgress
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.training_loop import run_backward
-from zero_plugin.loop.window import LoaderProgress, TogetherWindows, Window
+from zero_plugin.loop.window import TogetherWindows, Window
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.tensors.wrappers import find_leaves
 
@@ -132,13 +133,14 @@ class Epoch:
 
 def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch]:
     """Two trainings in an epoch, each with its own accumulation."""
-    trainings, epoch = make_trainings(2), Epoch(length)
+    trainings, epoch, running = make_trainings(2), Epoch(length), ActiveLoaders()
     for training, count in zip(trainings, steps, strict=True):
-        training.window = Window(count, training.session, LoaderProgress(lambda: epoch))
+        training.window = Window(count, training.session, LoaderProgress(running=running))
         training.watches = False
         training.watch_gradients()
         assert training.optimizer is not None
         training.optimizer.run_in(training.window)
+    running.enter(epoch)
     return trainings, epoch
 
 
