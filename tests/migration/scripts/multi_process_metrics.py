@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 DIFFERENCES = {
     "samples_outside_the_loop": (
         (2,),
-        "`gather_for_metrics` where repeated samples cannot be detected: "
-        "outside the loop, or of rows that are not samples",
+        (
+            "`gather_for_metrics` where repeated samples cannot be detected: "
+            "outside the loop, or of rows that are not samples"
+        ),
     ),
 }
 
