@@ -110,7 +110,9 @@ def test_a_mutant_is_caught_by_a_test_that_runs_its_line(tmp_path: Path) -> None
     check = "tests/strategies/test_every_path.py::test_check[loop-1-single-backward_never_steps]"
     lines = record(tmp_path / "recording", [("tests/loop/test_window.py", check, "-k", "FAILED-False or never_steps")])
     source = (ROOT / PACKAGE / WINDOW).read_text().splitlines()
-    counts = next(mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == "self._since_step += 1")
+    counts = next(
+        mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == "self._since_step += 1"
+    )
     assert check in [test.node for test in lines.tests_of(counts)]
     fails = "raise LoopError(FAILED_BACKWARD)"
     refusal = next(mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == fails)
