@@ -275,8 +275,8 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
 def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
     """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
 
-    The disk has all of it before it gets the name, whoever wrote it here. Files in `target` that were no part of the
-    checkpoint there stay.
+    The disk has all of it before it gets the name, also what other processes of this machine wrote. Files in `target`
+    that were no part of the checkpoint there stay.
 
     Args:
         draft: what `open_draft` has given.
@@ -504,7 +504,7 @@ def _beside(target: Path, state: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content, whoever wrote it here, or the names in a folder."""
+    """Wait until the disk has a file's content, also if another process wrote it, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

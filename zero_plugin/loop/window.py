@@ -140,9 +140,8 @@ class Window:
         self._by_context = False  # this window's micro-batches are counted by accumulate()
         self.is_decided = False
         self.ends_here = True  # before the first micro-batch, as after a window
-        self._own = MicroBatches(
-            steps
-        )  # its divisor is their number, by the length of the epoch when the window opened
+        # Its divisor is the number of micro-batches, by the length of the epoch when the window opened.
+        self._own = MicroBatches(steps)
         self._most = steps  # their number if the epoch is longer than its length said
         # Those of other models' windows that the accumulated gradients are of too, and what was multiplied in since.
         self._foreign: dict[MicroBatches, float] = {}

@@ -129,13 +129,8 @@ class EngineSession(Session):
             self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
             # A script may also call the module itself.
             self._hooks.append(self.module.register_forward_pre_hook(self._renew_inferred, prepend=True))
-        # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
-        # every output, and divide the gradients by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
-        engine._backward_prologue = self._pass_outputs
-        engine._backward_prologue_per_tensor = self._pass_output
-        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
-        engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
+        self._replace_calls()
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
         fix_swapping(engine)
@@ -143,6 +138,16 @@ class EngineSession(Session):
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
+
+    def _replace_calls(self) -> None:
+        """Replace the engine's methods that would run a backward or a step outside of the session."""
+        engine = self.engine
+        # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
+        # every output, and divide the gradients by the accumulation steps.
+        engine._backward_prologue = self._pass_outputs
+        engine._backward_prologue_per_tensor = self._pass_output
+        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
+        engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 
     def load_given_states(self, states: GivenStates) -> None:
         """Load the states that the optimizer had before it was partitioned. Collective.
