@@ -6,6 +6,7 @@ import itertools
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from zero_plugin.launch.spec import Rendezvous
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = range(10)  # of a machine in the store, while it need not wait
+STEPS = range(10)  # of a machine in the store; a look that it repeats is none
 LATE_S = 0.4  # several looks of the others
-_machine = threading.local()  # which one this thread is, and how far
+_machine = threading.local()  # which one this thread is, and what it has done
+_looks_since_death: Counter[str] = Counter()  # by meeting
 
 
 class Killed(BaseException):
@@ -36,12 +38,28 @@ class WatchedStore:
         self._store = PrefixStore(f"{_machine.meeting}/{prefix}", store)
 
     def __getattr__(self, name: str) -> Any:
-        _machine.step += 1
-        if _machine.step == _machine.held_up_at:
-            if _machine.dies:
-                raise Killed
-            time.sleep(LATE_S)
-        return getattr(self._store, name)
+        def call(*arguments: Any) -> Any:
+            if (name, str(arguments)) not in _machine.steps:
+                _machine.steps.append((name, str(arguments)))
+                self._hold_up()
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+    def _hold_up(self) -> None:
+        if len(_machine.steps) - 1 != _machine.held_up_at:
+            return
+        if _machine.dies:
+            _looks_since_death[_machine.meeting] = 1
+            raise Killed
+        time.sleep(LATE_S)
+
+
+def seconds_since_death() -> float:
+    """The clock of a machine: it stands still until another is killed, and then moves with each look at it."""
+    if looks := _looks_since_death[_machine.meeting]:
+        _looks_since_death[_machine.meeting] += 1
+    return 0.3 * looks
 
 
 @pytest.fixture
@@ -57,7 +75,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def meet(meeting: str, endpoint: str, machine: tuple[int, int], held_up_at: int, dies: bool) -> str:
     """How it ends for a machine: "met", "killed", or the error."""
-    _machine.meeting, _machine.step, _machine.held_up_at, _machine.dies = meeting, -1, held_up_at, dies
+    _machine.meeting, _machine.steps, _machine.held_up_at, _machine.dies = meeting, [], held_up_at, dies
     rank, machines = machine
     waits = Rendezvous("static", endpoint, "", {"rank": rank, "timeout": 1.5 if dies else 60})
     try:
@@ -110,6 +128,8 @@ def test_one_machine_too_many(endpoint: str) -> None:
 def test_a_machine_that_is_killed_while_they_meet(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one ends within its time, and names it; it goes on only if the lost one had seen both."""
     monkeypatch.setattr("zero_plugin.launch.rendezvous._FAREWELL_S", 0.2)
+    clock = SimpleNamespace(monotonic=seconds_since_death, sleep=time.sleep)
+    monkeypatch.setattr("zero_plugin.launch.rendezvous.time", clock)
     told = {"came, but does not answer any more": 0, "did not come": 0, "met": 0}
     for ends in hold_up_each(endpoint, [(0, 2), (1, 2)], dies=True):
         lost = ends.index("killed")
