@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import types
@@ -247,6 +248,61 @@ def check_sparse_gradients(path: str) -> None:
             accelerator.backward(model(torch.tensor([1, 2])).square().mean())
             optimizer.step()
             assert optimizer.applied_steps == 1
+
+
+def check_a_forward_that_scales_weights(path: str) -> None:
+    """`Embedding(max_norm=…)` writes into its weights: ZeRO would lose that, DDP's processes would differ."""
+    for trained in (True, False):
+        with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
+            net = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), make_net())
+            net[0].requires_grad_(trained)
+            sgd = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+            if is_zero(path) and trained:
+                words = ("0 (Embedding)", "max_norm")
+                raised(LoopError, *words, by=functools.partial(accelerator.prepare, net, sgd))
+                continue
+            accelerator.prepare(net, sgd)
+            is_first = accelerator.is_main_process
+        assert ("max_norm" in said.getvalue()) == (trained and path == "ddp" and is_first), said.getvalue()
+
+
+def check_hooks_that_change_gradients(path: str) -> None:
+    """A step_pre_hook that does is warned of under ZeRO, whose gradients it does not see; elsewhere it is applied."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def halve(of: Any, *_: Any) -> None:
+            for p in (p for group in of.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(0.5)
+
+        sgd.register_step_pre_hook(halve)
+        optimizer.register_step_pre_hook(halve)
+        for i in range(2):
+            loss_of(plain, global_batch(i)).backward()
+            sgd.step()
+            sgd.zero_grad()
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained, is_first = weights(accelerator, model), accelerator.is_main_process
+    if not is_zero(path):
+        assert_near(trained, plain.state_dict(), 1e-5)
+    assert ("step_pre_hook" in said.getvalue()) == (is_zero(path) and is_first), said.getvalue()
+
+
+def check_a_copy_of_a_model_that_trains(path: str) -> None:
+    """An averaged model starts as `copy.deepcopy` of the module: it holds nothing of the engine, and computes."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        with accelerator.whole_weights(model):
+            copied = copy.deepcopy(accelerator.unwrap_model(model))
+            assert_near(copied.state_dict(), accelerator.unwrap_model(model).state_dict())
 
 
 def check_sparse_gradients_of_a_function(path: str) -> None:

@@ -193,13 +193,18 @@ class AcceleratedOptimizer(Optimizer):
         self.acted = self.window.count_step(has_stepped=self.applied_steps > 0)
         if not self.acted:
             return
-        if kept is not None and kept not in self._mentioned:
-            self._mentioned.add(kept)
-            announce(f"{kept}. Call optimizer.zero_grad() after each step().")
+        if kept is not None:
+            self._mention_once(f"{kept}. Call optimizer.zero_grad() after each step().")
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         try:
             culprit = self.window.first_nonfinite() if last_chance else None
             self._await_copy()
+            if self._pre_hooks and not self.session.unpartitioned_gradients:
+                self._mention_once(
+                    "a step_pre_hook runs before ZeRO has put the gradients together: p.grad in the optimizer's groups "
+                    "is None, or that of this process alone. To change gradients, use p.register_hook(lambda gradient: "
+                    "…) before the forward."
+                )
             for hook in tuple(self._pre_hooks.values()):
                 if hook(self, (), {}) is not None:
                     raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
@@ -322,6 +327,11 @@ class AcceleratedOptimizer(Optimizer):
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call `hook(optimizer, args, kwargs)` after each applied step, as torch's method does; under ZeRO once."""
         return self._register(hook, self._post_hooks, "register_step_post_hook")
+
+    def _mention_once(self, text: str) -> None:
+        if text not in self._mentioned:
+            self._mentioned.add(text)
+            announce(text)
 
     def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
         if self.session.unpartitioned_gradients and has_step_hooks(self.optimizer):

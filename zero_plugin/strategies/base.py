@@ -509,6 +509,20 @@ class Strategy(ABC):
         return nullcontext()
 
 
+def describe_renormalizing(model: nn.Module) -> str | None:
+    """Name the first embedding whose forward writes into its weights, and their number; None if there is none."""
+    names = [
+        f"{name or 'root'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is not None
+        and module.weight.requires_grad
+    ]
+    if not names:
+        return None
+    return f"the forward of {len(names)} embeddings with max_norm writes into their weights, e.g. that of {names[0]}"
+
+
 def release_failed_backward() -> None:
     """Free what torch still holds of a backward of this thread that raised.
 

@@ -17,9 +17,10 @@ from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy, describe_renormalizing
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
@@ -143,6 +144,11 @@ class DdpStrategy(Strategy):
             _log.info(
                 f"the {type(module).__name__} was prepared without an optimizer: DDP allocates memory for its "
                 "gradients; prepare_model(model, evaluation_mode=True) avoids that, and so does a frozen model"
+            )
+        if trains and (which := describe_renormalizing(module)) is not None:
+            announce(
+                f"{which}: each process scales the rows that its own batch reads, so that the weights differ between "
+                "the processes. Build them without max_norm, and scale the rows in the forward."
             )
         model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
         return torch_session(model, request, optimizer, self.handlers)

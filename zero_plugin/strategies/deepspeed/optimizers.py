@@ -19,7 +19,7 @@ from torch.optim.adagrad import adagrad
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.strategies.base import SessionRequest
+from zero_plugin.strategies.base import SessionRequest, describe_renormalizing
 from zero_plugin.strategies.optimizer_only import StepInParts
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
@@ -387,7 +387,8 @@ def refuse_unfit(request: SessionRequest) -> None:
 
     Raises:
         ConfigError: the configuration asks for what DeepSpeed's own launcher alone makes possible.
-        LoopError: parameters are already partitioned, or of a dtype that ZeRO does not train; or gradients are sparse.
+        LoopError: parameters are already partitioned, or of a dtype that ZeRO does not train; gradients are
+            sparse; or a forward writes into weights.
     """
     _refuse_partitioned(request)
     _refuse_wide_types(request.model)
@@ -396,6 +397,12 @@ def refuse_unfit(request: SessionRequest) -> None:
     _refuse_writer(request.resolved)
     if request.optimizer is not None:
         _refuse_sparse_gradients(request.model)
+        if (which := describe_renormalizing(request.model)) is not None:
+            raise LoopError(
+                f"prepare() got a {type(request.model).__name__} that ZeRO cannot train: {which}, and the step would "
+                "overwrite that by its own copy.\nBuild them without max_norm, and scale the rows in the forward, or "
+                "train without DeepSpeed (distributed_type: MULTI_GPU)."
+            )
 
 
 def _refuse_partitioned(request: SessionRequest) -> None:

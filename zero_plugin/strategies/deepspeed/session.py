@@ -128,7 +128,9 @@ class EngineSession(Session):
             self._fetched = [p for p in self._partitioned if not p.ds_persist]
             self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
             # A script may also call the module itself.
-            self._hooks.append(self.module.register_forward_pre_hook(self._renew_inferred, prepend=True))
+            renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine
+            hook = self.module.register_forward_pre_hook(lambda *_: (method := renew()) and method(), prepend=True)
+            self._hooks.append(hook)
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         self._replace_calls()
         compute_in(engine, engine.get_data_types()[0])
