@@ -67,9 +67,11 @@ _OF_AIO_HANDLE = tuple(
 )
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
-# In names of files and folders: time, machine, process; of objects that are printed, the address.
+# In names of files and folders: time, machine, process; of objects that are printed, the address; free memory; and the
+# numbers of layers, of which a module prints those in one line that took equally long.
 _OF_THIS_PROCESS = re.compile(
     r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+|(?<= at 0x)[0-9a-f]+"
+    r"|(?<=\(available=)\d+|(?<= \()\d+(-\d+)?(?=\): )"
 )
 _HEAD = re.compile(r"^\[[\d-]+ [\d:,]+\] (\[\w+\] \[[^]]*\] )?")  # of what DeepSpeed logs
 _CONFIGURATION = re.compile(r"^\[[\d-]+ [\d:,]+\] \[INFO\] \[config\.py:")

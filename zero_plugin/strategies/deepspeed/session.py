@@ -124,13 +124,7 @@ class EngineSession(Session):
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
         if engine.zero_optimization_partition_weights():
-            self._hooks += refuse_partitioned_states(self.module)
-            self._fetched = [p for p in self._partitioned if not p.ds_persist]
-            self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
-            # A script may also call the module itself.
-            renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine
-            hook = self.module.register_forward_pre_hook(lambda *_: (method := renew()) and method(), prepend=True)
-            self._hooks.append(hook)
+            self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         self._replace_calls()
         compute_in(engine, engine.get_data_types()[0])
@@ -471,6 +465,16 @@ class EngineSession(Session):
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             raise second_backward(self.module)
         return gradient
+
+    def _watch_fetches(self) -> None:
+        """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
+        self._hooks += refuse_partitioned_states(self.module)
+        self._fetched = [p for p in self._partitioned if not p.ds_persist]
+        self._hooks.append(self.engine.register_forward_pre_hook(self._note_fetch))
+        renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine
+        # A script may also call the module itself.
+        hook = self.module.register_forward_pre_hook(lambda *_: (method := renew()) and method(), prepend=True)
+        self._hooks.append(hook)
 
     def _watch_parameters(self) -> None:
         """Make a backward that the session did not start raise at the first parameter that it reaches."""
