@@ -27,8 +27,8 @@ ROWS = [
     Row(
         "a step waits for the copy of what it changes",
         "loop/optimizer.py",
-        "            self._await_copy()\n            for hook",
-        "            for hook",
+        "            self._await_copy()\n            if self._pre_hooks",
+        "            if self._pre_hooks",
         checks("asynchronous", "what_a_script_changes_meanwhile_is_not_in_it", "single"),
         "was changed while it was copied",
         processes=1,
