@@ -70,6 +70,26 @@ def check_the_order_is_process_0_s() -> None:
         assert epochs == alone, f"loader {index}: what one process with process 0's random state sees"
 
 
+def check_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
+    """A look at the first batches leaves a generator of the script's own where it leaves it in one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for samples, workers in ((8 * world, 0), (8 * world + 3, 0), (9 * world, 2)):
+        generator = torch.Generator()
+        per_process = DataLoader(range(samples), 2, shuffle=True, generator=generator, num_workers=workers)
+        together = DataLoader(range(samples), 2 * world, shuffle=True, generator=generator, num_workers=workers)
+        shared = prepared(per_process)
+        for left_after in (1, 2):
+            generator.manual_seed(60 + rank)
+            for _, _ in zip(range(left_after), shared, strict=False):
+                pass
+            order = [union(shared), union(shared)]
+            generator.manual_seed(60)
+            for _, _ in zip(range(left_after), together, strict=False):
+                pass
+            alone = [[value for batch in together for value in batch.tolist()] for _ in "ab"]
+            assert order == alone, f"{samples} samples, {workers} workers, left after {left_after}"
+
+
 def union(loader: DataLoaderShard) -> list[int]:
     """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
     steps = gather_object([[batch.tolist()[: loader.real_samples] for batch in loader]])
@@ -264,6 +284,7 @@ def check_a_sampler_that_learns_is_asked_step_by_step() -> None:
 
 CHECKS = [
     check_the_order_is_process_0_s,
+    check_an_epoch_that_is_left_draws_no_more_than_torch,
     check_streams_of_different_length_stop_together,
     check_each_sample_is_read_once,
     check_loops_inside_loops,

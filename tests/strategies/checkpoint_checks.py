@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_checks import prepared, wide_net, zero3
-from paths import FURTHER, PAIR, assert_near, loss_of, make_net, own_batch, running, same, weights
+from paths import FURTHER, PAIR, assert_near, is_zero, loss_of, make_net, own_batch, raised, running, same, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,6 +58,52 @@ def check_back_in_the_same_run(path: str, folder: Path) -> None:
         assert again == first + second
         assert same(weights(accelerator, model), end)
         assert optimizer.applied_steps == 4
+
+
+class _Averaging(torch.optim.Optimizer):
+    """Counts its steps under a name of its own and, on request, keeps gradients in lists of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, lists: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.lists = lists
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Plain descent along the mean of the last gradients."""
+        self.state["count"] = count = self.state.get("count", 0) + 1
+        self.state["sum"] = self.state.get("sum", torch.zeros(())) + 1 / count
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                own = self.state[p]
+                own["mean"] = own.get("mean", torch.zeros_like(p)).lerp(p.grad, 1 / count)
+                p.sub_(group["lr"] / self.state["sum"].item() * own["mean"])
+                if self.lists:
+                    own["last"] = [p.grad.clone(), *own.get("last", [])[:2]]
+                    p.sub_(0.01 * sum(own["last"]))  # type: ignore[arg-type]
+
+
+def check_states_of_an_optimizers_own(path: str, folder: Path) -> None:
+    """A count under a name is saved; so are lists of a parameter where it is stepped whole, else they are an error."""
+    for lists in (False, True):
+        with running(path, deepspeed={"zero_allow_untested_optimizer": True}) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, _Averaging(net.parameters(), lists=lists))
+            for index in range(2):
+                step(accelerator, model, optimizer, own_batch(index))
+            if lists and is_zero(path) and path != "zero0":
+                raised(CheckpointError, "'last'", "list", by=lambda: accelerator.save_state(folder / "lists"))
+                return
+            accelerator.save_state(folder / str(lists))
+            end = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)]
+            accelerator.load_state(folder / str(lists))
+            assert [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)] == end
+        with running(path, deepspeed={"zero_allow_untested_optimizer": True}) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, _Averaging(net.parameters(), lists=lists))
+            accelerator.load_state(folder / str(lists))
+            assert [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)] == end
 
 
 def check_failure_on_one_is_everyones(path: str, folder: Path) -> None:
@@ -334,6 +380,7 @@ CHECKS = {
     )
     for function, paths in (
         (check_back_in_the_same_run, (*PAIR, *FURTHER)),
+        (check_states_of_an_optimizers_own, (*PAIR, *FURTHER)),
         (check_failure_on_one_is_everyones, ("zero3",)),
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),

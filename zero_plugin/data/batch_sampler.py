@@ -328,7 +328,9 @@ class BatchSamplerShard(_AroundBatchSampler):
         if self._report_dropped is None or self.num_processes == 1 or _is_sequential(self.batch_sampler):
             batches = self._drawn()
         else:
-            batches = _drawn_by_main(self._drawn, self._batches_per_broadcast())
+            step = 1 if self.split_batches else self.num_processes
+            sure = len(self.batch_sampler) if is_torchs_own(self.batch_sampler) else 0
+            batches = _drawn_by_main(self._drawn, step, together=sure - step)
         if not self._batched:
             batches = ([item] for item in batches)
         left = sys.maxsize if self._real is None else self._real
@@ -337,11 +339,6 @@ class BatchSamplerShard(_AroundBatchSampler):
                 counts.append((share.samples, min(share.real, left)))
                 yield share.indices if self._batched else share.indices[0]
             left = max(0, left - share.samples)
-
-    def _batches_per_broadcast(self) -> int:
-        if is_torchs_own(self.batch_sampler):
-            return _BATCHES_PER_BROADCAST
-        return 1 if self.split_batches else self.num_processes
 
     def _drawn(self) -> Iterator[Any]:
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
@@ -445,12 +442,22 @@ def is_torchs_own(sampler: Any) -> bool:
     return type(sampler) in _TORCHS_OWN
 
 
-def _drawn_by_main(draw: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
+def _drawn_by_main(draw: Callable[[], Iterator[Any]], step: int, together: int) -> Iterator[Any]:
+    """The batches that process 0 draws, sent to all.
+
+    Args:
+        draw: begins to draw.
+        step: batches of a step of all processes.
+        together: how many of them to send a thousand at a time, the others step by step. The last step is not among
+            them: in it a random sampler with the script's own generator may draw once more than in all before.
+    """
     iterator = draw() if process_index() == 0 else iter(())
     while True:
-        drawn: list[Any] = broadcast_object_list([list(islice(iterator, at_once))])[0]
+        count = min(together, _BATCHES_PER_BROADCAST) if together > 0 else step
+        together -= count
+        drawn: list[Any] = broadcast_object_list([list(islice(iterator, count))])[0]
         yield from drawn
-        if len(drawn) < at_once:
+        if len(drawn) < count:
             return
 
 

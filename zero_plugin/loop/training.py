@@ -25,7 +25,14 @@ from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.window import Window
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.optimizer_states import algorithm_of, describe_groups, restore_groups, state_scalars
+from zero_plugin.strategies.optimizer_states import (
+    algorithm_of,
+    describe_groups,
+    further_states,
+    restore_further_states,
+    restore_groups,
+    state_scalars,
+)
 
 
 @dataclass
@@ -307,6 +314,7 @@ def describe_training(training: Training) -> dict[str, Any]:
         "algorithm": algorithm_of(session.optimizer),
         "groups": describe_groups(session.optimizer, pieces),
         "scalars": state_scalars(pieces),
+        "further_states": further_states(session.optimizer, pieces),
         "loss_scale": session.scale_state(),
         "reduction": session.reduction_state(),
         "applied_steps": training.optimizer.applied_steps,
@@ -344,6 +352,10 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
     left: list[str] = []
     if not restore_groups(session.optimizer, session.optimized_pieces(), saved["groups"]):
         left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
+    if "further_states" in saved:  # older checkpoints have none
+        pieces = session.optimized_pieces()
+        if names := restore_further_states(session.optimizer, pieces, saved["further_states"]):
+            left.append(f"states of {', '.join(names)} that belong to the whole parameter, which ZeRO has partitioned")
     session.restore_scale(saved["loss_scale"])
     training.optimizer.restore_counts(saved["applied_steps"], saved["skipped_in_a_row"])
     return left

@@ -6,9 +6,11 @@ to the partitions of an engine.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 from zero_plugin.tensors.modules import WEIGHT, Fragment, partition_of
+from zero_plugin.tensors.nested import map_leaves
 
 # DeepSpeed's CPU kernel has another name for the state of torch's Adagrad.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
@@ -26,6 +29,7 @@ _IMPLEMENTATION: Final = frozenset({"params", "fused", "foreach", "capturable", 
 
 StoredStates = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 Scalars = dict[str, dict[str, float]]
+FurtherStates = dict[str, dict[Any, Any]]  # "named": name → value; "of_parameters": parameter → state → value
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,55 @@ def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
             elif isinstance(value, int | float):
                 scalars.setdefault(piece.name, {})[key] = value
     return scalars
+
+
+def further_states(optimizer: Optimizer, pieces: Sequence[OptimizedPiece]) -> FurtherStates:
+    """What the optimizer keeps beside the tensors and numbers of its parameters.
+
+    Raises:
+        CheckpointError: something that is neither number nor text, of an optimizer that steps partitions: each process
+            has its own.
+    """
+    held: Mapping[Any, Any] = optimizer.state
+    named = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
+    found: FurtherStates = {"named": named, "of_parameters": {}}
+    for piece in pieces:
+        for key, value in piece.optimizer.state.get(piece.stepped, {}).items():
+            if not isinstance(value, Tensor | int | float | None):
+                found["of_parameters"].setdefault(piece.name, {})[key] = value
+    if not all(piece.is_whole for piece in pieces):
+        for owner, states in (("", found["named"]), *found["of_parameters"].items()):
+            for key, value in states.items():
+                is_number = isinstance(value, Tensor) and value.ndim == 0
+                if owner or not (is_number or isinstance(value, int | float | str | None)):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r}, a {type(value).__name__}, for "
+                        f"{owner or 'all parameters'} in its state, of which each process has another under ZeRO. Such "
+                        "an optimizer can be saved at stage 0 or under DDP only."
+                    )
+    return found
+
+
+def restore_further_states(optimizer: Optimizer, pieces: Sequence[OptimizedPiece], saved: FurtherStates) -> list[str]:
+    """Restore them; returns the parameters whose states a flat buffer cannot have."""
+    for own in {id(one): one for one in (optimizer, *(piece.optimizer for piece in pieces))}.values():
+        held: dict[Any, Any] = own.state
+        for key in [key for key in held if not isinstance(key, Tensor) and key not in saved["named"]]:
+            del held[key]
+        held.update(copy.deepcopy(saved["named"]))
+    left = []
+    for piece in pieces:
+        states = saved["of_parameters"].get(piece.name)
+        if states and piece.is_whole:
+            moved = map_leaves(partial(_on_device, piece.stepped.device), states)
+            piece.optimizer.state.setdefault(piece.stepped, {}).update(moved)
+        elif states:
+            left.append(piece.name)
+    return left
+
+
+def _on_device(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> None:

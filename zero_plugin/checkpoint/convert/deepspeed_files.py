@@ -423,6 +423,8 @@ def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[_TrainedGro
         notes.append("there is no optimizer in it")
         return []
     parameters = _parameters(model)
+    if named := [str(key) for key in saved.get("state", ()) if not isinstance(key, int)]:
+        notes.append(f"what the optimizer keeps under names in its state: {', '.join(named)}")
     has_copies = "fp32_groups_flat" in saved or "fp32_groups" in saved
     groups = _copied_groups(saved, parameters) if has_copies else _torch_groups(saved, parameters)
     if groups is None:

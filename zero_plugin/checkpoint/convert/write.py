@@ -301,6 +301,8 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
         )
     if len(source.scheduler_states) > 1:
         source.notes.append(f"{len(source.scheduler_states) - 1} more schedules: an engine has one")
+    if any((record.get("further_states") or {}).values()):
+        source.notes.append("what the optimizer keeps in its state beside tensors and numbers of parameters")
     if record["loss_scale"]:
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:

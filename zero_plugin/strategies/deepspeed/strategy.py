@@ -168,7 +168,8 @@ class DeepSpeedStrategy(Strategy):
             if optimizer is given and resolved.zero_stage == 0 and resolved.precision == "no":
                 states = None  # it steps the parameters themselves, so its states stay valid
             else:
-                given.state.clear()  # else each process would keep unpartitioned ones
+                for p in [key for key in given.state if isinstance(key, Tensor)]:
+                    del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
         engine = self._initialize(deepspeed, request, optimizer, parameters, config)
