@@ -104,8 +104,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place.get(item.path, last) if id(item) in starts else 0)
 
 
-def pytest_collection_finish() -> None:
-    """What the imports made stays: every `end_training` collects garbage, and would walk all of it each time."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The groups hold, and what the imports made stays: every `end_training` would walk all of it each time.
+
+    pytest-xdist 3.8 writes the groups into an attribute that pytest 9.2 does not read: each of its processes then runs
+    all that tests share, several times over.
+    """
+    if getattr(session.config.option, "loadgroup", False):
+        ungrouped = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group")]
+        ungrouped = [node for node in ungrouped if node.rfind("@") < node.rfind("::")]
+        assert not ungrouped, f"pytest-xdist does not group tests with this pytest: {ungrouped[:3]}"
     gc.freeze()
 
 
