@@ -209,6 +209,14 @@ def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
     return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
 
+@pytest.fixture(autouse=True)
+def _leaves_no_group() -> Iterator[None]:
+    """A test leaves no process group in this process: programs that later tests start would take it for their own."""
+    yield
+    rank = os.environ.pop("RANK", None)
+    assert rank is None, "the test has started a process group and left it; see ends_processes"
+
+
 @pytest.fixture
 def ends_processes() -> Iterator[None]:
     """For tests that leave an `Accelerator` to itself: its process group would be the next test's of this process."""

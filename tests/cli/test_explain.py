@@ -353,6 +353,10 @@ def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Pat
 def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
     """With a model and stated memory the open stage and devices are the plan's, with reasons; else they wait."""
     (tmp_path / "auto.yaml").write_text(AUTO)
+    code, _, errors = explain("auto.yaml", "--sequence_length=64")
+    assert code == 2
+    assert "--sequence_length" in errors
+    assert "--model FOLDER" in errors
     config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 8000}))

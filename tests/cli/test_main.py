@@ -177,11 +177,12 @@ def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path, lines_of: 
     """`--dry_run` starts nothing; its output, run by a shell, runs the script in the same environment, and restarts."""
     (tmp_path / "a.py").write_text(RESTARTED)
     arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3", "--num_processes", "2", "--max_restarts", "1"]
-    done = run(*arguments, "--dry_run", "a.py", "it's $HOME", folder=tmp_path)
+    done = run(*arguments, "--monitor_interval", "0.2", "--dry_run", "a.py", "it's $HOME", folder=tmp_path)
     assert done.returncode == 0
     assert not (tmp_path / "ran").exists()
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("python -m zero_plugin.launch.rendezvous --nnodes=1 --nproc-per-node=2")
+    assert " --monitor-interval=0.2 " in lines[-1]
     assert all(line.startswith(("#", "export ")) for line in lines[:-1])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shell = subprocess.run(

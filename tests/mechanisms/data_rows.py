@@ -34,8 +34,8 @@ ROWS = [
     Row(
         "a sampler that learns is asked step by step",
         "data/batch_sampler.py",
-        "        return 1 if self.split_batches else self.num_processes",
-        "        return _BATCHES_PER_BROADCAST",
+        "            sure = len(self.batch_sampler) if is_torchs_own(self.batch_sampler) else 0",
+        "            sure = len(self.batch_sampler)",
         (PROCESSES,),
         "in check_a_sampler_that_learns_is_asked_step_by_step",
     ),

@@ -24,6 +24,8 @@ from zero_plugin.utils.operations import (
     reduce,
 )
 
+pytestmark = pytest.mark.usefixtures("ends_processes")
+
 Pair = namedtuple("Pair", "left right")
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import typed_flags, typed_options, with_launch_flags, with_options
+from zero_plugin.cli.launch_flags import LENGTH_ALONE, typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
@@ -167,6 +167,8 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
     options = typed_options(Options, typed)
     if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
+    if options.sequence_length is not None and options.model is None:
+        raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
     facts, flags = options.facts, typed_flags(ctx)
     ours = _explain_file(options.file, flags, options, facts)
     if options.diff is not None:

@@ -65,6 +65,8 @@ _SWITCHES: Final[Mapping[str, str]] = {
     "quiet": "Log only warnings and errors.",
 }
 
+LENGTH_ALONE: Final = "it is for --model, which is not given, and has no effect without it. Write --model FOLDER too."
+
 
 @functools.cache
 def launch_flags() -> Mapping[str, Any]:

@@ -173,6 +173,7 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
         "node-rank": rendezvous.options.get("rank"),
         "local-addr": rendezvous.local_address,
         "role": settings.role if settings.role != "default" else None,
+        "monitor-interval": settings.monitor_interval if settings.monitor_interval != 0.1 else None,
         "log-dir": settings.log_dir,
         "tee": spec.streams if spec.streams != "0" else None,
     }
