@@ -239,7 +239,8 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
     """A signal that comes while torch makes the copies counts when they are made.
 
     torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
-    logging locked for ever, since it is logging's lock that Python holds there.
+    logging locked for ever, since it is logging's lock that Python holds there. A copy forgets what it receives before
+    Python has begun in it, so that it is blocked there until `_work`.
     """
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
@@ -250,7 +251,11 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
         with own_signals() as may_handle:
             for number in ENDING_SIGNALS if may_handle else ():  # torch handles no signals in another thread
                 signal.signal(number, lambda number, _: received.append(number))
-            fork(workers)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+            try:
+                fork(workers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if received:
             signal.raise_signal(received[0])
 
@@ -307,6 +312,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
     _begin_copy(threads)
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     os.environ["FORK_LAUNCHED"] = "1"
     if cores:
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
