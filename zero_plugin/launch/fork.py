@@ -257,6 +257,8 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if received:
+            for copy in workers.pids().values():
+                os.kill(copy, signal.SIGKILL)
             signal.raise_signal(received[0])
 
     return replaced(MultiprocessContext, "_start", fork_undisturbed)
