@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import multiprocessing
 import pickle
 import random
 
@@ -89,6 +91,21 @@ def test_copies_and_pickles_go_their_own_way(data, dispatch: bool | None) -> Non
             assert (other.end_of_dataloader, other.batch_size) == (True, 4)
         next(iter(loader))
     assert loader.position == 0
+
+
+@pytest.mark.parametrize("data", [Numbers(40), Stream(40)])
+def test_a_loop_that_is_left_keeps_no_workers(data) -> None:
+    """They end with the loop, as plain torch's do, and not when garbage is collected, which would wait for each."""
+    loader = alone(DataLoader(data, batch_size=2, num_workers=2))
+    gc.disable()
+    try:
+        for step, _ in enumerate(loader):
+            if step == 3:
+                break
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

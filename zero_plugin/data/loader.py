@@ -436,6 +436,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             self._is_last = place.is_end = True
         finally:
             self.end()
+            if self._reading is reading:  # a loop that is left lets the wrapped loader's iterator, and its workers, end
+                self._is_last = bool(self._is_last)
+                self._reading = Reading()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict`.
