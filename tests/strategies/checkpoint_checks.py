@@ -11,7 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_checks import prepared, wide_net, zero3
-from paths import FURTHER, PAIR, assert_near, is_zero, loss_of, make_net, own_batch, raised, running, same, weights
+from paths import (
+    FURTHER,
+    PAIR,
+    assert_near,
+    is_zero,
+    listening,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint.tensor_files import RangeWriter
 from zero_plugin.distributed import collectives
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, LoopError
 
 
 def prepare(accelerator: Accelerator) -> tuple[Any, Any]:
@@ -48,7 +61,9 @@ def check_back_in_the_same_run(path: str, folder: Path) -> None:
         second = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
         end = weights(accelerator, model)
         accelerator.backward(loss_of(model, own_batch(9)))  # gradients that wait are dropped
-        accelerator.load_state(folder / "2")
+        with listening() as messages:
+            accelerator.load_state(folder / "2")
+        assert not accelerator.is_main_process or any("the step applies nothing" in message for message in messages)
         assert accelerator.sync_gradients  # as before the first micro-batch
         again = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
         assert again == second
@@ -104,6 +119,56 @@ def check_states_of_an_optimizers_own(path: str, folder: Path) -> None:
             model, optimizer = accelerator.prepare(net, _Averaging(net.parameters(), lists=lists))
             accelerator.load_state(folder / str(lists))
             assert [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)] == end
+
+
+def check_states_of_other_shapes(path: str, folder: Path) -> None:
+    """States that are smaller than their parameter, as Adafactor's sums of rows and columns, are saved and loaded."""
+    ends = []
+    for again in (False, True):
+        with running(path) as accelerator:
+            net = wide_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.Adafactor(net.parameters(), lr=0.1))
+            if again:
+                accelerator.load_state(folder / "2")
+            else:
+                for index in range(2):
+                    step(accelerator, model, optimizer, own_batch(index))
+                accelerator.save_state(folder / "2")
+            ends.append([step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)])
+    assert ends[0] == ends[1]
+
+
+def check_a_new_layer(path: str, folder: Path) -> None:
+    """A layer that the checkpoint lacks; where it is stepped with others, it has their count, and that is told."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        accelerator.save_state(folder / "1")
+    with running(path) as accelerator:
+        net = make_net()
+        net.append(nn.Linear(net[-1].out_features, net[-1].out_features))
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        report = accelerator.load_state(folder / "1", strict=False)
+        told = [
+            line
+            for line in report.not_restored
+            if line.startswith(f"step of {len(net) - 1}.weight, which had none: it is 1")
+        ]
+        assert len(told) == (is_zero(path) and path != "zero0")
+
+
+def check_a_forward_after_the_end(path: str, folder: Path) -> None:
+    """Of a model that stays partitioned it is an error that says so; a new preparation of the model makes it run."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        net = accelerator.unwrap_model(model)
+        accelerator.end_training()
+        with torch.no_grad():
+            raised(LoopError, "after its training has ended", "end_training()", by=lambda: net(own_batch(1)[0]))
+    with running(path) as accelerator:
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        step(accelerator, model, optimizer, own_batch(0))
 
 
 def check_failure_on_one_is_everyones(path: str, folder: Path) -> None:
@@ -381,6 +446,9 @@ CHECKS = {
     for function, paths in (
         (check_back_in_the_same_run, (*PAIR, *FURTHER)),
         (check_states_of_an_optimizers_own, (*PAIR, *FURTHER)),
+        (check_states_of_other_shapes, ("ddp", "zero0")),
+        (check_a_new_layer, ("ddp", "zero1", "zero2", "zero3", "zero2-cpu")),
+        (check_a_forward_after_the_end, ("zero3", "zero3-cpu")),
         (check_failure_on_one_is_everyones, ("zero3",)),
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),

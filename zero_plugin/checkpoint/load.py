@@ -87,7 +87,7 @@ def load_tensors(
 
         def prepare(pieces: list[OptimizedPiece]) -> None:
             if optimizer:
-                create_states(pieces, states, scalars)
+                missing.extend(create_states(pieces, states, scalars))
 
         with RangeReader(folder) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):

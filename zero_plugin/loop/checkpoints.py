@@ -115,8 +115,8 @@ class Checkpoints:
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         if any(is_inside_window(training) for training in self._prepared.trainings):
             _log.info(
-                "save_state inside an accumulation window: its gradients so far are not in the checkpoint. Save where "
-                "accelerator.sync_gradients is True, after optimizer.step()."
+                "save_state before the optimizer.step() of an accumulation window: its gradients so far are not in the "
+                "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
             )
         run = self._lineages.own(target.parent)
         states = collectives.gather_object([random_state()])
@@ -294,6 +294,11 @@ class Checkpoints:
         saved = all_or_none(lambda: {**read_nested(folder / "training"), "objects": read_nested(folder / "objects")})
         report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
         all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
+        if any(is_inside_window(training) for training in self._prepared.trainings):
+            _log.info(
+                "load_state before the optimizer.step() of an accumulation window: its gradients so far are dropped, "
+                "and the step applies nothing. Load before its first backward(), or after its optimizer.step()."
+            )
         loaded_by_hooks = self._run_load_hooks(folder)
         for index, (training, stored, record) in enumerate(
             zip(self._prepared.trainings, manifest.models, saved["models"], strict=True)

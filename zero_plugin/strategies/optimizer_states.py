@@ -67,7 +67,9 @@ class OptimizedPiece:
     def of(self, kind: str, tensor: Tensor) -> Fragment:
         """The fragment of the same piece in a tensor such as a state; it is empty while that is swapped out."""
         if self.is_whole:
-            return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), self.written)
+            own, size = self.stepped.numel(), tensor.numel()  # a state may have another size, as Adafactor's do
+            begin, end = self.written if size == own else (edge * size // max(own, 1) for edge in self.written)
+            return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), (begin, end))
         values = tensor.detach().view(-1)[self.offset : self.offset + self.count]
         return Fragment(kind, self.name, self.shape, self.start, values, self.written)
 
@@ -169,7 +171,7 @@ def _on_device(device: torch.device, leaf: Any) -> Any:
     return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
-def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> None:
+def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> list[str]:
     """Create the states that a checkpoint has in the optimizer, which would create them in its first step.
 
     Tensors are initialized with zeros, and must be loaded afterwards; numbers are those of the checkpoint. Each has the
@@ -180,7 +182,11 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
         pieces: the pieces of one optimizer, or of an optimizer and the one for what is not offloaded.
         stored: parameter → state → shape and dtype of the unpartitioned tensor.
         scalars: see `state_scalars`.
+
+    Returns:
+        Which numbers are not those of the checkpoint.
     """
+    changed: list[str] = []
     joined: dict[int, list[OptimizedPiece]] = {}
     for piece in pieces:
         joined.setdefault(id(piece.stepped), []).append(piece)
@@ -192,6 +198,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
         for piece in together:
             for key, number in scalars.get(piece.name, {}).items():
                 numbers[key] = max(number, numbers.get(key, number))
+        for piece in together:
+            for key, number in numbers.items():
+                if (own := scalars.get(piece.name, {}).get(key)) != number:
+                    had = "had none" if own is None else f"was {own:g}"
+                    changed.append(
+                        f"{key} of {piece.name}, which {had}: it is {number:g}, that of the parameters that are "
+                        "stepped in one flat buffer with it"
+                    )
         if not shapes and not numbers:
             continue
         example = present or _try_out(optimizer, together[0].group, stepped)
@@ -205,6 +219,7 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
             if key not in state and isinstance(value, int | float):
                 state[key] = value
         optimizer.state[stepped] = state
+    return changed
 
 
 def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from zero_plugin.strategies.deepspeed.states import (
     fetched_weights,
     gather_persistent,
     loading_into_engine,
+    refuse_forwards,
     refuse_partitioned_states,
     refuse_unreachable,
     release_gathered,
@@ -397,6 +398,8 @@ class EngineSession(Session):
         self.engine.destroy()  # which takes all that is in there for the states of tensors
         states.update(named)
         forget_module(self.module)
+        if self._partitioned:
+            refuse_forwards(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
         self.model = self.module

@@ -21,6 +21,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -417,6 +418,12 @@ def refuse_partitioned_states(module: nn.Module) -> list[Any]:
     ]
 
 
+def refuse_forwards(module: nn.Module) -> None:
+    """Make forwards raise as long as parameters are partitioned and no engine gathers them."""
+    for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
+        part.register_forward_pre_hook(_OwnHook(_refuse_forward), prepend=True)
+
+
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """Inside, partitioned parameters are unpartitioned on every process; rank 0's values are kept. Collective.
@@ -446,6 +453,15 @@ def _refuse_writing(module: nn.Module, *_: Any) -> None:
             f"load_state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned.\n"
             "Load before prepare(), or inside `with accelerator.whole_weights(model):`; what save_state() wrote, with "
             "accelerator.load_state(folder)."
+        )
+
+
+def _refuse_forward(module: nn.Module, *_: Any) -> None:
+    if not FWD_MODULE_STACK and any(map(_holds_partitions, module.modules())):
+        raise LoopError(
+            f"a forward of a {type(module).__name__} after its training has ended: ZeRO stage 3 has partitioned its "
+            "parameters, and nothing gathers them any more.\nEvaluate before accelerator.end_training(). Or write the "
+            "weights by accelerator.save_model(model, folder) before, and load them into a new model."
         )
 
 
