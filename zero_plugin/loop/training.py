@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zero_plugin.big_models.module_hooks import has_offloaded_params
@@ -174,11 +175,12 @@ def pair_models(
 
     Raises:
         LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
-            parameters, or a model is distributed over devices.
+            parameters, or a model is distributed over devices or not initialized.
     """
     _refuse_shared(models, prepared)
     for model in models:
         _refuse_device_map(model)
+        _refuse_uninitialized(model)
     owners: dict[int, Optimizer | DummyOptim] = {}
     for optimizer in optimizers:
         model = _model_of(optimizer, models)
@@ -299,6 +301,15 @@ def _refuse_device_map(model: nn.Module) -> None:
             f"prepare() got a {type(model).__name__} whose weights are on the device only during a forward "
             "(cpu_offload, disk_offload): they get no gradients.\nPrepare it without offload; if it does not fit, use "
             "ZeRO stage 3 with offload_param_device: cpu."
+        )
+
+
+def _refuse_uninitialized(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} whose {', '.join(lazy)} are not initialized: its lazy layers do not "
+            "know their sizes yet.\nRun the model once on a batch before prepare(), and build the optimizer after that."
         )
 
 
