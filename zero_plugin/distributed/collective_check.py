@@ -326,7 +326,7 @@ def _different(rank: int, progress: RankProgress) -> str:
     line = "" if progress.gone else f" ({progress.line})"
     return (
         f"process {rank} is in {progress.call}(){line}.\n"
-        "Both are collective: every process has to make the same calls in the same order."
+        "Both calls are collective: every process has to make the same collective calls in the same order."
     )
 
 
