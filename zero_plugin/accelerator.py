@@ -487,9 +487,11 @@ class Accelerator:
         if device_placement is None:
             device_placement = [None] * len(objects)
         elif len(device_placement) != len(objects):
-            raise ValueError(f"prepare(device_placement=…): found {len(device_placement)} for {len(objects)} objects.")
-        left = {id(o) for o, placed in zip(objects, device_placement, strict=True) if self._stays(placed)}
-        prepared = self._prepared.prepare(objects, left)
+            raise ValueError(
+                f"prepare() got {len(device_placement)} values of device_placement for {len(objects)} objects."
+            )
+        not_moved = {id(o) for o, placed in zip(objects, device_placement, strict=True) if self._stays(placed)}
+        prepared = self._prepared.prepare(objects, not_moved)
         return prepared if len(prepared) != 1 else prepared[0]
 
     def prepare_model(
@@ -502,8 +504,8 @@ class Accelerator:
             device_placement: False leaves the model on its current device.
             evaluation_mode: the model is never trained, so that no memory is allocated for its gradients.
         """
-        left = {id(model)} if self._stays(device_placement) else set()
-        prepared: nn.Module = self._prepared.prepare((model,), left, only_evaluates=evaluation_mode)[0]
+        not_moved = {id(model)} if self._stays(device_placement) else set()
+        prepared: nn.Module = self._prepared.prepare((model,), not_moved, only_evaluates=evaluation_mode)[0]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:  # noqa: ARG002
@@ -816,8 +818,8 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
         """Collect the unpartitioned weights and buffers in CPU memory; collective.
 
-        Tensors have the dtype that they are trained in. For a model with PEFT adapters only the adapters and other
-        trained parameters are collected.
+        Tensors have the dtype of the model's parameters, not that of fp32 master weights. For a model with PEFT
+        adapters only the adapters and other trained parameters are collected.
 
         Args:
             model: a prepared model, or any other.

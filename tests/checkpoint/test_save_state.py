@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
+from zero_plugin.checkpoint import load
 from zero_plugin.config.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 from zero_plugin.errors import CheckpointError
 
@@ -159,19 +160,27 @@ def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> No
         training.accelerator.load_state()
 
 
-def test_checksums_find_what_sizes_hide(make_training: Any, tmp_path: Path) -> None:
-    """One changed byte is found by `verify`; tensor, file and the checkpoint before it are named."""
+def test_checksums_find_what_sizes_hide(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One changed byte is found by `verify`; tensors (the first, if many), file and the older checkpoint are named."""
     training = make_training()
     training.steps(training.loader, 1)
     older = training.accelerator.save_state(tmp_path / "step_1")
     folder = training.accelerator.save_state(tmp_path / "step_2")
-    file = folder / "optimizer" / "exp_avg.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\(exp_avg\) in optimizer/exp_avg.safetensors differs") as e:
+
+    def damage(file: str) -> None:
+        content = bytearray((folder / file).read_bytes())
+        content[-1] ^= 1
+        (folder / file).write_bytes(content)
+
+    damage("optimizer/exp_avg.safetensors")
+    found = r"is damaged: the checksum does not match for .*\(exp_avg\) in optimizer/exp_avg.safetensors\.\n"
+    with pytest.raises(CheckpointError, match=found) as e:
         training.accelerator.load_state(folder, verify=True)
     assert str(older) in str(e.value)
+    damage("optimizer/exp_avg_sq.safetensors")
+    monkeypatch.setattr(load, "_SHOWN", 1)
+    with pytest.raises(CheckpointError, match=r"does not match for [^,]*safetensors and 1 more\.\n"):
+        training.accelerator.load_state(folder, verify=True)
 
 
 def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +346,7 @@ def test_what_does_not_fit_is_named(make_training: Any, tmp_path: Path) -> None:
     accelerator.free_memory()
     net = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9))
     accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(CheckpointError, match=r"trained with adamw, here it has sgd"):
+    with pytest.raises(CheckpointError, match=r"was saved with adamw, but this run uses sgd"):
         accelerator.load_state(folder)
     with pytest.raises(CheckpointError, match=r"3\.weight is in the checkpoint, not in the model"):
         accelerator.load_state(folder, weights_only=True)

@@ -197,7 +197,7 @@ def test_import_of_a_model_folder(tmp_path: Path) -> None:
     [
         (("inspect", "{}/none"), "none does not exist"),
         (("inspect", "{}/empty"), "a checkpoint of save_state"),
-        (("inspect", "{}/cut"), "model.safetensors is no safetensors file"),
+        (("inspect", "{}/cut"), "model.safetensors is not a readable safetensors file"),
         (("inspect", "{}/broken"), "manifest.json cannot be read"),
         (("export", "{}/none", "{}/out", "--to", "gguf"), "'deepspeed_universal'"),
         (("export", "{}/none", "{}/out", "--to", "hf"), "none does not exist"),

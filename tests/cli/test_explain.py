@@ -356,7 +356,7 @@ def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
     code, _, errors = explain("auto.yaml", "--sequence_length=64")
     assert code == 2
     assert "--sequence_length" in errors
-    assert "--model FOLDER" in errors
+    assert "it has an effect only with --model. Add --model FOLDER." in " ".join(errors.replace("│", " ").split())
     config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 8000}))

@@ -88,7 +88,7 @@ def test_different_long_calls(folder: Path, script: str) -> None:
         assert "LoopError" in output
         assert "get_state_dict()" in output
         assert "save_model()" in output
-        assert "the same calls in the same order" in output
+        assert "the same collective calls in the same order" in output
 
 
 @pytest.mark.parametrize("script", ["ddp:short_calls"])

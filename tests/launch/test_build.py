@@ -126,7 +126,7 @@ def test_the_network_that_leads_to_machine_0() -> None:
     keys = {**TWO_MACHINES, "main_process_ip": "127.0.0.1", "main_process_port": 29512}
     added = build(SERVER, **keys).environment
     assert (added["GLOO_SOCKET_IFNAME"].value, added["NCCL_SOCKET_IFNAME"].value) == ("lo", "=lo")
-    assert "reaches 127.0.0.1" in added["GLOO_SOCKET_IFNAME"].reason
+    assert "interface through which this machine reaches 127.0.0.1" in added["GLOO_SOCKET_IFNAME"].reason
     assert "NCCL_SOCKET_IFNAME" not in build(LAPTOP, **keys).environment
     typed = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}
     assert not set(typed) & set(build(SERVER, typed, **keys).environment)

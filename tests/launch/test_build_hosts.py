@@ -132,10 +132,10 @@ def test_dry_run_tells_what_the_word_holds() -> None:
     spec = build({"NCCL_DEBUG": "INFO"}, num_processes=2)
     assert spec.hosts is not None
     text = shell_script(spec)
-    assert "# by pdsh, from DeepSpeed's launcher, on a (1), b (1)" in text
+    assert "# started by pdsh through DeepSpeed's launcher, on a (1), b (1)" in text
     assert "--lr 1 'a b'" in text
     assert f"# with {ENVIRONMENT_VARIABLE}: the configuration" in text
-    assert "of this environment: NCCL_DEBUG" in text
+    assert "# environment variables copied from this shell: NCCL_DEBUG" in text
     assert text.splitlines()[-1].startswith("(cd / && ")
     assert text.splitlines()[-1].endswith(f"{spec.hosts.command[-1]})")
 

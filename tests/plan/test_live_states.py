@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from zero_plugin.plan.costs import (
+    cpu_swap_buffers,
     device_states,
     footprint,
     gathered_parameters,
-    host_swap_buffers,
     host_tensors,
     nvme_states,
     reduction_buffers,
@@ -132,7 +132,7 @@ def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], 
     kept = [
         device_states(model, optimizer, way, world),
         {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, way, world).items()},
-        {"buffers": BUFFER_BYTES, "swapping": host_swap_buffers(model, way, world)},
+        {"buffers": BUFFER_BYTES, "swapping": cpu_swap_buffers(model, way, world)},
     ]
     if world == 1:
         kept[0].pop("persistent parameters", None)  # where device and host are one, they are what they are copies of

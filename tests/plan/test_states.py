@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_plugin.plan.costs import (
+    cpu_swap_buffers,
     device_states,
     flat_elements,
     footprint,
     gathered_parameters,
-    host_swap_buffers,
     host_tensors,
     nvme_states,
     sharded_elements,
@@ -214,9 +214,9 @@ def test_nothing_is_gathered_on_one_device() -> None:
 def test_swapping_weights_takes_room_for_whole_parameters() -> None:
     """Not for partitions: a sub-group of everything would lock all 14 GiB in each process."""
     everything = Setup(3, offload_param="nvme", param_buffer=0)
-    assert host_swap_buffers(SEVEN, everything, 8) == 2 * SEVEN.elements
+    assert cpu_swap_buffers(SEVEN, everything, 8) == 2 * SEVEN.elements
     small = replace(everything, sub_group_size=2**24)
-    assert host_swap_buffers(SEVEN, small, 8) == 2 * 8 * 2**24
+    assert cpu_swap_buffers(SEVEN, small, 8) == 2 * 8 * 2**24
 
 
 def test_a_step_at_stage_3_works_on_one_sub_group() -> None:

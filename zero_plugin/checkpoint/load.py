@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -25,6 +26,8 @@ from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
 from zero_plugin.tensors.safetensors_files import Place
+
+_SHOWN: Final = 10  # tensors that an error names
 
 
 @dataclass(slots=True)
@@ -109,17 +112,18 @@ def load_tensors(
 
 
 def verify_checksums(folder: Path, manifest: Manifest) -> None:
-    """Read everything and compare with the checksums; processes share the work. Collective.
+    """Compare all files and tensors with their checksums; each process reads a part. Collective.
 
     Raises:
-        CheckpointError: naming every file and tensor that differs.
+        CheckpointError: a checksum does not match; the error names the first ten such files and tensors.
     """
     share = collectives.process_index(), collectives.num_processes()
     own = all_or_none(lambda: list(_find_damaged(folder, manifest, share=share)))
     if found := collectives.gather_object(own):
-        damaged = ", ".join(f"{tensor} in {file}" if tensor else file for file, tensor in found)
+        damaged = ", ".join(f"{tensor} in {file}" if tensor else file for file, tensor in found[:_SHOWN])
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         offer = on_main(lambda: offer_previous(folder))
-        raise CheckpointError(f"{folder} is damaged: {damaged} differs from its checksum.\n{offer}")
+        raise CheckpointError(f"{folder} is damaged: the checksum does not match for {damaged}{more}.\n{offer}")
 
 
 def find_differences(
@@ -183,10 +187,11 @@ def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str
         if kind == WEIGHT and name not in known
     ]
     if mismatched or (problems and strict):
-        fix = "" if mismatched else "\nload_state(strict=False) leaves such tensors alone."
+        fix = "" if mismatched else "\nload_state(strict=False) ignores missing and unexpected tensors."
         lines = [*mismatched, *(problems if strict else ())]
-        shown = [f"  {line}" for line in lines[:10]] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else [])
-        raise CheckpointError("\n".join([f"the checkpoint is of another model ({stored.kind}):", *shown]) + fix)
+        more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        shown = [*(f"  {line}" for line in lines[:_SHOWN]), *more]
+        raise CheckpointError("\n".join([f"The checkpoint does not match the model ({stored.kind}):", *shown]) + fix)
     return problems
 
 

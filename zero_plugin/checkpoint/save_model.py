@@ -83,16 +83,17 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
-    """The model's tensors that are saved, each shared one by its first name.
+    """Names of the tensors to save; a shared tensor is listed under its first name.
 
     Args:
-        module: the user's own, whose parameters may be partitioned.
-        trainable_only: parameters with `requires_grad`, and nothing else.
+        module: the user's own module, whose parameters may be partitioned.
+        trainable_only: save only parameters with `requires_grad`.
 
     Raises:
-        LoopError: there is none.
+        LoopError: there are no tensors to save.
     """
-    unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()  # transformers' positions that a model computes
+    # tensors that transformers does not save, such as computed position embeddings
+    unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
     names = frozenset(
         name
         for name, tensor in persistent_tensors(module)

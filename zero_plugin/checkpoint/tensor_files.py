@@ -313,8 +313,8 @@ class _Files:
                 self.open[file] = os.open(self.folder / file, self._flags)
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{self.folder / file} is there for the main process, but not for this one: checkpoints need a "
-                    "file system that all machines share."
+                    f"The main process can see {self.folder / file}, but this process cannot. Checkpoints need a file "
+                    "system that all machines share."
                 ) from None
         return self.open[file]
 

@@ -291,7 +291,7 @@ def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _text(line: str) -> str:
     if not line:
-        raise ValueError("Type something here.")
+        raise ValueError("A value is required.")
     return line
 
 

@@ -65,7 +65,7 @@ _SWITCHES: Final[Mapping[str, str]] = {
     "quiet": "Log only warnings and errors.",
 }
 
-LENGTH_ALONE: Final = "it is for --model, which is not given, and has no effect without it. Write --model FOLDER too."
+LENGTH_ALONE: Final = "it has an effect only with --model. Add --model FOLDER."
 
 
 @functools.cache

@@ -90,9 +90,9 @@ def update_config(file: Path) -> list[str]:
     """
     document = read_document(file)
     found = check_document(document)
-    old = file.read_text(encoding="utf-8-sig")
-    text = _updated_text(document, file, old)
-    if text == old:
+    old_text = file.read_text(encoding="utf-8-sig")
+    text = _updated_text(document, file, old_text)
+    if text == old_text:
         return [f"{file}: nothing to change"]
     backup = _free_name(file)
     try:
@@ -103,11 +103,12 @@ def update_config(file: Path) -> list[str]:
     return [*(problem.headline for problem in found), f"written: {file}", f"as it was, with its comments: {backup}"]
 
 
-def _updated_text(document: Document, file: Path, old: str) -> str:
+def _updated_text(document: Document, file: Path, old_text: str) -> str:
+    """The new text of `file`: DeepSpeed keys alone in the file's own format, else a launch config with comments."""
     root = parse_file(file, []).plain()
     if not len(document.launch) and "deepspeed_config" not in root:
         values = document.to_deepspeed()
-        return json.dumps(values, indent=2) + "\n" if looks_like_json(old) else yaml_text(values)
+        return json.dumps(values, indent=2) + "\n" if looks_like_json(old_text) else yaml_text(values)
     return config_text(_launch_values(document, root), file)
 
 

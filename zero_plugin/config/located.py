@@ -38,7 +38,7 @@ class Located:
     where: str
 
     def plain(self) -> Any:
-        """The value without places."""
+        """The value as plain dicts, lists and scalars, without file positions."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):

@@ -329,7 +329,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             batches = self._drawn()
         else:
             step = 1 if self.split_batches else self.num_processes
-            sure = len(self.batch_sampler) if is_torchs_own(self.batch_sampler) else 0
+            sure = len(self.batch_sampler) if has_exact_length_and_order(self.batch_sampler) else 0
             batches = _drawn_by_main(self._drawn, step, together=sure - step)
         if not self._batched:
             batches = ([item] for item in batches)
@@ -433,11 +433,14 @@ def _is_sequential(sampler: Any) -> bool:
     return type(sampler.sampler if type(sampler) is BatchSampler else sampler) is SequentialSampler
 
 
-def is_torchs_own(sampler: Any) -> bool:
-    """Whether the batches come from one of torch's own samplers, batched by torch or by this package."""
+def has_exact_length_and_order(sampler: Any) -> bool:
+    """Whether the length of the sampler is exact and its order does not depend on the loop.
+
+    It is one of torch's samplers, possibly wrapped by this package.
+    """
     while type(sampler) in (BatchSampler, CutBatchSampler, SkipBatchSampler):
         if type(sampler) is CutBatchSampler and not sampler.drop_last:
-            return False  # its length may be too great
+            return False  # len() may be too large if the last batch is smaller
         sampler = sampler.sampler if type(sampler) is BatchSampler else sampler.batch_sampler
     return type(sampler) in _TORCHS_OWN
 

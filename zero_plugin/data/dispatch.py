@@ -21,24 +21,25 @@ SliceFunction = Callable[..., Any]
 
 
 class DataLoaderDispatcher(DataLoaderAdapter):
-    """Each process's part of what process 0 reads; the others' datasets are not touched.
+    """A DataLoader that process 0 reads; each process gets its part of every batch.
 
-    A step is as many batches as there are processes, joined, or one batch with `split_batches`. It is cut into equal
-    parts, in the order of ranks. The samples that an incomplete step lacks for that are the epoch's first
-    (`even_batches`), else the first parts hold one more than the last.
+    The datasets of the other processes are not read. A step is one batch per process, concatenated (with
+    `split_batches`, one batch). It is split into equal parts in rank order. If the last step cannot be split equally,
+    it is filled with samples from the beginning of the epoch (`even_batches`); otherwise the first ranks get one sample
+    more.
 
     Args:
-        dataset: for the DataLoader.
+        dataset: the dataset of the DataLoader.
         split_batches: a step is one batch.
-        skip_batches: left out at the beginning of every epoch.
-        use_stateful_dataloader: no difference: `state_dict` is always there.
-        _drop_last: a last step with fewer batches than processes is left out.
+        skip_batches: number of batches to skip at the beginning of each epoch.
+        use_stateful_dataloader: no effect: the loader always has `state_dict`.
+        _drop_last: drop the last step if it has fewer batches than processes.
         _non_blocking: do not wait for batches to be copied.
-        slice_fn: cuts the step: called with it, a slice of samples, `process_index` and `num_processes`; None cuts
-            every tensor, and every list with one object per sample.
-        torch_device_mesh: None, or of data parallelism alone.
+        slice_fn: splits a step: it is called with the step, a slice of samples, `process_index` and `num_processes`.
+            If None, every tensor is split, and every list with one object per sample.
+        torch_device_mesh: None, or a mesh for data parallelism alone.
         iteration: the first epoch.
-        **kwargs: for the DataLoader.
+        **kwargs: other arguments of the DataLoader.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from zero_plugin.data.batch_sampler import (
     Sharing,
     SkipBatchSampler,
     batches_of,
-    is_torchs_own,
+    has_exact_length_and_order,
     shard_of,
     with_batches,
 )
@@ -346,7 +346,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the epoch's last, on all processes."""
         if self._is_last is None:
-            if not (self._is_stream or is_torchs_own(self._outer)):
+            if not (self._is_stream or has_exact_length_and_order(self._outer)):
                 self._report_reading_ahead(type(self.get_sampler() or self._outer).__name__)
             self._is_last = self._place.is_end = self._reading.is_last()
         return self._is_last
@@ -497,7 +497,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
         # Subclasses of torch's may do anything.
-        is_torchs = type(self.base_dataloader) is DataLoader and is_torchs_own(self._outer)
+        is_torchs = type(self.base_dataloader) is DataLoader and has_exact_length_and_order(self._outer)
         is_sure = is_torchs and not (self._is_stream or self._ends_unknown)
         return self._is_stream, is_sure, self._count_batches(skip)
 

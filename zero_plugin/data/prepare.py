@@ -211,10 +211,13 @@ def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[
 
 
 def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
-    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
+    """The sampler or batch sampler of `loader` that already selects this process's samples, like `DistributedSampler`.
+
+    Returns:
+        The sampler; None if there is none.
 
     Raises:
-        LoopError: it was made for other processes than these.
+        LoopError: its `num_replicas` or `rank` differ from those of the process group.
     """
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
         parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
@@ -223,7 +226,8 @@ def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any
         if (parts, part) != (world, rank):
             raise LoopError(
                 f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
-                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
+                f"{rank} of {world}. Create it without num_replicas and rank, or leave it out: prepare() shards the "
+                "data."
             )
         return sampler
     return None

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zero_plugin.distributed.process_end import end_process, within
+from zero_plugin.distributed.process_end import end_process, run_in_threads
 from zero_plugin.errors import LoopError
 from zero_plugin.machine.hardware import process_stat
 
@@ -326,7 +326,7 @@ def _different(rank: int, progress: RankProgress) -> str:
     line = "" if progress.gone else f" ({progress.line})"
     return (
         f"process {rank} is in {progress.call}(){line}.\n"
-        "Both are collective: every process has to make the same calls in the same order."
+        "Both calls are collective: every process has to make the same collective calls in the same order."
     )
 
 
@@ -504,7 +504,7 @@ class CollectiveCheck:
                 ask()
 
         if not self._silent:
-            self._silent = not within(_ANSWER_S, asked)
+            self._silent = not run_in_threads(_ANSWER_S, asked)
         return not self._silent
 
     def _wait_for_all(self, key: str) -> None:

@@ -334,7 +334,10 @@ def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
     if any(other[0] != header[0] for other in headers):
         calls = gather_object([call])
         places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
-        raise LoopError(f"{places}.\nBoth are collective: every process has to make the same calls in the same order.")
+        raise LoopError(
+            f"{places}.\n"
+            "Both calls are collective: every process has to make the same collective calls in the same order."
+        )
     return [other[1:] for other in headers]
 
 

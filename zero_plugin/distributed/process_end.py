@@ -136,7 +136,7 @@ def make_last_calls() -> None:
     """Call what was given to `call_before_end`, at the same time, and wait for ten seconds at most."""
     calls = [call for given in _last_calls if (call := given()) is not None]
     _last_calls.clear()
-    within(_LAST_CALLS_S, *calls)
+    run_in_threads(_LAST_CALLS_S, *calls)
 
 
 def end_process(message: str) -> NoReturn:
@@ -147,8 +147,12 @@ def end_process(message: str) -> NoReturn:
     os._exit(1)
 
 
-def within(seconds: float, *calls: Callable[[], None]) -> bool:
-    """Whether all calls returned in time, each in a thread of its own."""
+def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
+    """Run each call in its own daemon thread, and wait for `seconds` at most.
+
+    Returns:
+        Whether all of them ended in that time, by returning or raising.
+    """
     threads = [threading.Thread(target=call, name="zero_plugin call in time", daemon=True) for call in calls]
     for thread in threads:
         thread.start()

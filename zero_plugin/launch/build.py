@@ -94,7 +94,7 @@ def build_spec(
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
         **_environment(request, machine, processes, on_cpu=on_cpu),
-        **_network(rendezvous, environ, on_cpu=on_cpu),
+        **_network_interface_variables(rendezvous, environ, on_cpu=on_cpu),
         **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
     }
     binding = Binding((), "")
@@ -152,10 +152,15 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 
-def _network(rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
-    """The network that leads to the rendezvous, where the user names none: on one machine, loopback."""
+def _network_interface_variables(
+    rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool
+) -> dict[str, Setting]:
+    """The environment variables that select the network interface to the rendezvous host.
+
+    Those that the user has set are left out. For a run on one machine, the interface is loopback.
+    """
     host = host_of(rendezvous.endpoint)
-    reason = f"this machine reaches {host} by it"
+    reason = f"the network interface through which this machine reaches {host}"
     if rendezvous.backend == LOOPBACK:
         reason = "the run is on this machine alone: nothing listens where others could reach it"
     names = network_variables(host, on_cpu=on_cpu)

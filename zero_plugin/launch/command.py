@@ -222,12 +222,15 @@ def describe_cores(spec: LaunchSpec) -> str:
 
 
 def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
-    """DeepSpeed's launcher; what its last word holds is listed before it."""
+    """The shell script that `--dry_run` prints: the command of DeepSpeed's launcher.
+
+    The last argument of that command is encoded, so comments before it list the program and the environment variables.
+    """
     slots = ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts.hosts)
     return [
-        f"# by {hosts.launcher}, from DeepSpeed's launcher, on {slots}",
+        f"# started by {hosts.launcher} through DeepSpeed's launcher, on {slots}",
         f"# every process runs: {shlex.join(program_arguments(spec.program))}",
         *(f"# with {name}: {setting.reason}" for name, setting in spec.environment.items()),
-        f"# and, of this environment: {', '.join(hosts.sent) or 'nothing'}",
+        f"# environment variables copied from this shell: {', '.join(hosts.sent) or 'none'}",
         f"(cd / && {shlex.join(hosts.command)})",
     ]

@@ -64,7 +64,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
         alive = [process for process in processes.values() if process.poll() is None]
         failed: dict[int, Failure] = {}
         builds = RunningBuilds()
-        builds.look([process.pid for process in alive])
+        builds.record_builds([process.pid for process in alive])
         if death_sig is None:
             codes = {rank: process.poll() for rank, process in processes.items()}
             idle.clear()
@@ -78,7 +78,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
             deadline = time.monotonic() + grace_s
             while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-            builds.look([process.pid for process in alive if process.poll() is None])
+            builds.record_builds([process.pid for process in alive if process.poll() is None])
             close(workers, signal.SIGKILL, AFTER_FAILURE_S)
         # What processes that have ended well left running was meant to stay.
         for process in processes.values() if death_sig is None else alive:

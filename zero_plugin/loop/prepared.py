@@ -154,7 +154,7 @@ class Prepared:
             trains=training is not None,
             micro_batch=self._loop.micro_batch,
             accumulation=1 if training is None else training.window.steps,
-            cut=run.cut,
+            cut=run.micro_batches_per_loader_batch,
             is_open=micro_batch is not None and (micro_batch.value is AUTO or not micro_batch.origin.typed_by_user),
             decides=training is not None and training.window.is_decided,
             savings=() if training is None else run.strategy.savings(training.resolved),
@@ -263,7 +263,7 @@ class Prepared:
             data_seed=loading.data_seed,
             non_blocking=loading.non_blocking,
             rng_types=options.rng_types,
-            cut=run.cut,
+            cut=run.micro_batches_per_loader_batch,
         )
         if not any(prepared is known for known in self.dataloaders):
             self.dataloaders.append(prepared)
@@ -279,7 +279,7 @@ class Prepared:
             [ready[id(loader)] for loader in loaders],
             processes=self._run.processes.world_size,
             split_batches=self._run.options.loading.split_batches,
-            cut=self._run.cut,
+            cut=self._run.micro_batches_per_loader_batch,
         )
         for training in self.trained:
             is_shown = self.resolved is training.resolved
@@ -339,7 +339,7 @@ class Prepared:
         machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.world_size)
         return Facts(
             loop=self._loop,
-            machine=replace(machine, intended=self._run.intended),
+            machine=replace(machine, intended=self._run.intended_world_size),
             split_batches=self._run.options.loading.split_batches,
             strategy=self._run.strategy.name,
         )
@@ -454,7 +454,7 @@ class Prepared:
             scheduler,
             held or self._hold_for_scheduler(optimizer),
             options.step_scheduler_with_optimizer,
-            times=1 if once else self._run.intended,
+            times=1 if once else self._run.intended_world_size,
         )
 
     # ---- windows -----------------------------------------------------------------------------------------------------

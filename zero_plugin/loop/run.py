@@ -71,10 +71,11 @@ def open_configurations(
 
 
 class Run(ProcessCalls):
-    """The configuration, processes and strategy of one `Accelerator`; they are closed even if the script released it.
+    """The configuration, processes and strategy of one `Accelerator`.
 
-    A run does not keep models alive. Garbage is collected at different times on each process, so that releasing an
-    `Accelerator` must not communicate, and closing a run communicates in the same way whether it was released or not.
+    The run is ended at process exit even if the script has deleted its `Accelerator`. A run does not keep models alive.
+    Garbage is collected at different times on each process, so that releasing an `Accelerator` must not communicate,
+    and closing a run communicates in the same way whether it was released or not.
 
     Args:
         configurations: the configurations that it may use.
@@ -84,8 +85,9 @@ class Run(ProcessCalls):
         document: the configuration in use, as it was given.
         processes: this process and its peers.
         strategy: the strategy in use.
-        intended: the number of processes that the configuration is meant for.
-        cut: the number of micro-batches that each batch of a loader is split into, if memory ran out before.
+        intended_world_size: the number of processes that the configuration is meant for.
+        micro_batches_per_loader_batch: the number of micro-batches that each batch of a loader is split into; more than
+            1 if memory ran out before.
         must_resume: whether a checkpoint must be loaded before training.
         trackers: the experiment trackers.
         background: writes asynchronous checkpoints.
@@ -120,11 +122,11 @@ class Run(ProcessCalls):
         check_same_run(configurations.document, self.processes)
         self._keep_global_batch()
         self._use(configurations.document)
-        if self.intended != self.processes.world_size:
+        if self.intended_world_size != self.processes.world_size:
             _log.info(
                 "%d of %d processes run; the global batch size does not change",
                 self.processes.world_size,
-                self.intended,
+                self.intended_world_size,
             )
         self.must_resume = launch_settings(self.document).auto_resume
 
@@ -146,11 +148,13 @@ class Run(ProcessCalls):
     def _keep_global_batch(self) -> None:
         """Accumulate more gradients if processes are missing or micro-batches have become smaller."""
         world = self.processes.world_size
-        self.intended = find_intended_processes(world, os.environ)
-        self.cut = agree_on_cut(world, os.environ)
-        self.accumulated_by = world if self.options.loading.split_batches else self.intended
-        if self.cut > 1 or self.accumulated_by != world:
-            self.configurations.overlay(lambda d: accumulate_more(d, self.cut, self.accumulated_by, world))
+        self.intended_world_size = find_intended_processes(world, os.environ)
+        self.micro_batches_per_loader_batch = agree_on_cut(world, os.environ)
+        self.accumulated_by = world if self.options.loading.split_batches else self.intended_world_size
+        if self.micro_batches_per_loader_batch > 1 or self.accumulated_by != world:
+            self.configurations.overlay(
+                lambda d: accumulate_more(d, self.micro_batches_per_loader_batch, self.accumulated_by, world)
+            )
 
     # ---- the configuration -------------------------------------------------------------------------------------------
 
@@ -222,10 +226,10 @@ class Run(ProcessCalls):
     # ---- closing -----------------------------------------------------------------------------------------------------
 
     def begin(self, prepared: Prepared) -> None:
-        """Called when the `Accelerator` is complete; from now on the run must be closed.
+        """Register the callbacks for the end of the process; `end` must be called from now on.
 
         Args:
-            prepared: what is prepared; only a weak reference is kept.
+            prepared: the prepared objects; only a weak reference is kept.
         """
         self._prepared = weakref.ref(prepared)
         self._undo_explaining = explain_out_of_memory(prepared.describe_out_of_memory)

@@ -19,7 +19,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop.run import Run
 
 
-class Shown(Protocol):
+class AcceleratorView(Protocol):
     """The attributes of an `Accelerator` that the states show."""
 
     _run: Run
@@ -159,10 +159,11 @@ class AcceleratorState(ProcessCalls):
             )
 
     @property
-    def _shown(self) -> Shown:
+    def _accelerator(self) -> AcceleratorView:
+        """The newest `Accelerator`."""
         if "_run" not in self._shared_state:  # `_reset_state()` was called: see `_no_attribute`
-            raise AttributeError("_shown")
-        accelerator: Shown | None = self._shared_state["_run"]()
+            raise AttributeError("_accelerator")
+        accelerator: AcceleratorView | None = self._shared_state["_run"]()
         if accelerator is None:
             raise LoopError("AcceleratorState shows the newest Accelerator, which no longer exists.")
         return accelerator
@@ -175,12 +176,12 @@ class AcceleratorState(ProcessCalls):
     @property
     def mixed_precision(self) -> str:
         """`no`, `fp16` or `bf16`."""
-        return self._shown.mixed_precision
+        return self._accelerator.mixed_precision
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations of the run by name; None without DeepSpeed."""
-        return self._shown.deepspeed_plugins
+        return self._accelerator.deepspeed_plugins
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -194,7 +195,7 @@ class AcceleratorState(ProcessCalls):
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
-        return self._shown._run.options.handlers.compiler
+        return self._accelerator._run.options.handlers.compiler
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use the DeepSpeed configuration of that name in the next `prepare`, and in `from_pretrained` from now on."""
@@ -203,7 +204,7 @@ class AcceleratorState(ProcessCalls):
                 plugin.select(_from_accelerator_state=True)
             else:
                 plugin._unselect()
-        self._shown._run.follow_configuration()
+        self._accelerator._run.follow_configuration()
 
     @property
     def backend(self) -> str | None:
@@ -252,7 +253,7 @@ def is_initialized() -> bool:
     return shown is not None and shown() is not None
 
 
-def show_run(accelerator: Shown, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
+def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
     """Make all state objects show the newest `Accelerator`.
 
     Args:
@@ -282,7 +283,7 @@ def newest_accelerator() -> Any:
     Raises:
         LoopError: there is none.
     """
-    return AcceleratorState()._shown
+    return AcceleratorState()._accelerator
 
 
 def forget_run() -> None:

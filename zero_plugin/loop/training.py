@@ -344,9 +344,9 @@ def refuse_other_optimizer(training: Training, record: Mapping[str, Any]) -> Non
     if saved is None or running is None or saved["algorithm"] in (None, algorithm_of(running)):
         return  # None: an imported checkpoint, whose files do not name it
     raise CheckpointError(
-        f"the {record['class']} of the checkpoint was trained with {saved['algorithm']}, here it has "
-        f"{algorithm_of(running)}, whose states are different.\n"
-        "Use the same optimizer, or load_state(weights_only=True), which leaves the optimizer states empty."
+        f"The checkpoint of the {record['class']} was saved with {saved['algorithm']}, but this run uses "
+        f"{algorithm_of(running)}, which has different optimizer states.\n"
+        "Use the same optimizer, or load_state(weights_only=True), which does not load optimizer states."
     )
 
 

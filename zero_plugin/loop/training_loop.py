@@ -47,7 +47,9 @@ class TrainingLoop:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
-        steps = redistribute_steps(steps * run.cut, run.accumulated_by, run.processes.world_size)
+        steps = redistribute_steps(
+            steps * run.micro_batches_per_loader_batch, run.accumulated_by, run.processes.world_size
+        )
         if before is None or before.value != steps:
             path = ("deepspeed", key)
             run.overlay(lambda d: d.overlay("code", {path: (call, steps)}))
@@ -107,7 +109,7 @@ class TrainingLoop:
             )
 
     def _refuse_uncut_batches(self) -> None:
-        loader, cut = RUNNING.current, self._run.cut
+        loader, cut = RUNNING.current, self._run.micro_batches_per_loader_batch
         if cut > 1 and isinstance(loader, DataLoaderAdapter) and loader.cut != cut:
             raise LoopError(
                 f"memory ran out before, so that each batch of a loader is split into {cut} micro-batches, but those "
@@ -183,7 +185,7 @@ class TrainingLoop:
             if norm is not None:
                 return norm
         if not prepared.trained and self._run.strategy.optimizer_may_follow:
-            if not self._completes_untrained():
+            if not self._complete_untrained_windows():
                 return torch.tensor(float("nan"))
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         raise LoopError(
@@ -191,8 +193,12 @@ class TrainingLoop:
             + ("" if given else _NO_PARAMETERS)
         )
 
-    def _completes_untrained(self) -> bool:
-        """Whether the windows end here of what no prepared model trains; their gradients are complete then."""
+    def _complete_untrained_windows(self) -> bool:
+        """Complete the gradients of all optimizers without a prepared model, if this micro-batch ends their window.
+
+        Returns:
+            Whether it does.
+        """
         windows = self._prepared.untrained_windows
         if not windows[-1].ends_here:
             return False
@@ -212,7 +218,7 @@ class TrainingLoop:
         if prepared.trained and any(p.grad is not None for p in others):  # of models that the script trains itself
             nn.utils.clip_grad_value_(others, clip_value)
         may_follow = not prepared.trained and self._run.strategy.optimizer_may_follow
-        if may_follow and self._completes_untrained():
+        if may_follow and self._complete_untrained_windows():
             nn.utils.clip_grad_value_(given, clip_value)
 
     def unscale(self, optimizer: Any, *, call: str = "unscale_gradients()") -> None:

@@ -311,8 +311,8 @@ def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
     lost += [slot.name for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta and not slot.is_persistent]
     if lost:
         raise CheckpointError(
-            f"{', '.join(lost)}: on the meta device and not in the files, so that their values are unknown.\n"
-            "Build the model inside `with accelerator.init_model(weights=…):`, where buffers are computed."
+            f"{', '.join(lost)} are on the meta device, and the files do not contain them.\n"
+            "Construct the model inside `with accelerator.init_model(weights=…):`, which computes buffers."
         )
     return [name for name, _ in empty]
 

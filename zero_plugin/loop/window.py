@@ -135,16 +135,20 @@ class Window:
         self.phase = Phase.EMPTY
         self._measured = Measured()  # of the gradients, once they are COMPLETE
         self._completed_by = CLIP_NORM  # the last call of the script that needs them COMPLETE
-        self._kept: bool | None = False  # whether the script kept the last step's gradients until the next backward
+        # Whether the gradients of the last step are still in p.grad, because the script has not called zero_grad().
+        # None: a step was applied, and this is not known before the next backward (under ZeRO, never).
+        self._gradients_kept: bool | None = False
         self.in_context = False
         self._by_context = False  # this window's micro-batches are counted by accumulate()
         self.is_decided = False
         self.ends_here = True  # before the first micro-batch, as after a window
-        # Its divisor is the number of micro-batches, by the length of the epoch when the window opened.
+        # The micro-batches of this window. The divisor is their number by len(loader) when the window opened.
         self._own = MicroBatches(steps)
-        self._most = steps  # their number if the epoch is longer than its length said
-        # Those of other models' windows that the accumulated gradients are of too, and what was multiplied in since.
-        self._foreign: dict[MicroBatches, float] = {}
+        # The number of micro-batches if the epoch turns out longer than len(loader).
+        self._max_micro_batches = steps
+        # Micro-batches of other models' windows that have also contributed to the accumulated gradients -> the factor
+        # by which these gradients were multiplied since.
+        self._other_micro_batches: dict[MicroBatches, float] = {}
         self._backwards = 0  # backwards of the window so far
         self._since_step = 0  # backwards since the last call of step(), also those of other models' micro-batches
         if isinstance(session, Session):
@@ -181,7 +185,7 @@ class Window:
         Raises:
             LoopError: they are of windows that need different factors.
         """
-        known = [(of.correction, multiplied) for of, multiplied in self._foreign.items()]
+        known = [(of.correction, multiplied) for of, multiplied in self._other_micro_batches.items()]
         factors = [correction / multiplied for correction, multiplied in known if correction is not None]
         if self._own.count:
             factors.append(self._own.divisor / self._own.count)
@@ -280,7 +284,7 @@ class Window:
             if window._own.correction not in (None, 1.0) and self.phase in (Phase.COMPLETE, Phase.CLIPPED):
                 self._enter(Phase.FAILED)
                 raise LoopError(self._describe_late_backward())
-            self._foreign.setdefault(window._own, 1.0)
+            self._other_micro_batches.setdefault(window._own, 1.0)
         if not (self.in_context or self._backwards or self.is_decided):
             self.ends_here = ends
 
@@ -309,7 +313,7 @@ class Window:
         """Set the number of micro-batches per window, from the next window on."""
         self.steps = steps
         if self._own.count == 0:
-            self._own.divisor = self._most = steps
+            self._own.divisor = self._max_micro_batches = steps
 
     def divide_by(self, divisor: int) -> None:
         """Divide the losses of the window by another number, also those that were accumulated already."""
@@ -319,7 +323,9 @@ class Window:
         self._own.divisor = divisor
         if self.phase is Phase.ACCUMULATED and self._given is not None:
             self.session.scale_gradients(factor)
-            self._foreign = {of: multiplied * factor for of, multiplied in self._foreign.items()}
+            self._other_micro_batches = {
+                of: multiplied * factor for of, multiplied in self._other_micro_batches.items()
+            }
 
     def begin(self) -> None:
         """Drop the gradients, and return to the state before the first micro-batch, after a checkpoint was loaded."""
@@ -345,7 +351,7 @@ class Window:
     def _forget_batches(self) -> None:
         self._backwards = 0
         self._own = MicroBatches(self.steps)
-        self._most = self.steps
+        self._max_micro_batches = self.steps
 
     def _plan(self) -> None:
         """Set the divisor to the number of micro-batches that the epoch still has for this window, if it is known."""
@@ -367,7 +373,7 @@ class Window:
 
     def _is_end(self, batches: int, *, is_counted: bool) -> bool:
         progress = self._progress
-        if batches >= self._most or (batches >= self._own.divisor and not progress.is_running):
+        if batches >= self._max_micro_batches or (batches >= self._own.divisor and not progress.is_running):
             return True
         return progress.is_last if is_counted else progress.next_is_last
 
@@ -428,10 +434,12 @@ class Window:
             raise LoopError(LOSS_OF_OTHERS)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool) -> bool:
-        """Prepare the session for a backward that may reach the model; `close_backward` or `abandon_backward` follows.
+        """Prepare the session for a backward whose loss may depend on the model.
+
+        Call `close_backward` or `abandon_backward` afterwards.
 
         Returns:
-            Whether the gradients begin with this backward.
+            Whether no gradients were accumulated before this backward.
 
         Raises:
             LoopError: the model has gradients of another backward, or of one that failed.
@@ -439,8 +447,8 @@ class Window:
         session = self._trained
         self.refuse_failed()
         is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
-        if self._kept is None and self.phase is Phase.APPLIED:
-            self._kept = session.drop_applied()
+        if self._gradients_kept is None and self.phase is Phase.APPLIED:
+            self._gradients_kept = session.drop_applied()
         elif is_first:
             session.refuse_foreign_gradients()
         session.open_backward(loss, ends_window=ends_window, is_first=is_first)
@@ -542,7 +550,9 @@ class Window:
         session = self._given
         if self.phase in (Phase.EMPTY, Phase.APPLIED):
             if session is not None:
-                session.step_without_backward(is_again=self.phase is Phase.APPLIED and self._kept is not False)
+                session.step_without_backward(
+                    is_again=self.phase is Phase.APPLIED and self._gradients_kept is not False
+                )
         else:
             self._complete()
             try:
@@ -551,7 +561,7 @@ class Window:
                 self._enter(Phase.FAILED)
                 _raise_explained(self.session, error)
                 raise
-            self._kept = None
+            self._gradients_kept = None
         self._enter(Phase.APPLIED)
         self._backwards = 0
         if not self.in_context:  # there the next accumulate() opens a window; a second step is of the same micro-batch
@@ -563,7 +573,7 @@ class Window:
 
         Elsewhere there is nothing to drop: `apply` clears the gradients, and inside a window they accumulate.
         """
-        self._kept = False
+        self._gradients_kept = False
         if self.phase is Phase.FAILED or self.dropping_is_meant:
             self._drop(self.session)
             self.restart()
@@ -585,7 +595,7 @@ class Window:
 
         To be called before `count_step`.
         """
-        if self._kept is False or not isinstance(self._given, Session):
+        if self._gradients_kept is False or not isinstance(self._given, Session):
             return None
         if self._since_step == 0:
             return (
@@ -595,7 +605,7 @@ class Window:
         unsure = ", unless the script sets each p.grad = None, which cannot be detected under ZeRO"
         return (
             "zero_grad() was not called since the last applied step: its gradients were cleared nevertheless. Plain "
-            f"PyTorch adds the next gradients to them{unsure if self._kept is None else ''}"
+            f"PyTorch adds the next gradients to them{unsure if self._gradients_kept is None else ''}"
         )
 
     @property
@@ -633,7 +643,7 @@ class Window:
 
     def _describe_different_sizes(self) -> str:
         sizes = [("its own", self._own)] if self._own.count else []
-        sizes += [("another model's", of) for of in self._foreign]
+        sizes += [("another model's", of) for of in self._other_micro_batches]
         found = ", ".join(f"{whose} has {of.count if of.are_all else of.divisor} micro-batches" for whose, of in sizes)
         return (
             "the gradients of a model are from accumulation windows of different sizes, which was not known when they "
@@ -659,7 +669,7 @@ class Window:
         correction, own = self.correction, self._own
         if own.count and own.expected is not None and not math.isclose(own.expected, own.divisor / own.count):
             raise LoopError(self._describe_used_gradients())
-        for micro_batches, multiplied in self._foreign.items():
+        for micro_batches, multiplied in self._other_micro_batches.items():
             if micro_batches.correction is None:
                 micro_batches.expected = correction * multiplied
         return correction
@@ -674,7 +684,7 @@ class Window:
         assert phase in NEXT_PHASES[self.phase], f"{self.phase} is not followed by {phase}"
         self.phase = phase
         if phase in (Phase.EMPTY, Phase.APPLIED):
-            self._foreign = {}
+            self._other_micro_batches = {}
         if phase not in (Phase.COMPLETE, Phase.CLIPPED):
             self._measured = Measured()
 

@@ -95,8 +95,11 @@ class RunningBuilds:
         self._compilers: set[tuple[int, Path]] = set()
         self._locks: set[Path] = set()
 
-    def look(self, processes: Collection[int]) -> None:
-        """Note what these processes, and what they have started, are building now."""
+    def record_builds(self, processes: Collection[int]) -> None:
+        """Record the lock files that these processes and their descendants hold.
+
+        The compilers that run in the same folders are recorded too.
+        """
         if not Path("/proc").is_dir():
             return
         family = _with_children(processes)

@@ -420,15 +420,18 @@ def _updated_at_once(model: ModelSizes, setup: Setup, processes: int) -> int:
     return flat_elements(model.parameters, processes) // processes if setup.offload_optimizer == "none" else 0
 
 
-def host_swap_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of one process' page-locked buffers in CPU memory between NVMe and the rest."""
+def cpu_swap_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of pinned CPU memory that one process allocates as swap buffers for what is offloaded to NVMe.
+
+    These are parameters and optimizer states.
+    """
     if setup.stage != 3:
         return 0
     largest_group = max(sub_groups(model.parameters, processes, setup.sub_group_size), default=0)
     found = 0
     if setup.offload_param == "nvme":
-        # The pool; and for a sub-group on its way from the step to its files, memory for unpartitioned parameters, not
-        # for partitions (`reserve_partitioned_swap_space`).
+        # The parameter buffers; and the buffer from which updated parameters are written to NVMe, which DeepSpeed sizes
+        # for unpartitioned parameters (`reserve_partitioned_swap_space`).
         found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * processes) * weight_bytes(setup)
     if setup.offload_optimizer == "nvme":
         found += _OPTIMIZER_BUFFERS * largest_group * _FP32
@@ -565,7 +568,7 @@ def _host(
     model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster
 ) -> tuple[dict[str, int], int, int]:
     """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
-    locked = host_swap_buffers(model, setup, cluster.processes)
+    locked = cpu_swap_buffers(model, setup, cluster.processes)
     tensors = host_tensors(model, optimizer, setup, cluster.processes)
     found = {
         "processes": PROCESS_BYTES,

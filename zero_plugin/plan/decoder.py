@@ -28,23 +28,28 @@ def decoder_sizes(
     head_size: int | None = None,
     tied: bool | None = None,
 ) -> ModelSizes:
-    """The tensors of a decoder as Llama's (RMSNorm, grouped-query attention, gated MLP, no biases; arXiv:2302.13971).
+    """The parameter sizes of a decoder-only model built like Llama (arXiv:2302.13971).
 
-    Each layer has `h·(2q + 2·kv + 3m) + 2h` parameters, where `q` is the width of the queries, `h` in most, `kv` that
-    of the keys, and `m` the intermediate size; the embedding and, unless tied, the output have `V·h` each.
+    It has RMSNorm, grouped-query attention, a gated MLP and no biases. Each layer has `h·(2q + 2·kv + 3m) + 2h`
+    parameters, where `h` is the hidden size, `q` the total size of the queries (`h` in most models), `kv` the total
+    size of the keys, and `m` the intermediate size. The embedding has `V·h` parameters and so has the output
+    projection, unless they are tied.
 
     Args:
-        parameters: of all; the intermediate size follows from it. Without it, that is 8/3 of the hidden size.
-        hidden_size, layers: where one is absent it follows from the other, or from `parameters`, at 128 wide per layer.
-        vocabulary: 32,000 where absent.
-        heads: of 128 each where absent.
-        kv_heads: as many as `heads` where absent.
-        intermediate: width of the MLP.
-        head_size: of a query and a key; where absent, the hidden size divided by the heads.
-        tied: whether embedding and output are one tensor; absent, only where `parameters` leave no room for two.
+        parameters: total number of parameters; the intermediate size is computed from it. If None, the intermediate
+            size is 8/3 of the hidden size.
+        hidden_size, layers: if only one is given, the other is computed as hidden_size = 128 * layers; if neither is,
+            both are computed from `parameters`.
+        vocabulary: default: 32,000.
+        heads: default: hidden_size / 128.
+        kv_heads: default: `heads`.
+        intermediate: the intermediate size of the MLP; if None, see `parameters`.
+        head_size: the size of one query or key; default: hidden_size / heads.
+        tied: whether the embedding and the output projection share one tensor; if None, they do if `parameters` is too
+            small for two.
 
     Raises:
-        ConfigError: neither parameters nor a width is given, or the numbers contradict each other.
+        ConfigError: the size of the model is not given, or the numbers contradict each other.
     """
     if not (parameters or hidden_size or layers):
         raise _error("the model's size is not given", "Give --params, or --hidden_size and --layers.")

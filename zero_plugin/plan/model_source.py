@@ -305,7 +305,7 @@ def weight_shapes(folder: Path, where: str) -> dict[str, tuple[int, ...]]:
             file = folder / name
             shapes |= {tensor: stored.shape for tensor, stored in read_header(file)[0].items()}
     except (OSError, ValueError) as error:
-        what = str(error) if file == folder else f"{file} is no safetensors file: {error}"
+        what = str(error) if file == folder else f"{file} is not a readable safetensors file: {error}"
         raise _error(what, _AGAIN, where) from None
     return shapes
 

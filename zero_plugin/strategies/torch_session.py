@@ -227,22 +227,25 @@ class TorchSession(Session):
             raise LoopError(FOREIGN_GRADIENTS)
         if clips and self._clipping is not None:
             measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
-        applied, on_device = measured.finite, self._skips_on_device()
-        if isinstance(applied, FoundInf) and not on_device:  # e.g. a hook was registered after the clipping
-            applied = not applied.read()
-        if applied is None and on_device:
-            applied = find_nonfinite(self._gradients())
-        if applied is None:
-            applied = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
+        finite: bool | FoundInf | None = measured.finite
+        on_device = self._skips_on_device()
+        if isinstance(finite, FoundInf) and not on_device:  # e.g. a hook was registered after the clipping
+            finite = not finite.read()
+        if finite is None and on_device:
+            finite = find_nonfinite(self._gradients())
+        if finite is None:
+            finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
+        # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
+        applied: bool | FoundInf = finite
         if applied:
             self._guard.is_open = True
-            if isinstance(applied, FoundInf):
-                self.optimizer.found_inf = applied.value  # type: ignore[attr-defined]
+            if isinstance(finite, FoundInf):
+                self.optimizer.found_inf = finite.value  # type: ignore[attr-defined]
             try:
                 self.optimizer.step()
             finally:
                 self._guard.is_open = False
-                if isinstance(applied, FoundInf):
+                if isinstance(finite, FoundInf):
                     del self.optimizer.found_inf  # type: ignore[attr-defined]
         if self._scale is not None:
             self._scale.update(skipped=not applied)

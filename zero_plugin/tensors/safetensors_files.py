@@ -234,10 +234,13 @@ def read_model_folder(folder: Path) -> StoredWeights:
 
 
 def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
-    """What `read_header` says of a file, all of whose tensors can be read.
+    """Read the header of a safetensors file, and check that the file is complete and has only supported dtypes.
+
+    Returns:
+        The `Place` of each tensor by name; and the metadata.
 
     Raises:
-        CheckpointError: it is missing, cut off, or no such file.
+        CheckpointError: the file is missing, truncated, not a safetensors file, or has an unsupported dtype.
     """
     try:
         size = path.stat().st_size
@@ -248,7 +251,7 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no safetensors file that can be read: {error}.") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes instead of {end:,}.")
     return places, metadata

@@ -164,15 +164,16 @@ def has_compiled_regions(module: nn.Module) -> bool:
     return any(map(is_compiled_module, module.modules()))
 
 
-def compile_in_place(module: nn.Module, how: TorchDynamoPlugin) -> None:
-    """Compile the module's calls, or under `use_regional_compilation` those of its repeated blocks, and nothing else.
+def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile the module with `Module.compile`.
 
-    The module stays the same object, so that it can be wrapped, saved and unwrapped as before.
+    With `use_regional_compilation`, compile each block of its `ModuleList`s instead; without such blocks, the complete
+    module. The module stays the same object, so that it can be wrapped, saved and unwrapped as before.
     """
     blocks = [block for part in module.modules() if _repeats(part) for block in part.children()]
-    for part in blocks if how.use_regional_compilation and blocks else [module]:
+    for part in blocks if plugin.use_regional_compilation and blocks else [module]:
         if not is_compiled_module(part):
-            part.compile(**how.to_kwargs())
+            part.compile(**plugin.to_kwargs())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

@@ -28,7 +28,7 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
 from zero_plugin.tensors.safetensors_files import SINGLE_NAME
 
-Progress = Callable[[int], None]  # called with the bytes that were read since the last call
+Progress = Callable[[int], None]  # called with the number of bytes written since its last call
 
 _SMALL_BYTES: Final = 2**24  # on the disk, for what is not tensors
 _ENDLESS: Final = 2**63
@@ -137,7 +137,7 @@ def write_model(
         dtype: of the floating weights; 32-bit ones are the fp32 master weights. None: as they are.
         max_shard_bytes: of a weight file.
         overwrite: see `new_folder`.
-        progress: called with the bytes that were written since the last call.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         CheckpointError: see `new_folder`.
@@ -175,16 +175,17 @@ def _name_dtype(config: Path, name: str) -> None:
 def write_checkpoint(
     source: Source, target: Path, *, max_shard_bytes: int, overwrite: bool, progress: Progress
 ) -> None:
-    """Write a checkpoint of one model; complete, or not at all.
+    """Write a checkpoint of one model, complete or not at all.
 
-    There are no random states, loaders and registered objects in it, for other formats have none: `load_state` says so.
+    It contains no random states, DataLoader states or registered objects, since the other formats have none;
+    `load_state` logs that.
 
     Args:
-        source: what to write.
-        target: the folder.
-        max_shard_bytes: of a weight file.
-        overwrite: see `new_folder`.
-        progress: called with the bytes that were written since the last call.
+        source: the model and its states.
+        target: the folder of the checkpoint.
+        max_shard_bytes: the largest size of a weight file in bytes.
+        overwrite: replace an existing checkpoint; see `new_folder`.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         CheckpointError: see `new_folder`.
@@ -222,7 +223,7 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
         source: what to write; with an optimizer.
         target: what `engine.load_checkpoint` is given.
         overwrite: see `new_folder`.
-        progress: called with the bytes that were written since the last call.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         CheckpointError: there is no optimizer in it; also see `new_folder`.

@@ -117,7 +117,7 @@ def settle_batch(draft: Draft) -> None:
     settled_global = draft.value(*_GLOBAL)
     if draft.get(*MICRO_BATCH) is None or _was_planned(draft):
         if draft.facts.loop.micro_batch is not None:
-            _put_loaders(draft)
+            _use_loader_micro_batch(draft)
         elif not draft.put_planned(MICRO_BATCH):
             if not draft.facts.complete:
                 _leave_batch_open(draft)
@@ -175,13 +175,16 @@ def _was_planned(draft: Draft) -> bool:
     return not (entry is None or entry.origin.typed_by_user or loop.micro_batch in (None, entry.value))
 
 
-def _put_loaders(draft: Draft) -> None:
-    """Take the loader's, and say where a plan was made for another: before the run, or before the loader came."""
+def _use_loader_micro_batch(draft: Draft) -> None:
+    """Set the micro-batch size to the DataLoader's. Log it if a plan assumed another size.
+
+    The plan was made before the run, or before the DataLoader was prepared.
+    """
     loop, planned = draft.facts.loop, draft.facts.planned.get(MICRO_BATCH)
-    before = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
-    if before != loop.micro_batch:
+    planned_size = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
+    if planned_size != loop.micro_batch:
         draft.log(
-            f"the plan was made for {before} samples per process; the loop trains on {loop.micro_batch} "
+            f"the plan was made for {planned_size} samples per process; the loop trains on {loop.micro_batch} "
             f"({loop.micro_batch_reason})"
         )
     draft.put(MICRO_BATCH, loop.micro_batch, loop.micro_batch_reason)

@@ -214,8 +214,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
     graphs = f"{_PARAMS}.capturable"
     if asked.is_on(graphs) and asked.on_cpu and asked.offload("optimizer") == "none":
-        message = f"true needs a GPU, whose graphs it is for, but use_cpu is true at {asked.on_cpu}"
-        yield asked.error(graphs, message, "Delete it, or train on a GPU.")
+        message = f"true is for CUDA graphs, which need a GPU, but use_cpu is true at {asked.on_cpu}"
+        yield asked.error(graphs, message, "Delete capturable, or train on a GPU.")
     states = f"{_PARAMS}.fp32_optimizer_states"
     in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
     if asked.value(states) is False and not in_halves:
@@ -295,7 +295,7 @@ def check_precision(asked: Asked) -> Iterator[Problem]:
 
 
 def check_one_precision(asked: Asked) -> Iterator[Problem]:
-    """Whether `mixed_precision` and the two sections name one precision."""
+    """Report an error if `mixed_precision`, `fp16.enabled` and `bf16.enabled` contradict each other."""
     if asked.is_on("fp16.enabled") and asked.is_on("bf16.enabled"):
         message = f"true, and fp16.enabled is true at {asked.written('fp16.enabled')}"
         yield asked.error("bf16.enabled", message, "Enable one of them.")
@@ -386,7 +386,7 @@ def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
         other = "torch_adam" if asked.is_on("optimizer.params.torch_adam") else "type"
         culprit = f"optimizer.{'params.' if other == 'torch_adam' else ''}{other}"
         message = f"{show(asked.value(culprit))}, but {key} at {asked.written(key)} needs DeepSpeed's CPU Adam"
-        yield asked.error(culprit, message, "Write type: AdamW or Adam without torch_adam, or delete the other key.")
+        yield asked.error(culprit, message, f"Write type: AdamW or Adam without torch_adam, or delete {key}.")
 
 
 _ADAMS: Final = ("", "adam", "adamw")

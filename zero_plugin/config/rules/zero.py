@@ -156,13 +156,17 @@ _NOWHERE: Final = {_OPTIMIZER: ("ratio", "cpuadam_cores_perc", "pin_memory"), _P
 
 
 def check_offload(asked: Asked) -> Iterator[Problem]:
-    """Device and stage, NVMe and its path, partial offload and SuperOffload, keys that nothing reads."""
+    """Check both offload sections.
+
+    That is the stage that a device needs, the NVMe path, `ratio`, SuperOffload, and keys that have no effect.
+    """
     for section in (_OPTIMIZER, _PARAM):
         yield from _device(asked, section)
         yield from _idle_keys(asked, section)
-    fast, params = f"{_OPTIMIZER}.fast_init", asked.offload("param")
-    if asked.is_on(fast) and asked.offload("optimizer") == "nvme" and params in ("none", "cpu"):
-        yield asked.no_effect(fast, f"only parameters on nvme are read that way, and {_PARAM}.device is {params}")
+    fast_init_key, params = f"{_OPTIMIZER}.fast_init", asked.offload("param")
+    if asked.is_on(fast_init_key) and asked.offload("optimizer") == "nvme" and params in ("none", "cpu"):
+        reason = f"only parameters on NVMe are read by fast_init, and {_PARAM}.device is {params}"
+        yield asked.no_effect(fast_init_key, reason)
     yield from _ratio(asked)
     yield from _super_offload(asked)
     yield from _aio(asked)

@@ -81,7 +81,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
         _refuse_unless_elementwise(optimizer, resolved)
     replacement: Optimizer | None = None
     if offloaded:
-        replacement = _kernel(optimizer, resolved) if _forced(resolved) is not False else None
+        replacement = _cpu_optimizer(optimizer, resolved) if _forced(resolved) is not False else None
         _check_kernel(optimizer, replacement, request)
     if replacement is None and type(optimizer) is torch.optim.Adagrad:
         replacement = FlatAdagrad([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -149,10 +149,10 @@ def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]])
     return {name for name in options for group in groups if group.get(name)}
 
 
-def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
-    """An optimizer with the same algorithm and groups on DeepSpeed's CPU kernel; None if no kernel is equivalent."""
+def _cpu_optimizer(optimizer: Optimizer, resolved: Resolved) -> Any:
+    """DeepSpeed's CPU optimizer with the same algorithm and groups; None if DeepSpeed has no equivalent one."""
     kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
-    # torch implements AdamW as Adam with decoupled decay; the kernel has one of the two for all groups.
+    # torch implements AdamW as Adam with decoupled decay; DeepSpeedCPUAdam has one `adamw_mode` for all groups.
     decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}
     if kind not in _KERNEL_OPTIONS or _options_of_torch_alone(kind, groups) or len(decoupled) > 1:
         return None
@@ -299,9 +299,10 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
                 Problem(
                     "prepare(optimizer)",
                     "optimizer",
-                    f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The result would differ.",
+                    f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The trained "
+                    "weights would differ from those of plain PyTorch.",
                     "Use stage 0 or DDP with it, or an elementwise optimizer (AdamW, Adam, SGD, RMSprop, Lion, "
-                    'Adagrad). If you know better: "zero_allow_untested_optimizer": true.',
+                    'Adagrad). To use it all the same, set "zero_allow_untested_optimizer": true.',
                 )
             ]
         )

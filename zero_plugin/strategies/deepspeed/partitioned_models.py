@@ -73,7 +73,10 @@ class BuildConfig:
 
 @contextmanager
 def partition_pretrained(build: BuildConfig) -> Iterator[None]:
-    """Inside, transformers constructs models partitioned, and resizes embeddings and generates accordingly."""
+    """Context manager: transformers models constructed inside are partitioned (zero.Init).
+
+    transformers also gathers their parameters when it resizes embeddings or generates.
+    """
     from transformers.integrations import deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -87,7 +90,7 @@ def partition_pretrained(build: BuildConfig) -> Iterator[None]:
 
 @contextmanager
 def unpartitioned_pretrained() -> Iterator[None]:
-    """Inside, `from_pretrained` and `from_config` construct unpartitioned models."""
+    """Context manager: `from_pretrained` and `from_config` construct unpartitioned models inside."""
     from transformers.integrations import deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -100,7 +103,7 @@ def unpartitioned_pretrained() -> Iterator[None]:
 
 @contextmanager
 def partition_when_built(build: BuildConfig) -> Iterator[None]:
-    """Inside, the parameters of each module are partitioned when it is constructed, with the usual initial values."""
+    """Context manager: the parameters of modules constructed inside are partitioned, with the usual initial values."""
     with _transformers_initializes_gathered(), build.init():
         yield
 

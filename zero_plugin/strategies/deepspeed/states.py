@@ -450,9 +450,9 @@ def _refuse_reading(module: nn.Module, *_: Any) -> None:
 def _refuse_writing(module: nn.Module, *_: Any) -> None:
     if _holds_partitions(module):
         raise LoopError(
-            f"load_state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned.\n"
-            "Load before prepare(), or inside `with accelerator.whole_weights(model):`; what save_state() wrote, with "
-            "accelerator.load_state(folder)."
+            f"load_state_dict() was called on a {type(module).__name__} whose parameters are partitioned by ZeRO stage "
+            "3.\nLoad the weights before prepare(), or inside `with accelerator.whole_weights(model):`. Load a "
+            "checkpoint of save_state() with accelerator.load_state(folder)."
         )
 
 
