@@ -31,7 +31,14 @@ from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_schedu
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
-from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
+from zero_plugin.loop.training import (
+    Pair,
+    Training,
+    holds_any,
+    pair_models,
+    refuse_other_steps,
+    refuse_uninitialized,
+)
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
@@ -182,6 +189,8 @@ class Prepared:
         loaders, models, optimizers, schedulers = self._sort(objects, ready)
         for optimizer in optimizers:
             refuse_other_steps(optimizer)
+        for model in models:
+            refuse_uninitialized(model)
         if self._run.processes.world_size > 1:
             check_same_models(models, optimizers)
         self._prepare_loaders(loaders, ready, left)

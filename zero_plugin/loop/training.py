@@ -175,12 +175,11 @@ def pair_models(
 
     Raises:
         LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
-            parameters, or a model is distributed over devices or not initialized.
+            parameters, or a model is distributed over devices.
     """
     _refuse_shared(models, prepared)
     for model in models:
         _refuse_device_map(model)
-        _refuse_uninitialized(model)
     owners: dict[int, Optimizer | DummyOptim] = {}
     for optimizer in optimizers:
         model = _model_of(optimizer, models)
@@ -304,12 +303,17 @@ def _refuse_device_map(model: nn.Module) -> None:
         )
 
 
-def _refuse_uninitialized(model: nn.Module) -> None:
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have had no batch yet.
+
+    Raises:
+        LoopError: which parameters and buffers have no values.
+    """
     tensors = (*model.named_parameters(), *model.named_buffers())
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
         raise LoopError(
-            f"prepare() got a {type(model).__name__} whose {', '.join(lazy)} are not initialized: its lazy layers do not "
-            "know their sizes yet.\nRun the model once on a batch before prepare(), and build the optimizer after that."
+            f"prepare() got a {type(model).__name__} whose {', '.join(lazy)} are not initialized: its lazy layers do "
+            "not know their sizes yet.\nRun the model once on a batch before prepare(), and then build the optimizer."
         )
 
 
