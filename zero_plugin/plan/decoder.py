@@ -41,7 +41,8 @@ def decoder_sizes(
         kv_heads: as many as `heads` where absent.
         intermediate: width of the MLP.
         head_size: of a query and a key; where absent, the hidden size divided by the heads.
-        tied: whether embedding and output are one tensor; absent, only where `parameters` leave no room for two.
+        tied: whether embedding and output are one tensor; where absent, what comes closer to `parameters` if the
+            intermediate size is given too, else only where `parameters` leave no room for two.
 
     Raises:
         ConfigError: neither parameters nor a width is given, or the numbers contradict each other.
@@ -71,6 +72,9 @@ def decoder_sizes(
                 f"{parameters:,} parameters are too few for {depth} layers of width {hidden:,} and {words:,} tokens",
                 "Give the model's own --hidden_size, --layers and --vocabulary.",
             )
+    elif tied is None and parameters:
+        blocks = depth * (attention + 3 * hidden * width + 2 * hidden) + hidden
+        is_tied = parameters - blocks < 1.5 * words * hidden
     width = width or 256 * -(-8 * hidden // 768)  # 2/3 of 4h, rounded up to a multiple of 256: Llama's own rule
     matrices = (
         ParameterSize(words * hidden, 1 if is_tied else 2),
