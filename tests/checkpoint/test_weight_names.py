@@ -75,3 +75,25 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         find_weights(file)
+
+
+@pytest.mark.parametrize("content", ["null", "{}", '{"format": "pt", "two.weight": "one.weight"}'])
+@pytest.mark.parametrize("place", [".", "model.safetensors"])
+def test_the_metadata_of_a_file_and_of_its_folder_tell_the_same(content: str, place: str, tmp_path: Path) -> None:
+    """Names of tensors that are tied to one in the file, and nothing else; they may be null."""
+    header = f'{{"__metadata__": {content}, "one.weight": {{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"0")
+    stored = find_weights(tmp_path / place)
+    assert (list(stored.places), dict(stored.tied)) == (
+        ["one.weight"],
+        {"two.weight": "one.weight"} if "two" in content else {},
+    )
+
+
+@pytest.mark.parametrize("content", ["[1]", "1", '"pt"'])
+def test_metadata_that_are_no_texts_by_name_are_an_error(content: str, tmp_path: Path) -> None:
+    """Which names the file."""
+    header = f'{{"__metadata__": {content}}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file that can be read"):
+        find_weights(tmp_path)

@@ -69,8 +69,8 @@ def find_weights(source: Path) -> StoredWeights:
     """
     if source.is_dir():
         return read_model_folder(source)
-    places, metadata = read_complete_file(source, source.name)
-    return StoredWeights(source, source.parent, places, metadata)
+    places, tied = read_complete_file(source, source.name)
+    return StoredWeights(source, source.parent, places, tied)
 
 
 def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> tuple[dict[str, Place], WeightsReport]:
