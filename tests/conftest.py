@@ -213,7 +213,7 @@ def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
 def _leaves_no_group() -> Iterator[None]:
     """A test leaves no process group in this process: programs that later tests start would take it for their own."""
     yield
-    rank = os.environ.pop("RANK", None)
+    rank, *_ = (os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     assert rank is None, "the test has started a process group and left it; see ends_processes"
 
 

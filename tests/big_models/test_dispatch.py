@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections import UserDict
 
 import pytest
 import torch
@@ -263,3 +264,36 @@ def test_pickled(make, tokens, tmp_path) -> None:
     add_hook_to_module(layer, ModelHook())
     again = pickle.loads(pickle.dumps(layer))
     assert again.forward.args[0] is again
+
+
+class Stored(nn.Parameter):
+    """A tensor that knows where it is stored, and is a larger object than a plain one for it."""
+
+    __slots__ = ("end", "file", "start")
+
+
+class Read(UserDict):
+    """A state dict that makes a new tensor whenever one is asked for, often in the place of one that is gone."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).clone().as_subclass(Stored)
+
+
+def test_values_that_are_read_when_asked_for(make) -> None:
+    """Each name has its own: a tensor in the memory of one that is gone is not taken for it."""
+    shapes = {name: p.shape for name, p in make().named_parameters()}
+    places = {"": "cpu"} | dict.fromkeys(shapes, "meta")
+    model = dispatch_model(make(), places, main_device="cpu", state_dict=Read(make().state_dict()))
+    for name, shape in shapes.items():
+        owner, _, key = name.rpartition(".")
+        assert model.get_submodule(owner)._hf_hook.weights_map[key].shape == shape, name
+
+
+def test_a_tied_weight_is_copied_once(make, monkeypatch) -> None:
+    """And not for each of its names."""
+    model, move, copied = make(), Tensor.to, []
+    monkeypatch.setattr(Tensor, "to", lambda self, *to, **how: (copied.append(self), move(self, *to, **how))[1])
+    places = {"": "cpu", "embedding.weight": "meta", "head.weight": "meta"}
+    weight = model.head.weight
+    dispatch_model(model, places, main_device="cpu")
+    assert sum(each is weight for each in copied) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_plugin.checkpoint.load_weights import find_weights, match_weights
 from zero_plugin.errors import CheckpointError
@@ -75,3 +77,38 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         find_weights(file)
+
+
+@pytest.mark.parametrize("content", ["null", "{}", '{"format": "pt", "two.weight": "one.weight"}'])
+@pytest.mark.parametrize("place", [".", "model.safetensors"])
+def test_the_metadata_of_a_file_and_of_its_folder_tell_the_same(content: str, place: str, tmp_path: Path) -> None:
+    """Names of tensors that are tied to one in the file, and nothing else; they may be null."""
+    header = f'{{"__metadata__": {content}, "one.weight": {{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"0")
+    stored = find_weights(tmp_path / place)
+    assert (list(stored.places), dict(stored.tied)) == (
+        ["one.weight"],
+        {"two.weight": "one.weight"} if "two" in content else {},
+    )
+
+
+@pytest.mark.parametrize("content", ["[1]", "1", '"pt"'])
+def test_metadata_that_are_no_texts_by_name_are_an_error(content: str, tmp_path: Path) -> None:
+    """Which names the file."""
+    header = f'{{"__metadata__": {content}}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file that can be read"):
+        find_weights(tmp_path)
+
+
+@pytest.mark.parametrize("saves", ["base", "headed"])
+def test_parts_that_are_compiled_fit_a_checkpoint_of_the_other_kind(saves: str, tmp_path: Path) -> None:
+    """The base model's for one with a head, and the other way round, have neither's prefix, nor torch.compile's."""
+    headed = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=4, n_head=1, n_positions=4, vocab_size=8))
+    base = copy.deepcopy(headed.transformer)
+    saved, model, layers = (base, headed, headed.transformer.h) if saves == "base" else (headed, base, base.h)
+    saved.save_pretrained(tmp_path)
+    layers[0] = torch.compile(layers[0])
+    places, report = match_weights(model, find_weights(tmp_path), strict=True)
+    assert report.is_complete
+    assert any("_orig_mod." in name for name in places)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zero_plugin import Accelerator
 from zero_plugin.cli import selftest_worker
-from zero_plugin.cli.selftest import CheckError, LeftOut
+from zero_plugin.cli.selftest import CheckError, LeftOut, Outcome
 from zero_plugin.cli.selftest_worker import Run, check_all_reduce, check_barrier, check_data_loader
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
@@ -95,3 +95,37 @@ def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
     run.folder = None
     with pytest.raises(LeftOut, match="--folder"):
         selftest_worker.check_checkpoint(run)
+
+
+def gathered(monkeypatch: pytest.MonkeyPatch, *others: Outcome) -> None:
+    """Let further ranks have come to these outcomes."""
+    monkeypatch.setattr(Run, "processes", 1 + len(others))
+    monkeypatch.setattr(selftest_worker, "gather_object", lambda own: [*own, *others])
+
+
+def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all of them leave the checkpoint out, and none waits for another in a collective."""
+    selftest_worker.check_optimizer_step(run)
+    gathered(monkeypatch, Outcome("optimizer step", "wrong", "out of memory"))
+    outcome = selftest_worker._run("optimizer step", lambda run: "as in one process", run)
+    assert (outcome.status, outcome.said) == ("wrong", "on rank 1: out of memory")
+    with pytest.raises(LeftOut, match="optimizer step, which failed"):
+        selftest_worker.check_checkpoint(run)
+
+
+def test_a_check_is_ok_if_it_is_on_every_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the line says why it was left out on another."""
+    gathered(monkeypatch, Outcome("NVMe", "left out", "nothing is offloaded"))
+    outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
+    assert (outcome.status, outcome.said) == ("left out", "nothing is offloaded")
+    gathered(monkeypatch, Outcome("NVMe", "ok", "also"))
+    outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
+    assert (outcome.status, outcome.said) == ("ok", "writes and reads")
+
+
+def test_ranks_that_fail_differently(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is told of those ranks that gave it; the others are named."""
+    said = ["disk full", "no such folder", "disk full", "no such folder"]
+    gathered(monkeypatch, *(Outcome("NVMe", "wrong", each) for each in said))
+    outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
+    assert outcome.said == "on rank 1, 3: disk full; rank 2, 4 failed with other messages"

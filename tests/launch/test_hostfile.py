@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.hosts import filter_hosts, read_hostfile
-from zero_plugin.launch.spec import Host
+from zero_plugin.errors import MachineError
+from zero_plugin.launch.hosts import filter_hosts, read_hostfile, run_on_hosts
+from zero_plugin.launch.spec import Host, Hosts
 
 
 def write(folder: Path, text: str) -> str:
@@ -94,3 +95,21 @@ def test_mistakes_in_a_filter(text: str, exclude: bool, part: str) -> None:
     """A host or slot that the file does not have, and a filter that leaves nothing."""
     _, problems = filter_hosts(HOSTS, text, exclude=exclude, where="--f", key="f")
     assert part in "\n".join(map(str, problems))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "programs", "advice"),
+    [
+        ("pdsh", "pdsh and ssh", "Type `sudo apt-get install pdsh openssh-client`."),
+        ("openmpi", "mpirun and ompi_info", "Type `sudo apt-get install openmpi-bin`."),
+        ("slurm", "srun and sinfo", "Start this on a machine of the SLURM cluster."),
+    ],
+)
+def test_a_launcher_that_is_not_installed(
+    launcher: str, programs: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the programs that are missing, and says what to do."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MachineError) as caught:
+        run_on_hosts(Hosts(launcher, (), (), "", (), ()))
+    assert str(caught.value) == f"{launcher} needs {programs}, which are not installed on this machine. {advice}"

@@ -52,6 +52,16 @@ def test_parameters_are_met(billions: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameters", "tied", "elements"), [(494_000_000, 1, 494_005_120), (630_000_000, 2, 630_139_776)]
+)
+def test_whether_weights_are_tied_follows_from_the_parameters(parameters: int, tied: int, elements: int) -> None:
+    """With all widths, those of Qwen2.5 0.5B, embedding and output are one if that comes closer to the number."""
+    widths = {"hidden_size": 896, "layers": 24, "vocabulary": 151_936, "heads": 14, "kv_heads": 2, "intermediate": 4864}
+    found = decoder_sizes(parameters=parameters, **widths)
+    assert (found.elements, found.parameters[0].count) == (elements, tied)
+
+
+@pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({}, "the model's size is not given"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from zero_plugin.errors import MachineError
-from zero_plugin.machine.op_builds import refuse_stale_build_locks
+from zero_plugin.machine.op_builds import find_stale_build_locks, refuse_stale_build_locks
 
 
 @pytest.fixture
@@ -77,6 +78,30 @@ def test_a_live_builders_lock_is_respected(lock: Path, tmp_path: Path) -> None:
         builder.communicate()
     with pytest.raises(MachineError):
         refuse_stale_build_locks(["cpu_adam"], tmp_path)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """As a user who may not see the open files of root's processes, of which there are some."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        if os.access("/proc/1/fd", os.R_OK, effective_ids=True):
+            pytest.skip("no process belongs to another user")
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_lock_of_another_user_who_has_processes_is_not_stale(unprivileged: None) -> None:
+    """Which files these have open cannot be seen; those of a third user do not count."""
+    with tempfile.TemporaryDirectory() as cache:
+        lock = leave_lock(Path(cache), "cpu_adam")
+        assert find_stale_build_locks(["cpu_adam"], Path(cache)) == [lock]
+        lock.unlink()
+        lock.symlink_to("/etc/passwd")  # a file of root, which no process has open
+        assert find_stale_build_locks(["cpu_adam"], Path(cache)) == []
 
 
 INIT = """

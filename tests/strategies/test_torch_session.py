@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any, cast
@@ -14,6 +15,7 @@ from paths import Reads
 
 from zero_plugin.loop.window import Window
 from zero_plugin.strategies.base import SessionRequest, release_failed_backward
+from zero_plugin.strategies.precision import run_under_autocast
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.strategies.torch_strategies import torch_optimizer
 
@@ -109,3 +111,19 @@ def test_torch_holds_what_a_failed_backward_has_not_run() -> None:
             release_failed_backward()
         gc.collect()
         assert held[-1]() is None
+
+
+def test_a_layer_without_weights_computes_under_the_models_autocast() -> None:
+    """A dropout outside of the forward is warned of under no autocast of the model's device, and then alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    undo = run_under_autocast(model, nullcontext, "cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model[1](torch.ones(2))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with pytest.warns(UserWarning, match="the Dropout of a prepared Sequential is called outside of its forward"):
+        model[1](torch.ones(2))
+    undo()

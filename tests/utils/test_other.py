@@ -29,8 +29,9 @@ from zero_plugin.utils.other import (
     wait_for_everyone,
 )
 
+pytestmark = pytest.mark.usefixtures("ends_processes")
 
-@pytest.mark.usefixtures("ends_processes")
+
 @pytest.mark.parametrize("on_each_node", [False, True])
 def test_saving_and_loading(tmp_path: Path, on_each_node: bool) -> None:
     """What is saved comes back without running pickled code: tensors, and random states of Python, NumPy and torch."""

@@ -109,7 +109,7 @@ def _collect(
     in_memory: dict[str, Tensor] = {}
     on_disk: dict[str, Any] = {}
     written: dict[str, Any] = {}
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself, lest another gets its id
     leaving = (
         (join_names(stop.name, slot.name), slot.tensor)
         for stop, device in plan
@@ -125,7 +125,9 @@ def _collect(
                 raise ValueError(
                     f"{name} is on the meta device and has no values; load its weights, or pass state_dict."
                 )
-            in_memory[name] = copies.setdefault(id(value), value.to(home))
+            if id(value) not in copies:
+                copies[id(value)] = value, value.to(home)
+            in_memory[name] = copies[id(value)][1]
             continue
         stored = next((each for each in names if each in known), None)
         if not tensor.is_meta and (stored is None or offload_index is None):

@@ -69,8 +69,8 @@ def find_weights(source: Path) -> StoredWeights:
     """
     if source.is_dir():
         return read_model_folder(source)
-    places, metadata = read_complete_file(source, source.name)
-    return StoredWeights(source, source.parent, places, metadata)
+    places, tied = read_complete_file(source, source.name)
+    return StoredWeights(source, source.parent, places, tied)
 
 
 def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> tuple[dict[str, Place], WeightsReport]:
@@ -122,15 +122,23 @@ def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _renaming(module: nn.Module, names: Iterable[str], stored: Iterable[str]) -> Callable[[str], str]:
-    """From a name of the model to that in the file, which may hold the base of a model with a head, or the reverse."""
+    """Return a function from a model's tensor name to the name in the file.
+
+    They differ by transformers' `base_model_prefix` if only one of the two has a head, and by the `_orig_mod.` that
+    torch.compile adds.
+    """
+
+    def plain(name: str) -> str:
+        return name.replace("_orig_mod.", "")
+
     pretrained = as_pretrained(module)
     base = "" if pretrained is None else f"{pretrained.base_model_prefix}."
-    model_has, file_has = (any(name.startswith(base) for name in where) for where in (names, stored))
+    model_has, file_has = (any(name.startswith(base) for name in where) for where in (map(plain, names), stored))
     if len(base) > 1 and model_has and not file_has:
-        return lambda name: name.removeprefix(base)
+        return lambda name: plain(name).removeprefix(base)
     if len(base) > 1 and file_has and not model_has:
-        return lambda name: base + name
-    return lambda name: name.replace("_orig_mod.", "")  # that torch.compile puts before the names of what it wraps
+        return lambda name: base + plain(name)
+    return plain
 
 
 def _misfit(tensor: Tensor, place: Place) -> str | None:

@@ -57,7 +57,8 @@ class Run:
     Attributes:
         accelerator: as the configuration says.
         folder: for the checkpoint; None where no folder of all machines is known.
-        trained: what `optimizer step` leaves for `checkpoint`; None before, and where it failed.
+        trained: what `optimizer step` leaves for `checkpoint`; None before, and on every process once a check has
+            failed on any.
     """
 
     accelerator: Accelerator
@@ -420,7 +421,7 @@ def main() -> None:
 
 
 def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
-    """A check on all processes: it is ok if it is on each."""
+    """A check on all processes: it is ok if it is on each, and wrong if it is on any."""
     began = time.perf_counter()
     try:
         own = Outcome(name, "ok", check(run))
@@ -435,10 +436,17 @@ def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
         traceback.print_exc()
         own = Outcome(name, "wrong", f"{type(error).__name__}: {error}")
     everyones: list[Outcome] = gather_object([own])
-    wrong = [rank for rank, outcome in enumerate(everyones) if outcome.status == "wrong"]
-    found = everyones[wrong[0] if wrong else 0]
-    on = f"on rank {', '.join(map(str, wrong))}: " if wrong and run.processes > 1 else ""
-    return replace(found, said=f"{on}{found.said}", seconds=time.perf_counter() - began)
+    found = next((o for status in ("wrong", "left out") for o in everyones if o.status == status), everyones[0])
+    said = found.said
+    if found.status == "wrong":
+        run.trained = None  # on every process, so that all leave out what needs it
+        wrong = [rank for rank, outcome in enumerate(everyones) if outcome.status == "wrong"]
+        alike = [rank for rank in wrong if everyones[rank].said == said]
+        if run.processes > 1:
+            said = f"on rank {', '.join(map(str, alike))}: {said}"
+        if others := [str(rank) for rank in wrong if rank not in alike]:
+            said += f"; rank {', '.join(others)} failed with other messages"
+    return replace(found, said=said, seconds=time.perf_counter() - began)
 
 
 def _describe(run: Run) -> str:

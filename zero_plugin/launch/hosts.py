@@ -59,9 +59,9 @@ _BREAKS_PDSH: Final = frozenset(" \t\n\"'\\$`&|;<>()*?[]{}~#!")
 _LINE: Final = re.compile(r"(\S+)\s+slots=(\d+)(?:\s+max[-_]slots=\d+)?")
 _LEGAL: Final = "Write a line `host slots=GPUS` for each machine."
 _TOOLS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "pdsh": (("pdsh", "ssh"), "sudo apt-get install pdsh openssh-client"),
-    "openmpi": (("mpirun", "ompi_info"), "sudo apt-get install openmpi-bin"),
-    "slurm": (("srun", "sinfo"), "start this on a machine of the SLURM cluster"),
+    "pdsh": (("pdsh", "ssh"), "Type `sudo apt-get install pdsh openssh-client`."),
+    "openmpi": (("mpirun", "ompi_info"), "Type `sudo apt-get install openmpi-bin`."),
+    "slurm": (("srun", "sinfo"), "Start this on a machine of the SLURM cluster."),
 }
 _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWERS_WITHIN_S: Final = 30
@@ -344,9 +344,12 @@ def run_on_hosts(hosts: Hosts) -> int:
         MachineError: a program that reaches the machines is not installed here.
         LaunchError: a machine cannot be reached; nothing was started on any.
     """
-    tools, install = _TOOLS.get(hosts.launcher, ((), ""))
+    tools, advice = _TOOLS.get(hosts.launcher, ((), ""))
     if lacking := [tool for tool in tools if shutil.which(tool) is None]:
-        raise MachineError(f"{hosts.launcher} needs {' and '.join(lacking)}, not installed here. Type: {install}")
+        verb = "is" if len(lacking) == 1 else "are"
+        raise MachineError(
+            f"{hosts.launcher} needs {' and '.join(lacking)}, which {verb} not installed on this machine. {advice}"
+        )
     _reach(hosts)
     for sentence in _notes(hosts):
         _logger.info(sentence)

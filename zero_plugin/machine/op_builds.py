@@ -59,7 +59,7 @@ def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
 
 
 def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
-    """Locks of `ops` in `folder` that no process of this machine holds.
+    """Locks of `ops` in `folder` that no process of this machine holds, as far as that can be seen.
 
     torch's builder creates `lock` in the folder of the op and keeps it open while it compiles, and also while it only
     looks whether there is something to compile; a process that is killed then leaves the file behind.
@@ -137,12 +137,23 @@ def _last_change(folder: Path) -> float:
 
 
 def _is_open_somewhere(file: Path) -> bool:
-    """Whether a process of this machine has `file` open; True where that cannot be seen."""
-    proc = Path("/proc")
-    if not proc.is_dir():
+    """Whether a process of this machine has `file` open; True where that cannot be seen.
+
+    It cannot be seen without /proc, nor of a file of another user who has processes here. A builder creates its lock
+    itself, so that processes of anyone but the file's owner do not count where their files cannot be seen.
+    """
+    if not Path("/proc").is_dir():
         return True
     wanted = file.resolve()
-    return any(_target(descriptor) == wanted for descriptor in proc.glob("[0-9]*/fd/*"))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process, or the file, may be gone meanwhile
+            try:
+                if any(_target(descriptor) == wanted for descriptor in (process / "fd").iterdir()):
+                    return True
+            except PermissionError:
+                if process.stat().st_uid == file.stat().st_uid:
+                    return True
+    return False
 
 
 def _open_locks(process: int) -> Iterator[Path]:

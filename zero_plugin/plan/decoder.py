@@ -45,8 +45,8 @@ def decoder_sizes(
         kv_heads: default: `heads`.
         intermediate: the intermediate size of the MLP; if None, see `parameters`.
         head_size: the size of one query or key; default: hidden_size / heads.
-        tied: whether the embedding and the output projection share one tensor; if None, they do if `parameters` is too
-            small for two.
+        tied: whether the embedding and the output projection share one tensor; if None, whatever comes
+            closer to `parameters` if `intermediate` is given too, else they do if `parameters` is too small for two.
 
     Raises:
         ConfigError: the size of the model is not given, or the numbers contradict each other.
@@ -76,6 +76,9 @@ def decoder_sizes(
                 f"{parameters:,} parameters are too few for {depth} layers of width {hidden:,} and {words:,} tokens",
                 "Give the model's own --hidden_size, --layers and --vocabulary.",
             )
+    elif tied is None and parameters:
+        blocks = depth * (attention + 3 * hidden * width + 2 * hidden) + hidden
+        is_tied = parameters - blocks < 1.5 * words * hidden
     width = width or 256 * -(-8 * hidden // 768)  # 2/3 of 4h, rounded up to a multiple of 256: Llama's own rule
     matrices = (
         ParameterSize(words * hidden, 1 if is_tied else 2),

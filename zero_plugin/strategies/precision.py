@@ -32,12 +32,14 @@ def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None
     return torch.autocast(device_type, _DTYPES[precision], **({} if handler is None else handler.to_kwargs()))
 
 
-def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Make `module.forward` run under `autocast` and return fp32; the returned function undoes this.
+def run_under_autocast(
+    module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], device_type: str
+) -> Callable[[], None]:
+    """Make `module.forward` run under `autocast`, of `device_type`, and return fp32; the returned function undoes this.
 
     Another method of the module, which calls submodules outside of the forward, computes in fp32, with a warning.
     """
-    watch = _Watch(module)
+    watch = _Watch(module, device_type)
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         watch.depth += 1
@@ -64,20 +66,22 @@ class _Watch:
 
     Args:
         module: the module to watch, or None.
+        device_type: that of the autocast under which its forward runs.
 
     Attributes:
         depth: the number of the module's forwards that are running.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module | None = None, device_type: str = "cpu") -> None:
         self.depth = 0
+        self._device_type = device_type
         self._kind = type(module).__name__
         self._hooks = [] if module is None else [c.register_forward_pre_hook(self) for c in module.children()]
 
     def __call__(self, child: nn.Module, _: Any) -> None:
         if self.depth or not self._hooks or not torch.is_grad_enabled():
             return
-        if not torch.is_autocast_enabled(_device_type(child)):
+        if not torch.is_autocast_enabled(self._device_type):
             self.remove()
             warnings.warn(
                 f"the {type(child).__name__} of a prepared {self._kind} is called outside of its forward: it "
@@ -94,10 +98,6 @@ class _Watch:
 
     def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
         return _Watch, ()
-
-
-def _device_type(module: nn.Module) -> str:
-    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:

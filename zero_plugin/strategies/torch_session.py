@@ -103,8 +103,8 @@ class TorchSession(Session):
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
         self._skips = skips
         if precision != "no":
-            device = next((p.device for p in module.parameters()), torch.device("cpu"))
-            self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device.type, autocast))
+            device = next((p.device.type for p in module.parameters()), "cpu")
+            self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device, autocast), device)
         self._is_open = False  # whether a backward of this session runs
         if optimizer is not None:
             self.train_with(optimizer)

@@ -140,7 +140,7 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
             raise ValueError(f"a header of {length:,} bytes")
         header = json.loads(file.read(length))
     try:
-        metadata = header.pop("__metadata__", {})
+        metadata = {name: str(text) for name, text in (header.pop("__metadata__", None) or {}).items()}
         places: dict[str, Place] = {}
         last = 0
         for tensor, entry in header.items():
@@ -224,9 +224,9 @@ def read_model_folder(folder: Path) -> StoredWeights:
     places: dict[str, Place] = {}
     tied: dict[str, str] = {}
     for file in files:
-        own, metadata = read_complete_file(folder / file, file)
+        own, own_tied = read_complete_file(folder / file, file)
         places |= own
-        tied |= {alias: kept for alias, kept in metadata.items() if kept in own and alias not in own}
+        tied |= own_tied
     lost = sorted(set(indexed) - set(places))
     if lost:
         raise CheckpointError(f"{folder}'s index names {lost[0]}, which {indexed[lost[0]]} does not hold.")
@@ -237,7 +237,7 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
     """Read the header of a safetensors file, and check that the file is complete and has only supported dtypes.
 
     Returns:
-        The `Place` of each tensor by name; and the metadata.
+        The `Place` of each tensor by name; and the further names of tensors, each with the name that is stored.
 
     Raises:
         CheckpointError: the file is missing, truncated, not a safetensors file, or has an unsupported dtype.
@@ -254,4 +254,4 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes instead of {end:,}.")
-    return places, metadata
+    return places, {alias: kept for alias, kept in metadata.items() if kept in places and alias not in places}

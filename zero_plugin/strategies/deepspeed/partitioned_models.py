@@ -292,7 +292,7 @@ def partition_any_shape() -> None:
     @functools.wraps(partition)
     def partition_any(init: Any, parameter: Any) -> None:
         shape = parameter.shape
-        with _sendable([parameter]):
+        with _as_contiguous_1d([parameter]):
             partition(init, parameter)
         parameter.ds_shape = shape  # the shape after a gather
 
@@ -302,7 +302,7 @@ def partition_any_shape() -> None:
 def _wrapped(own: Callable[..., Any], parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, *args: Any) -> Any:
-        with _sendable(parameters_of(self)):
+        with _as_contiguous_1d(parameters_of(self)):
             return own(self, *args)
 
     return call
@@ -314,7 +314,10 @@ def _to_send(gathered: Any) -> Iterable[nn.Parameter]:
 
 
 @contextmanager
-def _sendable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _as_contiguous_1d(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """While this context is open, scalar parameters have shape (1,), and all parameters are contiguous, as DeepSpeed's
+    broadcast requires. Scalars get their shape back on exit.
+    """
     scalars = []
     for p in parameters:
         if p.data.dim() == 0:
@@ -322,7 +325,9 @@ def _sendable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             p.data = p.data.view(1)
         elif not p.data.is_contiguous():
             p.data = p.data.contiguous()
-    yield
-    for p in scalars:
-        if p.data.shape == torch.Size([1]):  # else it was partitioned inside
-            p.data = p.data.view(())
+    try:
+        yield
+    finally:
+        for p in scalars:
+            if p.data.shape == torch.Size([1]):  # else it was partitioned inside
+                p.data = p.data.view(())
