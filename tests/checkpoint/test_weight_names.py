@@ -97,7 +97,7 @@ def test_metadata_that_are_no_texts_by_name_are_an_error(content: str, tmp_path:
     """Which names the file."""
     header = f'{{"__metadata__": {content}}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file that can be read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
         find_weights(tmp_path)
 
 
