@@ -65,8 +65,7 @@ def decoder_sizes(
         blocks = (parameters or 0) - outputs * words * hidden - hidden
         return (blocks // depth - attention - 2 * hidden) // (3 * hidden)
 
-    is_tied = bool(tied)
-    width = intermediate or 0
+    is_tied, width = bool(tied), intermediate or 0
     if not width and parameters:
         width = solved(1 if is_tied else 2)
         if tied is None and width < hidden:
@@ -77,8 +76,7 @@ def decoder_sizes(
                 "Give the model's own --hidden_size, --layers and --vocabulary.",
             )
     elif tied is None and parameters:
-        blocks = depth * (attention + 3 * hidden * width + 2 * hidden) + hidden
-        is_tied = parameters - blocks < 1.5 * words * hidden
+        is_tied = abs(width - solved(1)) < abs(width - solved(2))
     width = width or 256 * -(-8 * hidden // 768)  # 2/3 of 4h, rounded up to a multiple of 256: Llama's own rule
     matrices = (
         ParameterSize(words * hidden, 1 if is_tied else 2),
