@@ -9,10 +9,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Python compiles what it imports; of all that is installed that is little.
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 VENV_TPU ?= .venv-tpu
-PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
+PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --no-compile --constraint $(VENV_TPU)/constraints.txt
 
 .PHONY: demo test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
 
@@ -89,12 +90,14 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
 	$(PIP) --editable '.[pictures,dev]'
 	@touch $(VENV)/.installed $@
 
-# torch_xla is built for one torch, older than that of constraints.txt; all else is what the other environment has.
-$(VENV_TPU)/.installed: pyproject.toml constraints.txt
+# torch_xla is built for one torch, older than that of constraints.txt; all else is the other environment's.
+$(VENV_TPU)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev
 	$(PYTHON) -m venv $(VENV_TPU)
 	grep -v '^torch==' constraints.txt > $(VENV_TPU)/constraints.txt
 	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0 numpy
-	$(PIP_TPU) --editable '.[pictures,dev]'
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(VENV_TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
+	$(PIP_TPU) --no-deps --editable .
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.
