@@ -67,11 +67,13 @@ _OF_AIO_HANDLE = tuple(
 )
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
-# In names of files and folders: time, machine, process; of objects that are printed, the address; free memory; and the
-# numbers of layers, of which a module prints those in one line that took equally long.
+# In names of files and folders: time, machine, process; of objects that are printed, the address; free memory, and what
+# nobody has written; the numbers of layers, of which a module prints those in one line that took equally long, and
+# which kind of layer took longest.
 _OF_THIS_PROCESS = re.compile(
     r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+|(?<= at 0x)[0-9a-f]+"
-    r"|(?<=\(available=)\d+|(?<= \()\d+(-\d+)?(?=\): )"
+    r"|(?<=\(available=)\d+|(?<= \()\d+(-\d+)?(?=\): )|(?<=fwd latency - {')\w+"
+    r"|(?<=_flat_cpu_memory\[0\]\": \")[^\"]*"
 )
 _HEAD = re.compile(r"^\[[\d-]+ [\d:,]+\] (\[\w+\] \[[^]]*\] )?")  # of what DeepSpeed logs
 _CONFIGURATION = re.compile(r"^\[[\d-]+ [\d:,]+\] \[INFO\] \[config\.py:")
