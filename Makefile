@@ -9,11 +9,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Python compiles what it imports; of all that is installed that is little.
-PIP    := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 VENV_TPU ?= .venv-tpu
-PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --no-compile --constraint $(VENV_TPU)/constraints.txt
+PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
 
 .PHONY: demo test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
 
