@@ -173,7 +173,9 @@ def test_deepspeeds_launcher_on_each_machine(hosts: tuple[Host, Host], tmp_path:
         assert_trained(output)
 
 
-@pytest.mark.campaign  # on a busy machine a launcher may end before it has found that the other is out of reach
+# Not daily: these machines see each other's process ids, so that one may see a process of the other end before that
+# is out of reach.
+@pytest.mark.campaign
 @pytest.mark.parametrize("end", [1, 0])
 def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[..., Iterator[str]]) -> None:
     """With c10d they train too; when the cable is cut at an end, both sides fail within the time-out and say why."""
