@@ -36,7 +36,9 @@ def whole_losses(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] * (name == "full, without reserving")) for name in CHECKS]
+)
 def test_failing_disk(
     name: str, forks: Any, whole_losses: Callable[[str], list[float]], small_disk: Path, tmp_path: Path
 ) -> None:

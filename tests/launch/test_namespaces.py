@@ -253,6 +253,7 @@ def test_a_cable_that_is_cut_before_all_have_come(hosts: tuple[Host, Host]) -> N
     assert f"the connection to {main.address}, where the machines have met, is lost" in errors_1
 
 
+@pytest.mark.campaign
 def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> None:
     """Both sides learn at once which machines have the same number, or that they count differently."""
     main, other = hosts

@@ -88,7 +88,7 @@ def test_the_group_ends_after_all_that_holds_it(
         )
 
 
-@pytest.mark.parametrize("path", ["ddp", "nvme"])
+@pytest.mark.parametrize("path", ["ddp", pytest.param("nvme", marks=pytest.mark.campaign)])
 def test_an_error_on_one_process_ends_both(torchrun: Torchrun, path: str, tmp_path: Path) -> None:
     """The other process sits in a collective; the run ends, shows that error, and leaves no file."""
     run = torchrun(path, "raise", *([tmp_path] if path == "nvme" else []))
@@ -186,6 +186,7 @@ def runs_in(nvme: Path) -> set[str]:
     return {folder.name.split("-")[2] for folder in nvme.iterdir()}
 
 
+@pytest.mark.campaign
 def test_jobs_share_no_nvme_file(start_job: Callable[[Path], subprocess.Popen[str]], tmp_path: Path) -> None:
     """Jobs with one `nvme_path` have folders of their own; a killed one's is removed by the next job."""
     (tmp_path / "the users own").mkdir()

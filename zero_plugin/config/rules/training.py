@@ -205,8 +205,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
     kind, name = asked.optimizer, asked.value("optimizer.type")
     if kind in _OF_WHOLE_TENSORS and asked.stage and not asked.is_on("zero_allow_untested_optimizer"):
         message = f"{name} {_OF_WHOLE_TENSORS[kind]}, and ZeRO updates flat pieces of them; {asked.stage_said}"
-        fix = "Write AdamW, or stage 0. If you know better: zero_allow_untested_optimizer: true."
-        yield asked.error("optimizer.type", f"{message}. It would train, and differ", fix)
+        fix = "Write AdamW, or stage 0. To use it all the same, write zero_allow_untested_optimizer: true."
+        yield asked.error("optimizer.type", f"{message}. The weights would not be those of stage 0", fix)
     if kind in _NEVER:
         yield asked.error("optimizer.type", f"{name} {_NEVER[kind]}", "Write another, such as AdamW.")
     if kind == "lamb" and asked.on_cpu:
