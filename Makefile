@@ -20,6 +20,9 @@ PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TP
 test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 
+# Hundreds of processes are started: none of them compiles the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Twice as many as there are processors here: tests that start processes mostly wait for them.
 PYTEST := -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
