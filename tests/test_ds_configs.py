@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.cli.check import check_files
 from zero_plugin.config.check import check_document
-from zero_plugin.config.read import read_document
+from zero_plugin.config.read import document_from_code, read_document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.flags import document_from_flags
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 ZERO = {
@@ -74,3 +77,32 @@ def test_auto_leaves_the_plan_its_choices() -> None:
         assert tree.value("zero_optimization", *path) is AUTO
     assert not tree.has_section("optimizer")
     assert not tree.has_section("scheduler")
+
+
+@pytest.mark.parametrize("named", ["zero2", "zero3_offload", "cpu", "auto"])
+def test_a_ready_config_is_found_by_its_name(named: str) -> None:
+    """By `launch`, `check` and `Accelerator(config=…)`, in any folder."""
+    wanted = read_document(str(FOLDER / f"{named}.yaml"))
+    for document in (document_from_flags({"config_file": named}), document_from_code(named, "a call")):
+        assert (document.launch.nested(), document.deepspeed.nested()) == (
+            wanted.launch.nested(),
+            wanted.deepspeed.nested(),
+        )
+    assert check_files([named]).problems == ()
+
+
+def test_a_file_of_that_name_is_meant_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero2").write_text("num_processes: 7")
+    assert document_from_flags({"config_file": "zero2"}).launch.value("num_processes") == 7
+
+
+@pytest.mark.parametrize(("named", "near"), [("zero_2", "Did you mean zero2? "), ("mine", "")])
+def test_a_name_that_is_none_lists_them(named: str, near: str) -> None:
+    """Launch and check say the same."""
+    fix = f"{near}Write a path, or a ready config: auto, cpu, ddp, tpu, zero1, zero2, zero2_offload, "
+    with pytest.raises(ConfigError) as error:
+        document_from_flags({"config_file": named})
+    for problem in (*error.value.problems, *check_files([named]).problems):
+        assert (problem.where, problem.message) == (named, "no such file")
+        assert problem.fix.startswith(fix)

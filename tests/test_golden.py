@@ -24,6 +24,7 @@ COMMANDS = {
         for name in ("check", "config", "demo", "doctor", "env", "explain", "launch", "plan", "test")
     },
     **{f"help-checkpoint-{name}": ["checkpoint", name, "--help"] for name in ("inspect", "verify", "import", "export")},
+    "help-all": ["launch", "--help-all"],
     "check-right": ["check", "ds_configs/zero2.yaml"],
     "check-wrong": ["check", "tests/golden/wrong.yaml"],
     "explain-zero2": ["explain", "ds_configs/zero2.yaml", "--accelerator", "cpu", "--world_size", "2"],

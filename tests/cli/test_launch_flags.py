@@ -29,4 +29,4 @@ def test_dashes_and_a_single_dash_are_the_same_name() -> None:
     """As the user typed it, it is named with underscores."""
     problem = refuse_flag("--fsdp-sharding-strategy")
     assert problem is not None
-    assert problem.headline == "--fsdp_sharding_strategy: is not supported"
+    assert problem.headline == "--fsdp_sharding_strategy: this flag of Accelerate's is not supported"

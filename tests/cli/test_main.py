@@ -40,7 +40,13 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [(["lunch"], "lunch"), (["launch", "--zero_stag", "2", "a.py"], "--zero_stage"), (["launch"], "SCRIPT")],
+    [
+        (["lanch"], "Did you mean launch?"),
+        (["checkpoint", "verfy"], "Did you mean verify?"),
+        (["x"], "'x'."),
+        (["launch", "--zero_stag", "2", "a.py"], "--zero_stage"),
+        (["launch"], "SCRIPT"),
+    ],
     ids=str,
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], part: str, tmp_path: Path) -> None:
@@ -49,6 +55,27 @@ def test_wrong_usage_exits_with_2(arguments: list[str], part: str, tmp_path: Pat
     assert done.returncode == 2
     assert part in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["launch", "demo", "test", "explain"])
+def test_all_launch_flags_are_a_further_help(command: str, tmp_path: Path) -> None:
+    """`--help` has the usual ones, in few lines; `--help-all` has all, no name of which is cut at 60 columns."""
+    short, complete = (run(command, flag, folder=tmp_path).stdout for flag in ("--help", "--help-all"))
+    assert "--num_processes INT" in short
+    assert "--machine_rank" not in short
+    assert len(short.splitlines()) < 100 < len(complete.splitlines())
+    for flag in ("--num_processes INT", "--dynamo_use_regional_compilation\n", "--deepspeed_moe_layer_cls_names TEXT"):
+        assert flag in complete
+
+
+def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
+    """All flags, also those that `--help` leaves out."""
+    code = "from zero_plugin.cli.main import main; main()"
+    words = {"zero-plugin la": ["launch"], "zero-plugin launch --machine": ["--machine_rank"]}
+    for typed, wanted in words.items():
+        asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_ZERO_PLUGIN_COMPLETE": "complete_bash"}
+        lines = [f"import os; os.environ.update({asked!r})", code]
+        assert run(folder=tmp_path, code="; ".join(lines)).stdout.split() == wanted
 
 
 @pytest.mark.parametrize("flag", ["--zero_stage", "--zero-stage"])

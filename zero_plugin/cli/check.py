@@ -20,7 +20,7 @@ import typer
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
-from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
+from zero_plugin.config.read import STANDARD_INPUT, named_file, parse_file, read_document
 from zero_plugin.config.resolve.facts import StrategyName
 from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.schema import deepspeed_schema, yaml_schema
@@ -258,7 +258,7 @@ def check(
         return
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
-    findings = _check_all(files)
+    findings = check_files(files)
     if output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:
@@ -269,7 +269,8 @@ def check(
         raise typer.Exit(1)
 
 
-def _check_all(names: list[str]) -> Findings:
+def check_files(names: list[str]) -> Findings:
+    """The problems of files and folders, and of standard input for `-`."""
     files: list[str] = []
     skipped: list[str] = []
     found: list[Problem] = []
@@ -282,7 +283,11 @@ def _check_all(names: list[str]) -> Findings:
             files.append(STANDARD_INPUT)
             found += _problems(STANDARD_INPUT, data)
             continue
-        path = Path(name)  # ./a.yaml is a.yaml, also in what is printed
+        try:
+            path = named_file(name)  # ./a.yaml is a.yaml, also in what is printed
+        except ConfigError as error:
+            found += error.problems
+            continue
         configs, others = config_files(path) if path.is_dir() else ([path], [])
         if not configs:
             message = "no launch config and no DeepSpeed configuration below this folder"

@@ -21,26 +21,32 @@ from zero_plugin.errors import Problem
 
 T = TypeVar("T")
 
-# By panel of the help; a key that is in none has no flag.
+_COMMON: Final = "The usual flags"
+# By panel of the help, of which `--help` shows the first alone and `--help-all` all; a key that is in none has no flag.
 _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Configuration": (
-        *("config_file", "num_processes", "mixed_precision", "cpu", "multi_gpu", "tpu", "use_deepspeed"),
-        *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
-        *("dynamo_use_regional_compilation", "gpu_ids"),
+    _COMMON: (
+        *("config_file", "num_processes", "num_machines", "zero_stage", "offload_optimizer_device"),
+        *("offload_param_device", "mixed_precision", "gradient_accumulation_steps", "cpu", "dry_run"),
+    ),
+    "Hardware": (
+        *("multi_gpu", "tpu", "gpu_ids", "num_cpu_threads_per_process", "enable_cpu_affinity", "gpu_memory"),
+        "host_memory",
     ),
     "ZeRO and the loop": (
-        *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
-        *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps"),
-        *("gradient_clipping", "gpu_memory", "host_memory", "model", "sequence_length", "zero3_init_flag"),
-        *("zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
+        *("use_deepspeed", "deepspeed_config_file", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+        *("gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
     ),
-    "Program and run": (
-        *("num_cpu_threads_per_process", "log_dir", "tee", "role", "enable_cpu_affinity", "monitor_interval"),
-        *("main_training_function", "module", "no_python", "max_restarts", "auto_resume", "grace_period"),
-        *("dry_run", "quiet", "debug"),
+    "Compilation": (
+        *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
+        "dynamo_use_regional_compilation",
+    ),
+    "Program": ("module", "no_python", "main_training_function", "model", "sequence_length"),
+    "Logs and restarts": (
+        *("log_dir", "tee", "role", "quiet", "debug", "monitor_interval", "max_restarts", "auto_resume"),
+        "grace_period",
     ),
     "Several machines": (
-        *("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
+        *("min_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
         *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
         *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
     ),
@@ -48,7 +54,7 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
 _SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
 # Flags without a key of the same name: they choose files, set several keys, or choose what runs.
 _WITH_VALUE: Final[Mapping[str, str]] = {
-    "config_file": "YAML launch config or DeepSpeed JSON.",
+    "config_file": "YAML launch config or DeepSpeed JSON; or a ready one by name, such as zero2.",
     "deepspeed_config_file": "DeepSpeed JSON in place of the file's `deepspeed_config`.",
     "model": "Model for a plan before the start: a transformers folder, or module:function.",
     "sequence_length": "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.",
@@ -64,6 +70,17 @@ _SWITCHES: Final[Mapping[str, str]] = {
     "dry_run": "Print the environment and the torchrun command; start nothing.",
     "quiet": "Log only warnings and errors.",
 }
+RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
+WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
+# What stands for a value in the help, where the schema does not tell.
+_METAVARS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "PATH"),
+    **dict.fromkeys(("gpu_memory", "host_memory"), "SIZE"),
+    **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
+    "sequence_length": "INT",
+}
+_OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
 LENGTH_ALONE: Final = "it has an effect only with --model. Add --model FOLDER."
 
@@ -86,9 +103,33 @@ def launch_flags() -> Mapping[str, Any]:
                 described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
                 described = described[0].upper() + described[1:]
             spellings = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
-            option = typer.Option(*spellings, help=described, rich_help_panel=panel, show_default=False)
+            option = typer.Option(
+                *spellings,
+                help=described,
+                rich_help_panel=panel,
+                show_default=False,
+                metavar=None if is_switch else _METAVARS.get(name) or _metavar(keys.get(name, {})),
+            )
             flags[name] = Annotated[bool | None if is_switch else str | None, option]
     return flags
+
+
+def _metavar(schema: Mapping[str, Any]) -> str:
+    """What stands for the value of a key."""
+    types = [part.get("type") for part in (schema, *schema.get("anyOf", ()))]
+    return next((_OF_TYPES[kind] for kind in types if kind in _OF_TYPES), "TEXT")
+
+
+def _print_help_with_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[WITH_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL: Final = typer.Option(
+    "--help-all", help="Show all flags, by topic.", is_eager=True, callback=_print_help_with_all, show_default=False
+)
 
 
 def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,7 +139,7 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
         left_out: names of flags that have no meaning for this command.
     """
     flags = {name: (flag, None) for name, flag in launch_flags().items() if name not in left_out}
-    return lambda command: _with_keywords(command, flags)
+    return lambda command: _with_keywords(command, {**flags, "help_all": (Annotated[bool, _HELP_ALL], False)})
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -166,5 +207,5 @@ def refuse_flag(typed: str) -> Problem | None:
     name = typed.lstrip("-").replace("-", "_")
     for known, fix in _REFUSED.items():
         if name == known or (known.endswith("_") and name.startswith(known)):
-            return Problem(f"--{name}", "", "is not supported", fix)
+            return Problem(f"--{name}", "", "this flag of Accelerate's is not supported", fix)
     return None

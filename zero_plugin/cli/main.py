@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -11,9 +12,18 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import zero_plugin
-from zero_plugin.errors import ConfigError, ZeroPluginError
+from zero_plugin.errors import ConfigError, Problem, ZeroPluginError
 
 _HELP: Final = {"help_option_names": ["--help", "-h"]}
+_METAVARS: Final[Mapping[str, str]] = {
+    "<str>": "TEXT",
+    "<list[str]>": "TEXT",
+    "<int>": "INT",
+    "<int range>": "INT",
+    "<float>": "NUMBER",
+    "<float range>": "NUMBER",
+    "<path>": "PATH",
+}
 # By group and command: the module and the function. `checkpoint` is a group itself.
 _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "zero-plugin": {
@@ -38,7 +48,10 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 class _Command(TyperCommand):
-    """Explains what to do in place of a flag that Accelerate has and this package does not."""
+    """Help in plain text, by topic; and what to do in place of a flag that Accelerate has and this package does not."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _format_help(self, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -46,7 +59,11 @@ class _Command(TyperCommand):
         except Exception as error:
             from zero_plugin.cli.launch_flags import refuse_flag
 
-            refused = refuse_flag(getattr(error, "option_name", ""))  # only the error of an unknown flag has it
+            flag = getattr(error, "option_name", "")  # only the error of an unknown flag has it
+            refused = refuse_flag(flag)
+            if refused is None and flag and self.name == "demo":
+                fix = f"If the training script has it, write it after --: zero-plugin demo -- {flag}."
+                refused = Problem(flag, "", "is no flag of demo", fix)
             if refused is None:
                 raise
             raise ConfigError([refused]) from None
@@ -54,6 +71,19 @@ class _Command(TyperCommand):
 
 class _LazyCommands(TyperGroup):
     """Imports a command's module when the command is named, so that none pays for another's imports."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _format_help(self, ctx, formatter)
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known:
+            near = difflib.get_close_matches(args[0], known, n=1)
+            ctx.fail(f"No such command {args[0]!r}. {f'Did you mean {near[0]}?' if near else ''}".rstrip())
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
         return list(_COMMANDS[str(self.name)])
@@ -77,13 +107,42 @@ def _command(name: str, function: Callable[..., None]) -> Any:
     return typer.main.get_command(app)
 
 
-def _group(name: str, **more: Any) -> typer.Typer:
-    return typer.Typer(
-        name=name, cls=_LazyCommands, add_completion=False, no_args_is_help=True, context_settings=dict(_HELP), **more
-    )
+def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
+    """Plain text as click's, with a section for each topic: typer's tables cut long names at 80 columns."""
+    command.format_usage(ctx, formatter)
+    command.format_help_text(ctx, formatter)
+    from zero_plugin.cli.launch_flags import RARE_TOPICS, WITH_ALL
+
+    left_out = set() if ctx.meta.get(WITH_ALL) else RARE_TOPICS
+    topics: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(ctx):
+        is_option = parameter.param_type_name == "option"
+        if is_option and parameter.metavar is None:
+            parameter.metavar = _metavar(parameter, ctx)
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            topic = (parameter.rich_help_panel or "Options") if is_option else "Arguments"
+            topics.setdefault(topic, []).append(record if is_option else (parameter.metavar, record[1]))
+    for topic, records in topics.items():
+        if records and topic not in left_out:
+            with formatter.section(topic):
+                formatter.write_dl(records)
 
 
-_app = _group("zero-plugin", pretty_exceptions_enable=False)
+def _metavar(option: Any, ctx: Any) -> str | None:
+    """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
+    if option.is_flag:
+        return ""
+    # typer before 0.27 has such words itself.
+    return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
+
+
+def _group(name: str, completion: bool = False, **more: Any) -> typer.Typer:
+    settings: dict[str, Any] = {"cls": _LazyCommands, "no_args_is_help": True, "context_settings": dict(_HELP), **more}
+    return typer.Typer(name=name, add_completion=completion, **settings)
+
+
+_app = _group("zero-plugin", completion=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

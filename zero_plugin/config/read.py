@@ -39,6 +39,7 @@ from zero_plugin.errors import ConfigError, Problem
 
 STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's
 
+_READY: Final = Path(__file__).parents[1] / "ds_configs"
 _MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
 _NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75
 
@@ -84,6 +85,23 @@ def nearest_file(path: Path) -> str:
         return f"Did you mean {path.parent / by_stem[near[0]]}?"
     folder = "the working directory" if path.parent == Path() else path.parent
     return f"Check the path: {folder} holds no such name."
+
+
+def named_file(named: str) -> Path:
+    """The configuration that a user names: a file, or one that comes with the package, by its name, such as `zero2`.
+
+    Raises:
+        ConfigError: there is no such file, and the name of one that comes with the package may be meant.
+    """
+    file = Path(named)
+    if file.parent != Path() or file.suffix or not file.name or os.path.lexists(file):
+        return file
+    ready = {file.stem: file for file in sorted(_READY.glob("*.yaml"))}
+    if named not in ready:
+        near = difflib.get_close_matches(named, ready, n=1, cutoff=_NEAR)
+        fix = f"{f'Did you mean {near[0]}? ' if near else ''}Write a path, or a ready config: {', '.join(ready)}."
+        raise syntax_error(named, "no such file", fix)
+    return ready[named]
 
 
 def _bytes(path: Path) -> bytes:
@@ -158,7 +176,9 @@ def document_from_code(config: str | os.PathLike[str] | Mapping[str, Any] | None
     """The document that a call names: a file's, a dict's, or an empty one for None; see the functions above."""
     if config is None:
         return Document()
-    return document_from_mapping(config, where) if isinstance(config, Mapping) else read_document(config)
+    if isinstance(config, Mapping):
+        return document_from_mapping(config, where)
+    return read_document(named_file(config) if isinstance(config, str) else config)
 
 
 @dataclass

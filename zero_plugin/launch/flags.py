@@ -18,7 +18,7 @@ from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Sai
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
 from zero_plugin.config.located import read_scalar
-from zero_plugin.config.read import DEFAULT_STAGE, read_document
+from zero_plugin.config.read import DEFAULT_STAGE, named_file, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin, show
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem
@@ -50,12 +50,15 @@ def document_from_flags(
     Raises:
         ConfigError: every problem of the file, of the flags, and between them.
     """
-    if "config_file" not in flags and (file := find_config_file(os.environ)) is not None:
+    if "config_file" not in flags and (found := find_config_file(os.environ)) is not None:
         try:
-            return document_from_flags({**flags, "config_file": str(file)}, assignments)
+            return document_from_flags({**flags, "config_file": str(found)}, assignments)
         except ConfigError as error:
-            raise ConfigError(_with_reason(error.problems, file)) from None
-    document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
+            raise ConfigError(_with_reason(error.problems, found)) from None
+    document = Document()
+    if "config_file" in flags:
+        file = str(flags["config_file"])
+        document = read_document(named_file(file) if content is None else file, content)
     zero_flags = [name for name in (*ZERO_FIELDS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         zero_flags.append("config_file")
