@@ -1,10 +1,15 @@
-"""Accelerate's flags that this package refuses, and that it knows all others."""
+"""Accelerate's flags that this package refuses, that it knows all others, and flags that are after the script."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from zero_plugin.cli.launch_flags import launch_flags, refuse_flag
+from zero_plugin.cli.main import main
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
@@ -30,3 +35,30 @@ def test_dashes_and_a_single_dash_are_the_same_name() -> None:
     problem = refuse_flag("--fsdp-sharding-strategy")
     assert problem is not None
     assert problem.headline == "--fsdp_sharding_strategy: this flag of Accelerate's is not supported"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("print(1)", ["--config_file", "--num-processes"]),
+        ("parser.add_argument('--num_processes')", ["--config_file"]),
+        ("HfArgumentParser(Arguments)", []),
+    ],
+)
+def test_launch_flags_after_the_script_are_told(
+    text: str, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A warning where the script's text does not name them; its own flags, and what is before it, are no matter."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    arguments = ["--config_file", "X", "--num-processes=3", "--mine", "--lr", "2"]
+    monkeypatch.setattr(sys, "argv", ["zero-plugin", "launch", "--cpu", "--dry_run", str(script), *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "after" in line]
+    assert lines == [
+        f"warning: {flag} is after {script}, so it is passed to the script, whose text does not hold it. To have "
+        "`launch` read it, write it before the script."
+        for flag in told
+    ]

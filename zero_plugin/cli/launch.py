@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import LENGTH_ALONE, typed_flags, with_launch_flags
+from zero_plugin.cli.launch_flags import LENGTH_ALONE, launch_flags, typed_flags, with_launch_flags
 from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
@@ -26,6 +26,7 @@ from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _logger = logging.getLogger(__name__)
 
+_PARSERS_OF_CLASSES = ("HfArgumentParser", "TrlParser", "jsonargparse", "simple_parsing", "tyro")
 _DEMO = Path(__file__).parents[1] / "demo"
 
 
@@ -57,7 +58,31 @@ def launch(
         notes += of_plan
     elif "sequence_length" in flags:
         raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
+    show_messages(quiet=bool(flags.get("quiet")), prefix="")
+    if kind == "script":
+        for flag in _flags_after(Path(program), arguments or ()):
+            _logger.warning(
+                "%s is after %s, so it is passed to the script, whose text does not hold it. To have `launch` read it, "
+                "write it before the script.",
+                *(flag, program),
+            )
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
+
+
+def _flags_after(script: Path, arguments: Sequence[str]) -> Iterator[str]:
+    """The launch flags among a script's own arguments that its text does not name, unless a class names its flags."""
+    try:
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # what is wrong with the script is said where it is started
+    if any(parser in text for parser in _PARSERS_OF_CLASSES):
+        return
+    text = text.replace("-", "_")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and name in {*launch_flags(), "config"} and name not in text:
+            yield flag
 
 
 @with_launch_flags("module", "no_python", "model", "sequence_length")  # the program is the demo's
