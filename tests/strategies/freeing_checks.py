@@ -37,22 +37,28 @@ def _collect() -> None:
 
 
 def check_a_dropped_accelerator_is_freed(path: str) -> None:
-    """Also where another one trains meanwhile; its model trains on, and the states show that one."""
+    """Also where another one trains meanwhile; its model trains on, and the states show that one.
+
+    So is a second that is dropped beside it, as in a search that keeps its best model.
+    """
     with running(path) as second:
         net = make_net()
         model, optimizer = second.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        accelerator = start(path)
-        run = accelerator._run
-        found = _train(accelerator, 2)
-        del accelerator
-        _collect()
-        assert {name: o() for name, o in found.items() if o() is not None} == {}
-        raised(LoopError, "there is none", by=newest_accelerator)
+        runs = []
+        for _ in range(2):
+            accelerator = start(path)
+            runs.append(accelerator._run)
+            found = _train(accelerator, 2)
+            del accelerator
+            _collect()
+            assert {name: o() for name, o in found.items() if o() is not None} == {}
+            raised(LoopError, "there is none", by=newest_accelerator)
         for step in range(2):
             second.backward(loss_of(model, own_batch(step)))
             optimizer.step()
             optimizer.zero_grad()
-        run.end()  # as when the process ends
+        for run in runs:
+            run.end()  # as when the process ends
 
 
 def check_a_save_in_the_background_is_completed(folder: Path) -> None:

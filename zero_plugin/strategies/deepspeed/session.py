@@ -556,7 +556,7 @@ def forget_module(module: nn.Module) -> None:
 def weaken_module_stack() -> None:
     """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
     FWD_MODULE_STACK[:] = [
-        m if isinstance(m, weakref.ProxyType) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
+        m if isinstance(m, weakref.ProxyTypes) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
     ]
 
 
