@@ -70,6 +70,21 @@ def test_a_divided_placeholder_shows_both_ends() -> None:
     assert "scheduler_counts" not in str(describe_section(decay(), [0.005], undivided, None))
 
 
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 10}),
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}),
+    ],
+)
+def test_numbers_that_a_type_does_not_know_shape_nothing(kind: str, params: dict[str, Any]) -> None:
+    """As Accelerate's examples have them: DummyScheduler(total 100, warm-up 10) beside any type of a section."""
+    facts = SchedulerFacts(placeholder=True, total_num_steps=100, warmup_num_steps=10)
+    section = SchedulerSection(kind, params)
+    assert describe_section(section, [0.005], facts, 7) == describe_section(section, [0.005], None, 7)
+
+
 def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
     """In applied steps: a schedule of 100 steps that advances twice per step ends in step 50; the schedule stays."""
     schedule = linear(sgd())

@@ -237,7 +237,7 @@ def describe_section(
     typed = {
         name: getattr(facts, name)
         for name in ("total_num_steps", "warmup_num_steps")
-        if getattr(facts, name, None) not in (None, section.params.get(name))
+        if name in section.params and getattr(facts, name, None) not in (None, section.params[name])
     }
     if typed and total is not None:  # they were divided by the number of processes
         other = describe_curve(SchedulerSection(section.type, {**section.params, **typed}), rates)
