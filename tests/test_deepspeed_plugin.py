@@ -103,6 +103,23 @@ def test_contradictions_name_both(tmp_path: Path) -> None:
         DeepSpeedPlugin(3)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_of_parameters_that_a_stage_has_not_is_told(device: str) -> None:
+    """In code, where Accelerate takes it without effect; beside a stage of 3, or of a file, it stays what it is."""
+    path = {"offload_param_nvme_path": "/nvme"} if device == "nvme" else {}
+    plugin = DeepSpeedPlugin(zero_stage=2, offload_param_device=device, **path)
+    run = configurations(plugin=plugin)
+    (note,) = [note for note in run.document.notes if note.severity == "warning"]
+    assert note.headline == (
+        f"DeepSpeedPlugin(…): offload_param_device: {device} has no effect: stage 2 does not partition parameters"
+    )
+    assert plugin.offload_param_device == "none"
+    assert "offload_param" not in plugin.deepspeed_config["zero_optimization"]
+    assert DeepSpeedPlugin(zero_stage=3, offload_param_device=device, **path).offload_param_device == device
+    with pytest.raises(ConfigError, match="needs ZeRO stage 3"):
+        configurations(read_text("zero_optimization: {stage: 2, offload_param: {device: cpu}}"))
+
+
 def test_what_has_no_meaning_is_refused() -> None:
     """MS-AMP and another batch size than the training loader's, both at once."""
     with pytest.raises(ConfigError) as caught:

@@ -570,8 +570,12 @@ class DeepSpeedPlugin:
         training = {name: value for name, value in given.items() if value is not None}
         if self.hf_ds_config not in (None, "none"):
             training["deepspeed_config_file"] = parse_configuration(self.hf_ds_config)
+        ignored = self._ignored_offload()
+        if ignored:
+            training = {name: value for name, value in training.items() if not name.startswith("offload_param_")}
         asked = {"distributed_type": "DEEPSPEED", "deepspeed_config": training}
-        self._document = document_from_mapping(asked, _WHERE)
+        document = document_from_mapping(asked, _WHERE)
+        self._document = replace(document, notes=(*document.notes, *ignored))
         self.deepspeed_config: dict[str, Any] = {}
         self.hf_ds_config = HfDeepSpeedConfig({})
         self.hf_ds_config.config = self.deepspeed_config
@@ -677,6 +681,14 @@ class DeepSpeedPlugin:
             raise ConfigError(problems)
         said = {("deepspeed", *path): (_written(path), value) for path, value in changed.items()}
         return overlay_code(replace(document, deepspeed=training), said)
+
+    def _ignored_offload(self) -> list[Problem]:
+        """Offload of parameters beside a stage of the same call that has none: Accelerate takes it without effect."""
+        if self.zero_stage not in (0, 1, 2) or self.offload_param_device in (None, "none", AUTO):
+            return []
+        message = f"{self.offload_param_device} has no effect: stage {self.zero_stage} does not partition parameters"
+        fix = "Leave it out, or write zero_stage=3."
+        return [Problem(_WHERE, "offload_param_device", message, fix, severity="warning")]
 
     def _refuse_without_meaning(self) -> None:
         problems = []
