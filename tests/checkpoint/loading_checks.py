@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -368,6 +369,13 @@ def check_pretrained(folder: Path) -> None:
         assert all(name.startswith("cls.") for name in reports[0].unexpected)
         wanted = models["bert"].base_model.state_dict()
         assert same(weights(accelerator, accelerator.prepare(base)), wanted)
+        with (
+            patch.object(BertModel, "_keys_to_ignore_on_load_unexpected", [r"^cls\."]),
+            accelerator.init_model(weights=folder / "bert", strict=False) as reports,
+        ):
+            base = BertModel(config, add_pooling_layer=False)
+            assert base.config is config
+        assert reports[0].unexpected == []  # what the class says need not be in the model
         raised(
             CheckpointError,
             "GPT2LMHeadModel.from_pretrained(",

@@ -129,7 +129,11 @@ def test_without_the_zero_that_is_asked_for(stated: str) -> None:
         return
     with pytest.raises(StrategyError, match="ZeRO stage 2 dropped") as caught:
         check_memory_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
-    assert "training takes 38.2 MiB of each device, which has 20 MiB" in str(caught.value)
+    assert "training takes 38.2 MiB of each device, which has 20 MiB.\n" in str(caught.value)
+    with pytest.raises(
+        StrategyError, match="which has 20 MiB; the activations, whose size is unknown, are not included"
+    ):
+        check_memory_without_zero(document, model(), resolved, facts, lambda: None, ALONE)
 
 
 def test_nobody_who_asked_for_none_is_refused() -> None:
