@@ -86,8 +86,11 @@ def test_loaders_show_their_epoch_and_their_sampler(accelerators) -> None:
     values(loader)
     assert loader.iteration == 1
     loader.iteration = 7
+    assert loader.iteration == 7
     values(loader)
     assert loader.iteration == 7
+    loader.set_epoch(3)
+    assert loader.iteration == 3
     assert loader.get_sampler() is get_sampler(loader)
     sampler = SeedableRandomSampler([3, 2, 1, 0], generator=torch.Generator(), data_seed=5)
     loader.set_sampler(sampler)

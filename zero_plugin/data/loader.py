@@ -65,34 +65,35 @@ class Epochs:
 
     Attributes:
         current: the running epoch; -1 before the first.
+        chosen: the epoch that the coming start begins, where one was set since the last start.
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.current = -1
-        self._chosen: int | None = None
+        self.chosen: int | None = None
         self.follow(parts)
 
     def follow(self, parts: Iterable[Any]) -> None:
         """Tell these from now on, and no others."""
         self._parts = [part for part in parts if hasattr(part, "set_epoch")]
         self._seen: list[int | None] = []  # of each part, at the last start
-        if self._chosen is not None:
-            self.choose(self._chosen)
+        if self.chosen is not None:
+            self.choose(self.chosen)
 
     def choose(self, epoch: int) -> None:
         """The coming start begins this one."""
-        self._chosen = epoch
+        self.chosen = epoch
         for part in self._parts:
             part.set_epoch(epoch)
 
     def begin(self) -> None:
         """An epoch starts."""
-        self.current = self.current + 1 if self._chosen is None else self._chosen
-        if self._chosen is None:
+        self.current = self.current + 1 if self.chosen is None else self.chosen
+        if self.chosen is None:
             for part, seen in zip(self._parts, self._seen, strict=False):
                 if seen is not None and _epoch_of(part) == seen:
                     part.set_epoch(self.current)
-        self._chosen = None
+        self.chosen = None
         self._seen = [_epoch_of(part) for part in self._parts]
 
     def of(self, part: Any) -> int | None:
@@ -382,8 +383,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def iteration(self) -> int:
-        """The running epoch, or the last one; 0 before the first. Setting it is `set_epoch`."""
-        return max(0, self._epochs.current)
+        """The running epoch, or the last one, or what was set since; 0 at first. Setting it is `set_epoch`."""
+        return max(0, self._epochs.current) if self._epochs.chosen is None else self._epochs.chosen
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
