@@ -48,6 +48,19 @@ def test_flags_of_ddp() -> None:
         overlay_code(document, {path: ("Accelerator(mixed_precision='fp16')", "fp16")})
 
 
+def test_the_device_that_a_variable_names() -> None:
+    """`cpu` is use_cpu; `cuda` is the default; a number or another device is an error that says what to write."""
+    document = document_from_accelerate({**PLAIN, "ACCELERATE_TORCH_DEVICE": "cpu"})
+    assert document is not None
+    entry = document.launch.get("use_cpu")
+    assert entry is not None
+    assert (entry.value, entry.origin.where) == (True, "environment variable ACCELERATE_TORCH_DEVICE")
+    assert document_from_accelerate({"ACCELERATE_TORCH_DEVICE": "cuda"}) is None
+    for device, number in (("cuda:3", 3), ("mps", 1)):
+        with pytest.raises(ConfigError, match=f"{device} is not supported\n.*CUDA_VISIBLE_DEVICES={number} to choose"):
+            document_from_accelerate({"ACCELERATE_TORCH_DEVICE": device})
+
+
 def test_flags_of_deepspeed() -> None:
     """Every field arrives, NVMe paths too where a script sets them; without a stage it is Accelerate's 2."""
     document = document_from_accelerate(

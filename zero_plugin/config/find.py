@@ -72,6 +72,7 @@ _ZERO: Final = "ACCELERATE_DEEPSPEED_"
 
 # Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was configured.
 _LAUNCH: Final = {"ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "use_cpu"}
+_DEVICE: Final = "ACCELERATE_TORCH_DEVICE"
 _TRAINING: Final = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
@@ -100,6 +101,11 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         for name, fix in _REFUSED.items()
         if environ.get(name, "").lower() in TRUE_WORDS
     ]
+    device = environ.get(_DEVICE, "").lower()
+    if device not in ("", "cpu", "cuda"):
+        number = device.removeprefix("cuda:")
+        fix = f"Write CUDA_VISIBLE_DEVICES={number if number.isdigit() else 1} to choose a GPU, or {_DEVICE}=cpu."
+        refused.append(Problem(_where(_DEVICE), "", f"{environ[_DEVICE]} is not supported", fix))
     if refused:
         raise ConfigError(refused)
     on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS
@@ -108,6 +114,8 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         for name, key in _LAUNCH.items()
         if (value := environ.get(name, "")).lower() not in ("", *FALSE_WORDS)
     }
+    if device == "cpu":
+        launch["use_cpu"] = True
     wanted = {**_TRAINING, **_DEEPSPEED} if on_deepspeed else _TRAINING
     training = {
         key: _read(value) for name, key in wanted.items() if (value := environ.get(name, "")) not in ("", "none")
@@ -120,6 +128,8 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     document = document_from_mapping(asked, _HERE)
     names = {key: name for name, key in {**_LAUNCH, **wanted}.items()}
     names["distributed_type"] = "ACCELERATE_USE_DEEPSPEED"
+    if device == "cpu":
+        names["use_cpu"] = _DEVICE
     return replace(document, launch=_marked(document.launch, names), deepspeed=_marked(document.deepspeed, names))
 
 
