@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from zero_plugin.cli.launch_flags import launch_flags, refuse_flag
-from zero_plugin.cli.main import main
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
@@ -45,18 +45,15 @@ def test_dashes_and_a_single_dash_are_the_same_name() -> None:
         ("HfArgumentParser(Arguments)", []),
     ],
 )
-def test_launch_flags_after_the_script_are_told(
-    text: str, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_launch_flags_after_the_script_are_told(text: str, told: list[str], tmp_path: Path) -> None:
     """A warning where the script's text does not name them; its own flags, and what is before it, are no matter."""
     script = tmp_path / "train.py"
     script.write_text(text)
-    arguments = ["--config_file", "X", "--num-processes=3", "--mine", "--lr", "2"]
-    monkeypatch.setattr(sys, "argv", ["zero-plugin", "launch", "--cpu", "--dry_run", str(script), *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    lines = [line for line in capfd.readouterr().err.splitlines() if "after" in line]
+    arguments = ["--cpu", "--dry_run", str(script), "--config_file", "X", "--num-processes=3", "--mine", "--lr", "2"]
+    launch = [sys.executable, "-m", "zero_plugin", "launch", *arguments]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "after" in line]
     assert lines == [
         f"warning: {flag} is after {script}, so it is passed to the script, whose text does not hold it. To have "
         "`launch` read it, write it before the script."

@@ -58,14 +58,6 @@ def launch(
         notes += of_plan
     elif "sequence_length" in flags:
         raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
-    show_messages(quiet=bool(flags.get("quiet")), prefix="")
-    if kind == "script":
-        for flag in _flags_after(Path(program), arguments or ()):
-            _logger.warning(
-                "%s is after %s, so it is passed to the script, whose text does not hold it. To have `launch` read it, "
-                "write it before the script.",
-                *(flag, program),
-            )
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
 
 
@@ -127,6 +119,12 @@ def _start(
     of_spec = [*([describe_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
     for problem in found:
         _logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.remark)
+    for flag in _flags_after(Path(program.name), program.arguments) if program.kind == "script" else ():
+        _logger.warning(
+            "%s is after %s, so it is passed to the script, whose text does not hold it. To have `launch` read it, "
+            "write it before the script.",
+            *(flag, program.name),
+        )
     for note in [*notes, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):
