@@ -324,7 +324,11 @@ def _deepspeed_file(line: str) -> tuple[str, Document]:
 def config(
     action: Annotated[
         Literal["default", "update"] | None,
-        typer.Argument(help="As in Accelerate: default means --default, update means --update.", show_default=False),
+        typer.Argument(
+            metavar="default|update",
+            help="As in Accelerate: default means --default, update means --update.",
+            show_default=False,
+        ),
     ] = None,
     config_file: Annotated[
         str | None,

@@ -109,10 +109,10 @@ def _command(name: str, function: Callable[..., None]) -> Any:
 
 def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
     """Plain text as click's, with a section for each topic: typer's tables cut long names at 80 columns."""
+    from zero_plugin.cli.launch_flags import RARE_TOPICS, WITH_ALL  # reads the schema, which few commands need
+
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
-    from zero_plugin.cli.launch_flags import RARE_TOPICS, WITH_ALL
-
     left_out = set() if ctx.meta.get(WITH_ALL) else RARE_TOPICS
     topics: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for parameter in command.get_params(ctx):
@@ -121,8 +121,9 @@ def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
             parameter.metavar = _metavar(parameter, ctx)
         record = parameter.get_help_record(ctx)
         if record is not None:
-            topic = (parameter.rich_help_panel or "Options") if is_option else "Arguments"
-            topics.setdefault(topic, []).append(record if is_option else (parameter.metavar, record[1]))
+            topic = (getattr(parameter, "rich_help_panel", None) or "Options") if is_option else "Arguments"
+            named = record if is_option else (parameter.metavar or record[0], record[1])
+            topics.setdefault(topic, []).append(named)
     for topic, records in topics.items():
         if records and topic not in left_out:
             with formatter.section(topic):
