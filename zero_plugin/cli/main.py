@@ -134,7 +134,7 @@ def _metavar(option: Any, ctx: Any) -> str | None:
     """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
     if option.is_flag:
         return ""
-    # typer before 0.27 has such words itself.
+    # An older typer has such words itself.
     return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
 
 
