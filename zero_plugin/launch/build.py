@@ -46,7 +46,14 @@ from zero_plugin.machine.hardware import (
     has_gpu_driver,
     port_is_free,
 )
-from zero_plugin.machine.network import OWN_ADDRESS, address_towards, host_of, is_loopback, is_own_address
+from zero_plugin.machine.network import (
+    OWN_ADDRESS,
+    address_towards,
+    host_of,
+    is_loopback,
+    is_own_address,
+    own_name_resolves,
+)
 from zero_plugin.machine.scheduler_job import Allocation, find_allocation
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
@@ -149,6 +156,8 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
     if chosen and is_own_address(host) and not is_loopback(host) and port_is_free(int(port)):
         options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
+    elif chosen and not is_loopback(host) and not own_name_resolves():
+        options["is_host"] = "false"  # torch's comparison fails then, and the launcher with it
     return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 

@@ -75,6 +75,11 @@ def is_own_address(host: str) -> bool:
     return True
 
 
+def own_name_resolves() -> bool:
+    """Whether this machine's own name leads to an address, as seen from this machine."""
+    return _resolve(socket.gethostname()) is not None
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens at `port` of the one address of this machine that `host` names; 0 takes a free port.
 
