@@ -79,16 +79,11 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch by itself first: DeepSpeed's build looks for an installed torch.
-$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
-	$(PIP) torch
-	@touch $@
-
-$(VENV)/.installed: pyproject.toml $(VENV)/.installed-torch
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[pictures]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[pictures,dev]'
 	@touch $(VENV)/.installed $@
 
