@@ -3,6 +3,7 @@
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
+# make docs   the site, in site/; warnings are errors
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
@@ -14,7 +15,7 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 VENV_TPU ?= .venv-tpu
 PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
 
-.PHONY: demo test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
+.PHONY: demo docs test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -66,6 +67,9 @@ campaign: $(VENV)/.installed-dev libaio iproute2
 mutants: $(VENV)/.installed-dev libaio
 	$(BIN)/python tests/mutants/campaign.py
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/launch.py
@@ -74,23 +78,22 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
+	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output examples_output site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch by itself first: DeepSpeed's build looks for an installed torch.
-$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
-	$(PIP) torch
-	@touch $@
-
-$(VENV)/.installed: pyproject.toml $(VENV)/.installed-torch
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[pictures]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[pictures,dev]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[pictures,transformers,docs]'
+	@touch $@
 
 # torch_xla is built for one torch, older than that of constraints.txt; all else is the other environment's.
 $(VENV_TPU)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev

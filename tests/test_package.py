@@ -18,11 +18,18 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the tree, without fetching anything."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a package is built from."""
+    folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "zero_plugin"):
-        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+        subprocess.run(["cp", "-r", ROOT / name, folder / name], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built without fetching anything."""
+    target = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source],
         check=True,
@@ -49,6 +56,7 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
     assert "zero-plugin = zero_plugin.cli.main:main" in archive.read(f"{folder}/entry_points.txt").decode()
     metadata = archive.read(f"{folder}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
+    assert "Author: The zero_plugin authors" in metadata
     assert "Requires-Python: >=3.10" in metadata
     for minor in range(10, 14):
         assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
@@ -56,13 +64,15 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
 
 
 def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
-    """Installed by itself, it checks a configuration by its own schema and starts the demo's own script."""
+    """Installed by itself, it checks by its own schema, finds a ready config by name, and starts the demo's script."""
     site = tmp_path / "site"
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run([sys.executable, *install], check=True, timeout=120)
     (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 4}}')
+    (tmp_path / "train.py").touch()
     for arguments, code, told in (
         (["check", "bad.json"], 2, "bad.json:1:24"),
+        (["launch", "--config", "zero2", "--dry_run", "train.py"], 0, str(site / "zero_plugin/ds_configs/zero2.yaml")),
         (["demo", "--dry_run", "--num_processes", "2"], 0, str(site / "zero_plugin" / "demo" / "train.py")),
     ):
         done = subprocess.run(
@@ -75,6 +85,25 @@ def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == code, done.stderr
         assert told in done.stdout + done.stderr
+
+
+def test_an_editable_install_is_a_path(source: Path, tmp_path: Path) -> None:
+    """It adds the folder of the checkout to the path: type checkers follow that, and no import hook."""
+    build = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("*.whl")
+    archive = zipfile.ZipFile(built)
+    added = {name: archive.read(name).decode().strip() for name in archive.namelist() if ".dist-info/" not in name}
+    assert list(added.values()) == [str(source)], added
+    assert all(name.endswith(".pth") for name in added)
+
+
+def test_prepare_returns_the_types_that_it_is_given() -> None:
+    """mypy accepts a typed script; so does pyright, which reads the same overloads."""
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "tests/typed_script.py"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_every_dependency_is_pinned_at_the_version_tested() -> None:

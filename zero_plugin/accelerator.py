@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,14 @@ from zero_plugin.loop.training_loop import LossScaler, TrainingLoop
 from zero_plugin.loop.weights import Weights
 from zero_plugin.trackers.trackers import GeneralTracker, choose_trackers
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Objects = TypeVarTuple("Objects")
+
 __all__ = ["Accelerator"]
+
+T = TypeVar("T")
 
 
 class Accelerator:
@@ -461,7 +468,15 @@ class Accelerator:
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    @overload
+    def prepare(self, single: T, /, *, device_placement: Sequence[bool | None] | None = None) -> T: ...
+
+    @overload
+    def prepare(
+        self, *objects: Unpack[Objects], device_placement: Sequence[bool | None] | None = None
+    ) -> tuple[Unpack[Objects]]: ...
+
+    def prepare(self, *objects: object, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, DataLoaders and learning-rate schedulers for the training loop; collective.
 
         Pass a model and its optimizer (or `DummyOptim`) in one call; under ZeRO this is required. A model without an

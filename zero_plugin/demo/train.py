@@ -312,7 +312,7 @@ def main() -> None:
                 loss = next_byte_loss(model(ids), targets).mean()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                rates.append(scheduler.get_last_lr()[0])  # read before step(): the rate that this step uses
+                rates.append(float(scheduler.get_last_lr()[0]))  # read before step(): the rate that this step uses
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

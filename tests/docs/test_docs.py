@@ -1,16 +1,24 @@
 """README and docs are true: their configs pass the check, quotations are the script's, links lead somewhere."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from zero_plugin.config.check import check_document
+from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.read import read_document
+from zero_plugin.config.schema import deepspeed_schema, walk_keys
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
+assert _spec is not None
+assert _spec.loader is not None
+hooks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hooks)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)
 
 
@@ -58,6 +66,41 @@ def test_the_readme_names_every_page_and_is_short() -> None:
     readme = text_of("README.md")
     assert [page.name for page in PAGES[1:] if page.name not in readme and "internals" not in page.name] == []
     assert len(readme.splitlines()) <= 250
+
+
+def test_messages_of_the_troubleshooting_are_the_packages() -> None:
+    """Each message that the page explains is a text of the package, between the places that differ."""
+    sources = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "zero_plugin").rglob("*.py")]
+    nodes = [node for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant)]
+    said = "\n".join(" ".join(node.value.split()) for node in nodes if isinstance(node.value, str))
+    messages = re.findall(r"^\| `([^`]+)` \|", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
+    assert len(messages) > 30
+    parts = [part.strip() for message in messages for part in message.split("…")]
+    assert [part for part in parts if part not in said] == []
+
+
+def test_the_site_has_every_key_and_every_command() -> None:
+    """The page of keys is made from the schema, that of commands from what they print; none is missing."""
+    keys = hooks.configuration_page()
+    wanted = {*LaunchSettings.model_fields, *deepspeed_schema()["properties"]}
+    wanted |= {path[-1] for path, _ in walk_keys(deepspeed_schema()["properties"]["zero_optimization"])}
+    assert sorted(key for key in wanted if not re.search(rf"`(\w+\.)*{key}`", keys)) == []
+    commands = hooks.commands_page()
+    assert "## zero-plugin launch --help-all" in commands
+    assert "## zero-plugin checkpoint export" in commands
+
+
+def test_links_of_the_site_lead_to_pages() -> None:
+    """A link between files of the repository becomes one between pages of the site; code and anchors stay."""
+    assert hooks.link_pages("[a](docs/demo.md#b) [c](CHANGELOG.md)", "README.md", "index.md") == (
+        "[a](demo.md#b) [c](changelog.md)"
+    )
+    page = "[a](../README.md) [b](../zero_plugin/demo/train.py)\n```\n[c](../README.md)\n```"
+    assert hooks.link_pages(page, "docs/demo.md", "demo.md") == (
+        "[a](index.md) [b](source/zero_plugin-demo-train.py.md)\n```\n[c](../README.md)\n```"
+    )
+    folder = hooks.link_pages("[a](../../examples)", "docs/tutorial/x.md", "tutorial/x.md")
+    assert folder == "[a](../source/examples.md)"
 
 
 def test_quotations_are_the_scripts_own_lines() -> None:

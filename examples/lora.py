@@ -1,0 +1,61 @@
+"""LoRA with PEFT: only adapters are trained and saved, and the frozen model is partitioned by ZeRO-3.
+
+zero-plugin launch --config zero3 examples/lora.py
+
+It needs transformers and peft. The model is built from a config, so that nothing is downloaded; in your script it comes
+from `from_pretrained`. The adapters, and the output layer, learn the bytes of Python's own library.
+"""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from zero_plugin import Accelerator, set_seed
+
+STEPS = 60
+CONFIG = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0
+)
+
+
+def read_blocks(length: int = 48) -> torch.Tensor:
+    """The library's source as blocks of bytes, `[blocks, length]`."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files[:40])
+    return torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).view(-1, length).long()
+
+
+def main() -> None:
+    """Train the adapters, and save them alone."""
+    accelerator = Accelerator()
+    set_seed(0)
+    loader = DataLoader(read_blocks(), batch_size=16, shuffle=True, drop_last=True)
+    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3 each process keeps its partition only
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = AdamW(trained, lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    model.train()
+    for step, ids in enumerate(islice(loader, STEPS)):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 0 or step == STEPS - 1:
+            mean = accelerator.reduce(loss.detach(), "mean")
+            accelerator.print(f"step {step}: loss {mean.item():.4f}")
+
+    accelerator.save_model(model, "examples_output/adapters")  # a folder for PeftModel.from_pretrained
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A transformers model under ZeRO-3: a small Llama learns the bytes of Python's own library, and writes some.
+
+zero-plugin launch --config zero3 examples/transformers_finetune.py
+
+It needs transformers. The model is built from a config, so that nothing is downloaded; to fine-tune one of yours,
+write `AutoModelForCausalLM.from_pretrained(folder)` in the place of `from_config`: it is partitioned as it is read.
+"""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig, get_linear_schedule_with_warmup
+
+from zero_plugin import Accelerator, set_seed
+
+STEPS = 60
+CONFIG = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0
+)
+
+
+def read_blocks(length: int = 64) -> torch.Tensor:
+    """The library's source as blocks of bytes, `[blocks, length]`."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files[:40])
+    return torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).view(-1, length).long()
+
+
+def main() -> None:
+    """Train, generate, and save a folder for `from_pretrained`."""
+    accelerator = Accelerator()
+    set_seed(0)
+    loader = DataLoader(read_blocks(), batch_size=16, shuffle=True, drop_last=True)
+    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3 each process keeps its partition only
+    optimizer = AdamW(model.parameters(), lr=5e-3)
+    # A scheduler advances once per process and step, as in Accelerate.
+    steps = STEPS * accelerator.num_processes
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    model.train()
+    for step, ids in enumerate(islice(loader, STEPS)):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if step % 10 == 0 or step == STEPS - 1:
+            mean = accelerator.reduce(loss.detach(), "mean")
+            accelerator.print(f"step {step}: loss {mean.item():.4f}")
+
+    model.eval()
+    prompt = torch.tensor([list(b"def __init__(self")], device=accelerator.device)
+    written = accelerator.unwrap_model(model).generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    accelerator.print(bytes(written[0].tolist()))
+    accelerator.save_model(model, "examples_output/finetuned")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

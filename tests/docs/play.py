@@ -1,0 +1,162 @@
+"""Type a page from top to bottom, as a reader would, in an empty folder: play.py STORE RANK WORLD PAGE FOLDER FORM.
+
+FORM is `daily` or `campaign`. Python blocks run in this process, one after the other, with the same variables, and
+commands in a shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import PAGES, ROOT, Block, blocks_of, commands_of, missing_lines
+from tables import (
+    BEFORE,
+    CAMPAIGN,
+    CANNOT_RUN,
+    COMPARED_ELSEWHERE,
+    ENDLESS,
+    EXIT_CODES,
+    SECOND_MACHINE,
+    SHORTER,
+    find_row,
+    has_row,
+)
+
+# Of the environment, what says where Python, this package and the compiler are; nothing else is a new reader's.
+_KEPT = ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "CXX", "OMP_NUM_THREADS", "ZERO_PLUGIN_TESTS_FORKS")
+# A network of its own, in which this machine has the address that the pages write for the first of several.
+_NETWORK = "ip link set lo up && ip address add 10.0.0.1/8 dev lo"
+
+
+class Reader:
+    """Types the blocks of one page.
+
+    Args:
+        page: its path.
+        folder: an empty one.
+        form: `daily` or `campaign`.
+    """
+
+    def __init__(self, page: Path, folder: Path, form: str) -> None:
+        self._page, self._form = page, form
+        self._work = folder / "work"
+        self._state = folder / "state"  # of the shell: variables and the folder
+        for made in (self._work, folder / "home"):
+            made.mkdir()
+        self._state.touch()
+        self._environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        path = f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a stand-in for srun
+        self._environment |= {"PATH": path, "HOME": str(folder / "home"), "LC_ALL": "C.UTF-8"}
+        self._variables: dict[str, Any] = {"__name__": "__main__"}
+        self._printed = ""
+        os.environ.clear()
+        os.environ.update(self._environment, DS_ACCELERATOR="cpu")
+        os.chdir(self._work)
+
+    def read(self) -> None:
+        """Do what the page shows; the first block that does not do as printed ends it with an error."""
+        if self._page != PAGES[0]:  # the other pages' readers come from README, and have what it has them write
+            for block in blocks_of(PAGES[0]):
+                self._save(block)
+        for block in blocks_of(self._page):
+            if find_row({**CANNOT_RUN, **COMPARED_ELSEWHERE}, block.page, block.first, None):
+                continue
+            try:
+                self._execute(
+                    find_row(BEFORE, block.page, block.first, ""), f"tables.py, before {block.page}:{block.line}"
+                )
+                self._type(block)
+            except BaseException:
+                print(f"{block.page}:{block.line} does not do as printed; output so far:\n{self._printed}")
+                raise
+
+    def _type(self, block: Block) -> None:
+        if block.file:
+            self._save(block)
+        elif block.language == "python":
+            self._execute("\n" * (block.line - 1) + block.text, str(ROOT / block.page))
+        elif block.types:
+            self._printed = ""
+            for command, shown in commands_of(block):
+                printed = self._command(block.page, command)
+                assert not (missing := missing_lines(shown, printed)), f"{command}: not printed: {missing}"
+                self._printed += printed
+        elif block.language == "text":
+            self._compare(block)
+
+    def _save(self, block: Block) -> None:
+        if block.file:
+            file = self._work / block.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+
+    def _execute(self, code: str, name: str) -> None:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, name, "exec"), self._variables)
+        self._printed = printed.getvalue()
+
+    def _command(self, page: str, command: str) -> str:
+        """Type a command in the shell as the commands before it have left it; what it prints, in both streams."""
+        typed = command.partition("  #")[0] + find_row(SHORTER, page, command, "")
+        if self._form == "daily" and has_row(CAMPAIGN, page, command):
+            typed = _at_the_launcher(typed, "--dry_run")
+        elif has_row(ENDLESS, page, command):
+            return self._interrupted(typed)
+        elif replaced := find_row(SECOND_MACHINE, page, command, None):
+            both = f"({typed}) & ({typed.replace(*replaced)})\nsecond=$?\nwait $! && [ $second = 0 ]"
+            typed = f"unshare --net bash -c {shlex.quote(f'{_NETWORK} && {both}')}"
+        keep = f'{{ export -p; printf "cd %q\\n" "$PWD"; }} > {self._state}'
+        done = self._shell(f". {self._state}\n{typed}\ncode=$?\n{keep}\nexit $code")
+        wanted = find_row(EXIT_CODES, page, command, 0)
+        assert done.returncode == wanted, f"{typed}: exit code {done.returncode}, not {wanted}\n{done.stdout}"
+        return done.stdout
+
+    def _interrupted(self, typed: str) -> str:
+        """Type what goes on until it is interrupted, and let it for some seconds."""
+        done = self._shell(f"timeout --signal INT 10 {typed}")
+        assert done.returncode == 124, f"{typed}: exit code {done.returncode}\n{done.stdout}"
+        return ""
+
+    def _shell(self, script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=self._work,
+            env=self._environment,
+            input="\n" * 100,  # Enter, to whatever is asked
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _compare(self, block: Block) -> None:
+        """What was printed last, or a folder's listing, is as shown."""
+        if not block.first.endswith("/"):
+            assert not (missing := missing_lines(block.text, self._printed)), f"not printed: {missing}"
+            return
+        (folder,) = self._work.rglob(block.first.rstrip("/"))
+        names = [line.split()[0] for line in block.text.splitlines()[1:] if line[:2] == "  " and line[2] != " "]
+        assert not (absent := [name for name in names if not (folder / name).exists()]), f"not in {folder}: {absent}"
+
+
+def _at_the_launcher(command: str, flag: str) -> str:
+    """The command with a flag for `zero-plugin`, not for the script that it starts."""
+    return re.sub(r"zero-plugin \w+", rf"\g<0> {flag}", command, count=1)
+
+
+if __name__ == "__main__":
+    Reader(ROOT / sys.argv[4], Path(sys.argv[5]), sys.argv[6]).read()
+    from zero_plugin.state import PartialState
+
+    if PartialState._shared_state:
+        PartialState().destroy_process_group()

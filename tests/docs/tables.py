@@ -1,0 +1,162 @@
+"""What the pages need to be typed by a test: what cannot run and why, and what is typed otherwise, row by row.
+
+A block is named by its page and how its first line begins, a command by its page and how it begins. A row that fits
+nothing fails.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Row = tuple[str, str]
+Value = TypeVar("Value")
+
+# Blocks that do not run here, with the reason: at most a tenth of all.
+CANNOT_RUN: dict[Row, str] = {
+    ("README.md", "make demo"): ("installs from PyPI, and runs the suite that this test is a part of"),
+    ("README.md", "python -m venv"): "installs torch and DeepSpeed from PyPI",
+    ("docs/launching.md", "zero-plugin launch --deepspeed_hostfile"): (
+        "needs hosts that ssh reaches; tests/launch/test_hostfile.py starts an ssh server for that"
+    ),
+    ("docs/launching.md", "zero-plugin launch --tpu"): (
+        "needs a TPU, or torch_xla, which is in another environment: tests/xla"
+    ),
+}
+
+# Blocks that another test compares with what they show.
+COMPARED_ELSEWHERE: dict[Row, str] = {
+    ("docs/architecture.md", "Makefile  constraints.txt"): (
+        "test_docs.py::test_tree_lists_packages_and_top_modules_with_the_sentence_of_their_docstring"
+    ),
+}
+
+# Exit codes other than 0, which the pages mention.
+EXIT_CODES: dict[Row, int] = {
+    ("docs/configuration.md", "zero-plugin check wrong.yaml"): 2,
+    ("README.md", "zero-plugin doctor"): 1,
+}
+
+# Appended to commands that take minutes as they are printed.
+SHORTER: dict[Row, str] = {
+    ("docs/demo.md", "zero-plugin demo --zero_stage 3"): " -- --steps 2 --sample 8",
+    ("docs/demo.md", "zero-plugin demo --cpu"): " -- --steps 2 --sample 8",
+    ("docs/demo.md", "zero-plugin demo --config"): " -- --steps 2 --sample 8",
+    ("docs/demo.md", "zero-plugin demo -- --steps 2000"): " --steps 2 --sample 8",
+}
+
+# Commands that only the campaign runs to their end. Every day they are typed with --dry_run, and others like them run.
+CAMPAIGN: set[Row] = {
+    ("docs/demo.md", "zero-plugin demo --zero_stage 3"),
+    ("docs/demo.md", "zero-plugin demo --config"),
+    ("docs/demo.md", "zero-plugin demo -- --steps 2000"),
+    ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"),
+    ("docs/launching.md", "zero-plugin launch --num_machines 2 --rdzv_backend"),
+    ("docs/launching.md", "zero-plugin launch --num_processes 2 --num_machines 2"),
+}
+
+# Commands that are typed on two machines at once: what the second one's says instead. Both are in a network where this
+# machine has the address of the first one.
+SECOND_MACHINE: dict[Row, tuple[str, str]] = {
+    ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"): (
+        "--machine_rank 0",
+        "--machine_rank 1",
+    ),
+    ("docs/launching.md", "zero-plugin launch --num_machines 2 --rdzv_backend"): ("", ""),
+    ("docs/launching.md", "zero-plugin launch --num_processes 2 --num_machines 2"): ("", ""),
+}
+
+# Commands that go on until they are interrupted, and are.
+ENDLESS: set[Row] = {("docs/launching.md", 'python -c "import signal;')}
+
+# What a block's text says that the reader has: Python that runs before the block, in the page's variables. README's
+# files are in the folder of each other page.
+_README = 'exec(open("train.py").read())\n'
+BEFORE: dict[Row, str] = {
+    ("docs/big-models.md", "from zero_plugin import init_empty_weights"): """
+from transformers import AutoModelForCausalLM, GPT2Config
+config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+AutoModelForCausalLM.from_config(config).save_pretrained("path/to/checkpoint")
+""",
+    ("docs/checkpoints.md", "accelerator.save_state("): """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from zero_plugin import Accelerator
+config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+GPT2LMHeadModel(config).save_pretrained("folder")
+accelerator = Accelerator(config="zero2")
+model = GPT2LMHeadModel(config)
+ids = torch.randint(64, (8, 16))
+loader = DataLoader(TensorDataset(ids), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for (batch,) in loader:
+    accelerator.backward(model(input_ids=batch, labels=batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ("docs/checkpoints.md", "zero-plugin checkpoint inspect"): 'model.save_checkpoint("deepspeed_folder")',
+    (
+        "docs/configuration.md",
+        "from zero_plugin import DummyOptim, DummyScheduler",
+    ): "import torch\nmodel = torch.nn.Linear(2, 2)",
+    ("docs/demo.md", "accelerator = Accelerator()"): """
+import sys
+sys.argv = ["train.py", "--steps", "2", "--sample", "8", "--width", "16", "--batch_size", "64"]
+from zero_plugin.demo.train import *
+from zero_plugin.demo.train import AdamW, DataLoader, Accelerator, OneCycleLR, Progress
+from zero_plugin.demo.train import asdict, islice, json, repeat, set_seed, torch
+args = read_arguments()
+train_text, held_out_text = read_text(max_bytes=100_000, held_out_bytes=20_000)
+config = GPTConfig(hidden_size=args.width, layers=args.layers, heads=args.heads, block=args.block)
+held_out = DataLoader(Blocks(held_out_text, args.block), args.batch_size)
+updates = args.steps
+losses, rates, progress = torch.zeros(args.steps), [], Progress(total=args.steps)
+""",
+    ("docs/demo.md", "nats = ["): 'prompt = torch.tensor([list(b"def ")])',
+    ("docs/demo.md", "accelerator.end_training()"): """
+(args.output / "model" / "config.json").write_text(json.dumps(asdict(config)))
+""",
+    ("docs/launching.md", "from zero_plugin import notebook_launcher"): """
+def train(name, epochs):
+    from zero_plugin import Accelerator
+    assert Accelerator().num_processes == 2 and (name, epochs) == ("gpt", 3)
+model_name = "gpt"
+""",
+    ("docs/launching.md", "resumed = accelerator.resume()"): f"""
+from zero_plugin import Accelerator, ProjectConfiguration
+epochs = 2
+{_README}
+accelerator.project_configuration.automatic_checkpoint_naming = True
+accelerator.project_configuration.set_directories("project")
+""",
+    ("docs/planning.md", "zero-plugin plan --params 7B"): """
+import json, pathlib
+pathlib.Path("path/to/model").mkdir(parents=True)
+sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+pathlib.Path("path/to/model/config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+""",
+    ("docs/training.md", "generator, critic,"): """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from zero_plugin import Accelerator
+accelerator = Accelerator()
+generator, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+g_optimizer, c_optimizer = (torch.optim.AdamW(model.parameters()) for model in (generator, critic))
+loader = DataLoader(TensorDataset(torch.zeros(4, 2)))
+""",
+    ("docs/training.md", "accelerator = Accelerator(log_with="): """
+loss, tokens, step = torch.ones(()), 8, 1
+""",
+}
+
+
+def find_row(table: dict[Row, Value], page: str, command: str, otherwise: Value) -> Value:
+    """The value of the row for a command of a page."""
+    return next(
+        (value for (where, begins), value in table.items() if where == page and command.startswith(begins)), otherwise
+    )
+
+
+def has_row(table: set[Row], page: str, command: str) -> bool:
+    """Whether a command of a page has a row."""
+    return any(where == page and command.startswith(begins) for where, begins in table)
