@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.installed import installed_version
 
 ROOT = Path(__file__).parents[1]
 

@@ -51,8 +51,8 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """Where and what, in one line."""
-        return f"{self.where}: {self.finding}"
+        """Where and what, in one line; a flag says by itself which key it sets."""
+        return f"{self.where}: {self.message if self.where.startswith('--') else self.finding}"
 
     @property
     def finding(self) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from zero_plugin.config.resolve.facts import ModelFacts, Precision, installed_version
+from zero_plugin.config.installed import installed_version
+from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
