@@ -4,6 +4,7 @@
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make docs   the site, in site/; warnings are errors
+# make test-newest-torch   the quick half of the suite, and parity on two processes, on the newest torch of the index
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
@@ -12,14 +13,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-VENV_TPU ?= .venv-tpu
-PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
+VENV_TPU    ?= .venv-tpu
+VENV_NEWEST ?= .venv-newest
 
-.PHONY: demo docs test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
+.PHONY: demo docs test test-tpu test-older-torch test-newest-torch check campaign mutants benchmarks clean
+.PHONY: libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
+test-newest-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_NEWEST))/torch_extensions
 
 # Hundreds of processes are started: none of them compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,6 +54,11 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 test-older-torch: $(VENV_TPU)/.installed libaio iproute2
 	$(VENV_TPU)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign"
 
+# A torch of gigabytes. Where a newer one has come out since: rm -r .venv-newest first.
+test-newest-torch: $(VENV_NEWEST)/.installed libaio
+	$(VENV_NEWEST)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign and not processes"
+	$(VENV_NEWEST)/bin/python $(PYTEST) -m "not campaign" tests/parity
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,7 +86,8 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output examples_output site
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		demo_output examples_output site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -95,14 +104,17 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) --editable '.[pictures,transformers,docs]'
 	@touch $@
 
-# torch_xla is built for one torch, older than that of constraints.txt; all else is the other environment's.
-$(VENV_TPU)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev
-	$(PYTHON) -m venv $(VENV_TPU)
-	grep -v '^torch==' constraints.txt > $(VENV_TPU)/constraints.txt
-	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0 numpy
+# torch_xla is built for one torch, older than that of constraints.txt. Another torch has an environment of its own, and
+# all else is the other environment's.
+$(VENV_TPU)/.installed: torch := torch==2.9.0 torch-xla==2.9.0 numpy
+$(VENV_NEWEST)/.installed: torch := --upgrade torch numpy
+$(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt $(torch)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> "$$($(VENV_TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
-	$(PIP_TPU) --no-deps --editable .
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --no-deps --editable .
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.

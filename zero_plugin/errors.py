@@ -11,10 +11,14 @@ ZeroPluginError
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal
 
 Severity = Literal["error", "warning", "note"]
 
@@ -51,8 +55,8 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """Where and what, in one line."""
-        return f"{self.where}: {self.finding}"
+        """Where and what, in one line; a flag says by itself which key it sets."""
+        return f"{self.where}: {self.message if self.where.startswith('--') else self.finding}"
 
     @property
     def finding(self) -> str:
@@ -113,3 +117,50 @@ class CheckpointError(ZeroPluginError):
     """A checkpoint cannot be written, is damaged, or does not fit this run; the message names the file or tensor."""
 
     exit_code = 2  # the commands that meet it were named the wrong folder
+
+
+# ---- how one of them ends a program ----------------------------------------------------------------------------------
+
+_OWN: Final = str(Path(__file__).parent)
+
+
+def end_at_user_line(before: Callable[..., Any]) -> Callable[..., Any]:
+    """An excepthook that shows an error of this package up to the user's own line, which it is about.
+
+    Every other exception, a defect of this package's among them, is shown with all of its frames.
+
+    Args:
+        before: the hook that prints.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ZeroPluginError):
+            before(kind, error, trace)
+            return
+        complete, shown = error.__traceback__, _without_own_end(trace)
+        try:
+            before(kind, error.with_traceback(shown), shown)
+        finally:
+            error.__traceback__ = complete
+
+    return hook
+
+
+def _without_own_end(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames of this package that it ends with; all of it if there are no others."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    users = [number for number, frame in enumerate(frames) if not _is_own(frame)]
+    shown: TracebackType | None = None
+    for frame in reversed(frames[: users[-1] + 1] if users else frames):
+        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
+
+
+def _is_own(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith((_OWN, contextlib.__file__))
+
+
+sys.excepthook = end_at_user_line(sys.excepthook)

@@ -155,7 +155,7 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
     [
         (
             ["--set", "zero_optimization.stage=5"],
-            "--set zero_optimization.stage: zero_optimization.stage: 5 is not legal",
+            "--set zero_optimization.stage: 5 is not legal",
         ),
         (["--set", "zero_optimization.offload_param={device: nvme, nvme_path: auto}"], "auto cannot know a folder"),
         (["--set", "zero_optimisation.stage=2"], "Did you mean zero_optimization?"),

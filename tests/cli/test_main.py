@@ -45,7 +45,8 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         (["checkpoint", "verfy"], "Did you mean verify?"),
         (["x"], "'x'."),
         (["launch", "--zero_stag", "2", "a.py"], "--zero_stage"),
-        (["launch"], "SCRIPT"),
+        (["launch"], "launch [OPTIONS] SCRIPT"),
+        (["plan", "nodir"], "nodir is neither a file"),
     ],
     ids=str,
 )

@@ -60,6 +60,7 @@ ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
 # key -> who follows it in a run, where the launcher only hands it over; and a value that asks for something
 FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
     "auto_resume": ("accelerator.resume()", True),
+    "prefer": ("Accelerator(), for arguments that differ", "code"),
     "main_training_function": ("a launch on a TPU, which calls it", "train"),
     "scheduler_counts": ("accelerator.prepare(), for schedules", "steps"),
     "deepspeed_moe_layer_cls_names": ("accelerator.prepare() with ZeRO", "Block"),

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code, overlay_flags
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.rules.training import Asked
 from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, same_value
 from zero_plugin.errors import ConfigError
 
@@ -80,6 +82,39 @@ def test_every_clash_is_listed_at_once(document: Document) -> None:
             'null in code, but "cpu" at c.yaml:1:1',
         ),
     }
+
+
+@pytest.mark.parametrize("prefer", ["code", "file"])
+def test_one_word_settles_every_clash(document: Document, prefer: str) -> None:
+    """The preferred side counts for each pair, a note names both, and what only code says still fills."""
+    flagged = overlay_flags(document, {STAGE: ("--zero_stage", 3), ("prefer",): ("--prefer", prefer)})
+    steps: KeyPath = ("deepspeed", "gradient_accumulation_steps")
+    laid = code(flagged, {STAGE: 1, CLIPPING: 0.5, PRECISION: "fp16", steps: 4})
+    code_counts = prefer == "code"
+    assert laid.deepspeed.value("zero_optimization", "stage") == (1 if code_counts else 3)
+    assert laid.deepspeed.value("gradient_clipping") == (0.5 if code_counts else 1.0)
+    assert laid.launch.value("mixed_precision") == ("fp16" if code_counts else "bf16")
+    assert laid.deepspeed.value("gradient_accumulation_steps") == 4
+    notes = {note.key: note.headline for note in laid.notes}
+    assert notes.keys() == {"zero_stage", "gradient_clipping", "mixed_precision"}
+    said = "1 in code counts, not 3 at --zero_stage" if code_counts else "3 at --zero_stage counts, not 1 in code"
+    assert notes["zero_stage"] == f"Accelerator(stage=…): zero_stage: {said}, since prefer is {prefer}"
+    assert {note.severity for note in laid.notes} == {"note"}
+
+
+@pytest.mark.parametrize(("prefer", "precision"), [("code", "fp16"), ("file", "bf16")])
+@pytest.mark.parametrize("switch_in_code", [False, True])
+def test_one_word_settles_the_precision(prefer: str, precision: str, switch_in_code: bool) -> None:
+    """Also where the one side says it by `mixed_precision` and the other by a section of DeepSpeed's."""
+    sides = [({PRECISION: kind}, {("deepspeed", kind, "enabled"): True}) for kind in ("fp16", "bf16")]
+    in_code, in_file = sides[0][switch_in_code], sides[1][not switch_in_code]
+    written = overlay_flags(Document(), {path: ("f.yaml:1:1", value) for path, value in in_file.items()})
+    with pytest.raises(ConfigError, match=r"f\.yaml:1:1"):
+        check_document(code(written, in_code))
+    laid = code(overlay_flags(written, {("prefer",): ("--prefer", prefer)}), in_code)
+    check_document(laid)
+    assert Asked(laid).precision == precision
+    assert any("since prefer is" in note.message for note in laid.notes)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,8 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a pinning that is dropped", "c.json", "{" + ZERO3 + '"cpu_offload_use_pin_memory": true}}', "1:36", "zero_optimization.cpu_offload_use_pin_memory = true: DeepSpeed drops its value", "Write pin_memory inside offload_optimizer or offload_param."),
     ("legacy stage 1", "c.json", "{" + ZERO2 + '"legacy_stage1": true}}', "1:36", "zero_optimization.legacy_stage1: true is not legal here", "Write false (default false)."),
     ("torch.compile in the JSON", "c.json", '{"compile": {"backend": "inductor"}}', "1:14", 'compile.backend = "inductor": DeepSpeed\'s `compile` section no longer has it', "Delete it; call torch.compile in the script."),
+    ("another library's word", "c.json", '{"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}', "1:44", "optimizer.params.learning_rate = 1: unknown key", "Did you mean lr?"),
+    ("transformers' word", "c.json", '{"max_grad_norm": 1.0}', "1:2", "max_grad_norm = 1.0: unknown key", "Did you mean gradient_clipping?"),
     ("a removed optimizer", "c.json", '{"optimizer": {"type": "OneBitAdam"}}', "1:16", 'optimizer.type: "OneBitAdam" is not supported', "DeepSpeed removed it by 0.19.7. Write AdamW (or Lamb)."),
     ("a kernel as optimizer", "c.json", '{"optimizer": {"type": "FusedAdam"}}', "1:16", 'optimizer.type: "FusedAdam" is not supported', "Write AdamW: DeepSpeed uses its fused kernel by itself."),
     ("max_grad_norm", "c.json", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}', "1:44", "optimizer.params.max_grad_norm = 1: DeepSpeed refuses it here", "Delete it; write gradient_clipping."),

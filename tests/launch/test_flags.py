@@ -135,7 +135,7 @@ def test_what_a_json_replaces_is_said() -> None:
             {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json"},
             ["--deepspeed_config_file: the stage of 3", "MULTI_GPU at ddp.yaml:1", "--use_deepspeed"],
         ),
-        ({"zero_stage": "4"}, ["--zero_stage: zero_stage: 4 is", "0 to 3"]),
+        ({"zero_stage": "4"}, ["--zero_stage: 4 is", "0 to 3"]),
         ({"zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device", "Give --zero_stage 3, or"]),
         ({"config_file": "zero.yaml", "offload_param_device": "nvme"}, ["Give --zero_stage 3, or offload to none"]),
         ({"zero_stage": "3", "offload_param_device": "nvme"}, ["Give --offload_param_nvme_path a local folder"]),

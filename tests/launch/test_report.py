@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
-from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
+from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER, SAME_FAILURE
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes
 
 
@@ -52,6 +52,20 @@ def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tupl
         (attempt / FIRST_FAILURE).write_text(mark)
     found = find_first_failure(failures, tmp_path)
     assert (found.rank, found.exitcode) == first
+
+
+def test_ranks_with_the_same_error_are_named_once(tmp_path: Path) -> None:
+    """Those that left a note beside the first one's, in the fewest words; without any nothing is said."""
+    attempt = tmp_path / "run_x" / "attempt_0"
+    attempt.mkdir(parents=True)
+    (attempt / FIRST_FAILURE).write_text("1 2 ConfigError 123")
+    for rank in (10, 0, 2, 3):
+        (attempt / f"{SAME_FAILURE}.{rank}").touch()
+    first = find_first_failure({rank: Ended(2) for rank in (0, 1, 2, 3, 10)}, tmp_path)
+    assert (first.rank, first.exitcode, first.kind) == (1, 2, "ConfigError")
+    said = describe_failure(first)
+    assert "its output is above. Ranks 0, 2-3, 10 failed with the same error. All workers" in said
+    assert "same error" not in describe_failure(FirstFailure(1, 2))
 
 
 class Seen(MemoryWatch):

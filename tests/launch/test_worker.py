@@ -198,16 +198,26 @@ def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path, lines_of: 
 
 
 def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
-    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's."""
-    (tmp_path / "script.py").write_text("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('CUDA')")
-    for rank in (3, 1):
-        own = {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
+    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's.
+
+    A later rank prints another error in a line, which has more than its headline, and leaves but its rank of the same.
+    """
+    (tmp_path / "script.py").write_text(
+        "import os\nclass OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError(os.environ['SAID'])"
+    )
+    said = {}
+    for rank, text in ((3, "CUDA:\n  all"), (1, "CUDA:\n  half"), (0, "CUDA:\n  all")):
+        error_file = str(tmp_path / str(rank) / "error.json")
+        own = {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file, "SAID": text}
         done = subprocess.run(
             [sys.executable, WORKER, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=180
         )
         assert done.returncode == 1
-    assert "rank 1 failed later: OutOfMemoryError: CUDA" in done.stderr
-    assert (tmp_path / FIRST_FAILURE).read_text() == "3 1 OutOfMemoryError"
+        said[rank] = done.stderr
+    assert said[3].endswith("OutOfMemoryError: CUDA:\n  all\n")
+    assert (said[1], said[0]) == ("rank 1 failed later: OutOfMemoryError: CUDA: half\n", "")
+    assert (tmp_path / FIRST_FAILURE).read_text().split()[:3] == ["3", "1", "OutOfMemoryError"]
+    assert [file.name for file in tmp_path.glob("same_failure.*")] == ["same_failure.0"]
 
 
 def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:

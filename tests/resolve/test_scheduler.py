@@ -145,3 +145,11 @@ def test_an_unknown_counting_is_refused(resolved):
     """Only `steps` and `processes` count."""
     with pytest.raises(ConfigError, match="scheduler_counts"):
         resolved({}, {"scheduler_counts": "epochs"})
+
+
+def test_a_placeholder_without_a_total(resolved):
+    """The message names the argument that DummyScheduler lacks, rather than a placeholder that is there."""
+    config = section("WarmupDecayLR", total_num_steps="auto")
+    with pytest.raises(ConfigError, match=r"auto, and there is no total_num_steps in the DummyScheduler") as raised:
+        resolved(config, optimizer=OPTIMIZER, scheduler=dummy())
+    assert "pass DummyScheduler(optimizer, total_num_steps=…)" in str(raised.value)

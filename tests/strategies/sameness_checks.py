@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_plugin import Accelerator, DummyOptim
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, to_environment
-from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.installed import installed_version
 from zero_plugin.config.tree import Entry, Origin, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError

@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import ConfigError, LaunchError, MachineError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.flags import document_from_flags

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.installed import installed_version
 from zero_plugin.utils import imports
 
 

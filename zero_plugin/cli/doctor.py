@@ -22,8 +22,8 @@ from zero_plugin.cli.output import Finding, print_findings, print_json
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
+from zero_plugin.config.installed import TESTED, installed_version
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.flags import document_from_flags
@@ -125,7 +125,7 @@ def _software(needs: doctor_machine.Needs) -> Iterator[Finding]:
     except metadata.PackageNotFoundError:  # run from a folder that was not installed
         required = []
     yield from doctor_software.check_packages(
-        {name: installed_version(name) for name in doctor_software.TESTED}, required, deepspeed=needs.deepspeed
+        {name: installed_version(name) for name in TESTED}, required, deepspeed=needs.deepspeed
     )
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from zero_plugin.cli.output import Finding, Level
+from zero_plugin.config.installed import TESTED, is_newer
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
@@ -226,8 +226,6 @@ def _output(command: list[str], environ: Mapping[str, str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-# What the test suite passes with, as constraints.txt says.
-TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
 _PYTHONS: Final = ((3, 10), (3, 13))
 
 
@@ -264,13 +262,7 @@ def check_packages(installed: Mapping[str, str | None], required: list[str], *, 
         elif name in limits and not limits[name].contains(version, prereleases=True):
             found = f"{version}, which is not {limits[name]}"
             yield Finding(name, "warning" if unneeded else "wrong", found, install)
-        elif _release(version) > _release(tested):
+        elif is_newer(version, tested):
             yield Finding(name, "warning", f"{version}, newer than the tested {tested}", f"If it fails: {install}")
         else:
             yield Finding(name, "ok", f"{version} (tested: {tested})")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor: the last number changes no interface. Of a 0.x package all three numbers count."""
-    release = Version(re.sub(r"\+.*", "", version)).release
-    return release[:2] if release[0] else release[:3]

@@ -35,7 +35,7 @@ def launch(
     ctx: typer.Context,
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.", show_default=False)],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT...", help="The script's own arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.", show_default=False)
     ] = None,
     **_: Any,
 ) -> None:

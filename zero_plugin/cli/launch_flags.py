@@ -33,8 +33,14 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
         "host_memory",
     ),
     "ZeRO and the loop": (
-        *("use_deepspeed", "deepspeed_config_file", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
-        *("gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
+        *("use_deepspeed", "deepspeed_config_file", "prefer", "offload_optimizer_nvme_path"),
+        *(
+            "offload_param_nvme_path",
+            "gradient_clipping",
+            "zero3_init_flag",
+            "zero3_save_16bit_model",
+            "deepspeed_moe_layer_cls_names",
+        ),
     ),
     "Compilation": (
         *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
@@ -72,11 +78,11 @@ _SWITCHES: Final[Mapping[str, str]] = {
 }
 RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
 WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
-# What stands for a value in the help, where the schema does not tell.
-_METAVARS: Final[Mapping[str, str]] = {
+# What stands for a value in the help of any command, where its type does not tell.
+METAVARS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
-    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "PATH"),
-    **dict.fromkeys(("gpu_memory", "host_memory"), "SIZE"),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "nvme_path", "folder"), "PATH"),
+    **dict.fromkeys(("gpu_memory", "host_memory", "nvme"), "SIZE"),
     **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
     "sequence_length": "INT",
 }
@@ -108,7 +114,7 @@ def launch_flags() -> Mapping[str, Any]:
                 help=described,
                 rich_help_panel=panel,
                 show_default=False,
-                metavar=None if is_switch else _METAVARS.get(name) or _metavar(keys.get(name, {})),
+                metavar=None if is_switch else METAVARS.get(name) or _metavar(keys.get(name, {})),
             )
             flags[name] = Annotated[bool | None if is_switch else str | None, option]
     return flags

@@ -53,6 +53,9 @@ class _Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _format_help(self, ctx, formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # typer's marks of what is required
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -134,8 +137,12 @@ def _metavar(option: Any, ctx: Any) -> str | None:
     """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
     if option.is_flag:
         return ""
-    # An older typer has such words itself.
-    return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
+    if not hasattr(option, "display_type"):
+        return None  # an older typer has such words itself
+    from zero_plugin.cli.launch_flags import METAVARS
+
+    word = _METAVARS.get(option.display_type(ctx))
+    return METAVARS.get(option.name, word) if word == "TEXT" else word
 
 
 def _group(name: str, completion: bool = False, **more: Any) -> typer.Typer:

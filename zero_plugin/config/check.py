@@ -68,6 +68,17 @@ _FIELDS_OF_YAML: Final = (*SHORT_FIELDS, *LAUNCH_FIELDS, "deepspeed_config_file"
 _DELETE: Final = "Delete it; a comment key starts with _."
 
 
+# What other libraries, transformers above all, call a key of DeepSpeed's that spelling alone would not find.
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "num_training_steps": "total_num_steps",
+    "max_grad_norm": "gradient_clipping",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+}
+
+
 def explain_launch_key(name: str, known: list[str], schema: Mapping[str, Any]) -> str:
     """What to write instead of an unknown key at the top of a launch YAML.
 
@@ -108,7 +119,9 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     known = list(found.wanted.get("properties", {}))
     if path[0] == "bf16" and key in schema["properties"]["fp16"]["properties"]:
         return "only fp16 has it: bf16 needs no scaling of the loss", "Delete it."
-    if types := _types_with(path, schema):
+    if _ELSEWHERE.get(key) in known:
+        fix = f"Did you mean {_ELSEWHERE[key]}?"
+    elif types := _types_with(path, schema):
         fix = f"Delete it, or write another {path[0]}.type, that has it: {', '.join(types)}."
     elif homes := _homes(key, path[:-1], schema):
         fix = _belongs(homes)

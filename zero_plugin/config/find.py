@@ -226,19 +226,60 @@ def overlay_code(document: Document, said: Said) -> Document:
         said: see `Document.overlay`; by calls such as `Accelerator(gradient_accumulation_steps=4)`.
 
     Raises:
-        ConfigError: an argument differs from an explicit value; lists every such pair.
+        ConfigError: an argument differs from an explicit value, and no `prefer` decides; lists every such pair.
     """
     return _agreed(document, document.overlay("code", said))
 
 
 def _agreed(document: Document, laid: Document) -> Document:
+    """`laid` over `document`, where the two agree or `prefer` decides.
+
+    Raises:
+        ConfigError: they differ, and nothing decides.
+    """
     laid = _read_laid(laid)
-    problems: list[Problem] = []
-    launch = _keep_explicit(document.launch, laid.launch, problems)
-    deepspeed = _keep_explicit(document.deepspeed, laid.deepspeed, problems)
-    if problems:
-        raise ConfigError(problems)
-    return replace(laid, launch=launch, deepspeed=deepspeed)
+    prefer = document.launch.value("prefer") or laid.launch.value("prefer")
+    found: list[Problem] = []
+    launch = _keep_explicit(document.launch, laid.launch, prefer, found)
+    deepspeed = _keep_explicit(document.deepspeed, laid.deepspeed, prefer, found)
+    if errors := [problem for problem in found if problem.severity == "error"]:
+        raise ConfigError(errors)
+    if prefer in ("code", "file"):
+        launch, deepspeed = _settle_precision(launch, deepspeed, prefer, found)
+    return replace(laid, launch=launch, deepspeed=deepspeed, notes=(*laid.notes, *found))
+
+
+def _settle_precision(launch: Tree, deepspeed: Tree, prefer: str, found: list[Problem]) -> tuple[Tree, Tree]:
+    """`mixed_precision` of the one side against `fp16.enabled` and `bf16.enabled` of the other."""
+    for kind in ("fp16", "bf16"):
+        chosen, switch = launch.get("mixed_precision"), deepspeed.get(kind, "enabled")
+        if chosen is None or switch is None or not isinstance(switch.value, bool) or chosen.value in (None, AUTO):
+            continue
+        wanted, in_code = chosen.value == kind, chosen.origin.kind == "code"
+        if switch.value == wanted or in_code == (switch.origin.kind == "code"):
+            continue
+        sides = ("mixed_precision", chosen), (f"{kind}.enabled", switch)
+        (key, new), (_, old) = sides if in_code else sides[::-1]
+        found.append(_difference(key, new, old, prefer))
+        if in_code == (prefer == "code"):
+            deepspeed = deepspeed.replace({(kind, "enabled"): Entry(wanted, chosen.origin)})
+        else:
+            launch = launch.without("mixed_precision")
+    return launch, deepspeed
+
+
+def _difference(key: str, new: Entry, old: Entry, prefer: Any) -> Problem:
+    """A value in code against an explicit one of file or flag: an error, or a note where `prefer` has decided."""
+    in_code, other = f"{show(new.value)} in code", f"{show(old.value)} at {old.origin.where}"
+    if prefer in ("code", "file"):
+        counts, not_this = (in_code, other) if prefer == "code" else (other, in_code)
+        message = f"{counts} counts, not {not_this}, since prefer is {prefer}"
+        return Problem(new.origin.where, key, message, "", severity="note")
+    fix = (
+        "Write the same value in both, or auto in the file, or leave the argument out. To settle all such pairs at "
+        "once, give --prefer code or --prefer file, or write prefer: into the config."
+    )
+    return Problem(new.origin.where, key, f"{in_code}, but {other}", fix)
 
 
 def _read_laid(document: Document) -> Document:
@@ -249,8 +290,8 @@ def _read_laid(document: Document) -> Document:
     return replace(document, launch=launch, deepspeed=deepspeed, notes=notes)
 
 
-def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
-    """`after`, in which a value of `before` is kept where code repeats it or leaves it open."""
+def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem]) -> Tree:
+    """`after`, in which a value of `before` is kept where code repeats it, leaves it open, or `prefer` is file."""
     kept: dict[KeyPath, Entry] = {}
     for path, old in before.entries.items():
         new = after.get(*path)
@@ -266,14 +307,9 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
         if new.value is AUTO or same_value(old.value, new.value):
             kept[path] = old
         else:
-            problems.append(
-                Problem(
-                    new.origin.where,
-                    new.origin.key or before.typed(*path),
-                    f"{show(new.value)} in code, but {show(old.value)} at {old.origin.where}",
-                    "Write the same value in both, or auto in the file, or leave the argument out.",
-                )
-            )
+            found.append(_difference(new.origin.key or before.typed(*path), new, old, prefer))
+            if prefer == "file":
+                kept[path] = old
     return after.replace(kept)
 
 

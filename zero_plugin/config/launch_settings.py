@@ -68,6 +68,8 @@ class LaunchSettings(BaseModel):
     """DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA. Default: by the machine."""
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
     """no (fp32), bf16, fp16, or auto: best for the device. Default: what the fp16 and bf16 sections enable."""
+    prefer: Literal["code", "file"] | None = None
+    """code or file: what counts where an argument in code differs from file or flag. Default: it is an error."""
     num_processes: int | None = Field(None, ge=1)
     """Processes on all machines together, 1 or more. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.run_files import OutOfMemoryReport
-from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
+from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER, SAME_FAILURE
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
@@ -76,11 +76,13 @@ class FirstFailure:
         rank: among all processes.
         exitcode: of its process; negative: the signal that ended it.
         kind: class of the exception, "" where there was none.
+        also: the ranks that failed later by the same exception, and have not printed it again.
     """
 
     rank: int
     exitcode: int
     kind: str = ""
+    also: tuple[int, ...] = ()
 
 
 def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailure:
@@ -97,14 +99,16 @@ def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailur
     marks = sorted(folder.glob(f"*/attempt_*/{FIRST_FAILURE}"), key=lambda mark: mark.stat().st_mtime_ns)
     if marks:
         # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
-        marked, code, *kind = marks[-1].read_text().split()
-        if kind == [LOST_PEER]:  # an abort too is what another rank's lost connection comes from
+        marked, code, *details = marks[-1].read_text().split()
+        kind = details[0] if details else ""
+        if kind == LOST_PEER:  # an abort too is what another rank's lost connection comes from
             for rank, failure in failures.items():
                 if rank != int(marked) and failure.exitcode in _ABORTED:
                     return FirstFailure(rank, failure.exitcode)
         # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
-            return FirstFailure(int(marked), int(code), *kind)
+            also = sorted(int(file.suffix[1:]) for file in marks[-1].parent.glob(f"{SAME_FAILURE}.*"))
+            return FirstFailure(int(marked), int(code), kind, tuple(also))
     stopped = {-signal.SIGTERM, -signal.SIGKILL}
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in stopped, item[1].timestamp, item[0]))
     return FirstFailure(rank, failure.exitcode)
@@ -130,7 +134,8 @@ def describe_failure(
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
-    lines = [f"{describe_end(first)}, {where}{output}. All workers are stopped."]
+    same = f" {_ranks(first.also)} failed with the same error." if first.also else ""
+    lines = [f"{describe_end(first)}, {where}{output}.{same} All workers are stopped."]
     if out_of_memory is not None:
         lines += [out_of_memory.headline, out_of_memory.advice]
         if out_of_memory.cut:
@@ -153,6 +158,18 @@ def describe_end(first: FirstFailure) -> str:
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first, with exit code {first.exitcode}"
     return f"rank {first.rank} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks in ascending order as a person writes them: `Rank 1`, `Ranks 0, 2-5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"Rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def describe_idle(idle: Mapping[int, str]) -> list[str]:

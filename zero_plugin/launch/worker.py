@@ -19,6 +19,7 @@ import os
 import runpy
 import sys
 import threading
+import zlib
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from io import BufferedRandom, BufferedWriter, TextIOWrapper
@@ -27,11 +28,11 @@ from stat import S_ISREG
 from types import ModuleType, TracebackType
 from typing import Any
 
-FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
+FIRST_FAILURE = "first_failure"  # in the attempt's folder: the rank that failed first, exit code, exception, digest
+SAME_FAILURE = "same_failure"  # beside it, with a rank in the name: one that failed later by the same exception
 LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
 _OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
 _NOT_WRITTEN = 120  # with which Python ends where its standard output cannot be written
@@ -196,42 +197,47 @@ def _report_exception(error: BaseException, rank: str) -> int:
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
     lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_LOST_PEER)
-    if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__):
-        trace = _user_frames(error.__traceback__, stop_at_package=ours)
+    text = f"{type(error).__name__}: {error}"
+    digest = str(zlib.crc32(text.encode(errors="replace")))
+    if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__, digest):
+        trace = _without_starters(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    else:
-        line = next(iter(f"{type(error).__name__}: {error}".splitlines()))[:_LONGEST_LINE]
-        _write_error(f"rank {rank} failed later: {line}")
+    elif not _is_as_the_first(rank, digest):
+        _write_error(f"rank {rank} failed later: {' '.join(text.split())[:_LONGEST_LINE]}")
     return code
 
 
-def _user_frames(trace: TracebackType | None, *, stop_at_package: bool) -> TracebackType | None:
-    """`trace` without the frames that start the script and, for an error of our own, without our insides."""
+def _without_starters(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames that start the script."""
     frame = trace
     while frame is not None:
         trace = frame.tb_next if _file(frame) in _STARTERS else trace
         frame = frame.tb_next
     while trace is not None and (_file(trace).startswith("<frozen ") or Path(_file(trace)).stem == "runpy"):
         trace = trace.tb_next
-    last = trace
-    while stop_at_package and last is not None:
-        if last.tb_next is not None and _file(last.tb_next).startswith(_PACKAGE):
-            last.tb_next = None
-        last = last.tb_next
     return trace
+
+
+def _is_as_the_first(rank: str, digest: str) -> bool:
+    """Whether the rank that failed first has printed the same error; the launcher's report then names this one."""
+    file = _mark()
+    if file is None or file.read_text().split()[-1] != digest:
+        return False
+    file.with_name(f"{SAME_FAILURE}.{rank}").touch()
+    return True
 
 
 def _file(trace: TracebackType) -> str:
     return trace.tb_frame.f_code.co_filename
 
 
-def _claim_first_failure(code: int, rank: str, kind: str = "") -> bool:
+def _claim_first_failure(code: int, rank: str, *details: str) -> bool:
     """Whether no rank of this attempt failed before on this machine; torchrun's error files share a folder."""
     file = _mark()
     if file is None:
         return True
     try:
-        return put_first(file, f"{rank} {code} {kind}")
+        return put_first(file, " ".join([rank, str(code), *details]))
     except OSError:  # no room, or no such folder: better one traceback too many than none
         return True
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.installed import installed_version
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.config.tree import Tree, dotted
 from zero_plugin.distributed.collective_check import collective, exchange
 from zero_plugin.distributed.collectives import process_index

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
-from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import LaunchError, MachineError
 
 PJRT_DEVICE: Final = "PJRT_DEVICE"  # selects the runtime that torch_xla loads

@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from zero_plugin.config.resolve.facts import ModelFacts, Precision, installed_version
+from zero_plugin.config.installed import installed_version
+from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
@@ -52,6 +53,9 @@ class ModelSource:
         parameters, hidden_size, layers, vocabulary, heads, kv_heads, intermediate: of a decoder, where there is no
             model; beside a folder of weights, what those do not tell.
         trace: whether activations are traced where that can be; else they follow a decoder's formula.
+
+    Raises:
+        ConfigError: `model` names nothing.
     """
 
     model: str | None = None
@@ -63,6 +67,14 @@ class ModelSource:
     kv_heads: int | None = None
     intermediate: int | None = None
     trace: bool = True
+
+    def __post_init__(self) -> None:
+        named = self.model
+        if named is not None and not _FUNCTION.fullmatch(named) and not (Path(named).is_dir() or Path(named).is_file()):
+            raise _error(
+                f"{named} is neither a file, nor a folder, nor module:function",
+                "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function.",
+            )
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -102,12 +114,7 @@ def open_model(
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
-    if _FUNCTION.fullmatch(source.model):
-        return _traced(*call_function(source.model, sequence_length), precision, source.model)
-    raise _error(
-        f"{source.model} is neither a file, nor a folder, nor module:function",
-        "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function.",
-    )
+    return _traced(*call_function(source.model, sequence_length), precision, source.model)
 
 
 def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[ModelSizes, Activations]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.installed import installed_version
 from zero_plugin.config.schema import deepspeed_default, deepspeed_schema
 from zero_plugin.config.tree import (
     AUTO,
@@ -494,12 +494,3 @@ def _keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
         if "default" in child:
             yield (*path, name)
         yield from _keys(child, (*path, name))
-
-
-@functools.cache  # each look parses the package's metadata anew
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, None for one that is not there."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

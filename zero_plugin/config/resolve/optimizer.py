@@ -272,7 +272,8 @@ def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None
             draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = _NEEDS.get(name, f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
-            draft.miss(path, "DummyScheduler to tell it", fix)
+            is_given = facts is not None and facts.placeholder
+            draft.miss(path, f"{name} in the DummyScheduler" if is_given else "DummyScheduler to tell it", fix)
     for name in sorted({*_given(draft, facts)} - {*given}):
         draft.log(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
     _log_scheduler_defaults(draft, kind)

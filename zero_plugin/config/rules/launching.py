@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from zero_plugin.config.installed import NEWER_DEEPSPEED, refuse_deepspeed
 from zero_plugin.config.launch_settings import COMPILER_PREFIX, LAUNCHERS, UNTESTED_LAUNCHERS, asked_compiler
 from zero_plugin.config.rules.training import STAGE, Asked, is_count
 from zero_plugin.config.tree import AUTO, did_you_mean, show
@@ -19,6 +20,7 @@ def check_launch(asked: Asked) -> Iterator[Problem]:
     yield from _devices(asked)
     yield from _of_several_machines(asked)
     yield from _of_zero(asked)
+    yield from _of_deepspeed(asked)
     yield from _of_a_plan(asked)
     yield from _of_a_tpu(asked)
     yield from _of_a_compiler(asked)
@@ -190,6 +192,13 @@ def _of_zero(asked: Asked) -> Iterator[Problem]:
     for key, nothing in ((partitioned, (None, AUTO, False)), (experts, (*_NOTHING, (), []))):
         if asked.value(key) not in nothing:
             yield _without_zero(asked, key, "ZeRO")
+
+
+def _of_deepspeed(asked: Asked) -> Iterator[Problem]:
+    """A DeepSpeed on this machine that is too old for what requests it."""
+    if _requests_zero(asked) and (refusal := refuse_deepspeed()):
+        key = "distributed_type" if asked.value("distributed_type") == "DEEPSPEED" else "zero_optimization"
+        yield asked.error(key, refusal, f"{NEWER_DEEPSPEED}, or request no ZeRO.")
 
 
 def _of_a_plan(asked: Asked) -> Iterator[Problem]:

@@ -1,0 +1,57 @@
+"""Versions of the packages that a run needs: installed, tested, and the oldest DeepSpeed that works."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import metadata
+from typing import Final
+
+# What the test suite passes with, as constraints.txt says.
+TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
+OLDEST_DEEPSPEED: Final = "0.19.8"
+NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+
+
+@functools.cache  # each look parses the package's metadata anew
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None for one that is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def refuse_deepspeed() -> str:
+    """Why the installed DeepSpeed is too old; "" for one that is not, and where there is none."""
+    found = installed_version("deepspeed")
+    if found is None or _numbers(found) >= _numbers(OLDEST_DEEPSPEED):
+        return ""
+    return (
+        f"DeepSpeed {OLDEST_DEEPSPEED} or newer is needed, and {found} is installed, "
+        "which has no managed_gradient_accumulation"
+    )
+
+
+def warn_of_deepspeed() -> str:
+    """A warning that the installed DeepSpeed is newer than the tested one; "" for any other."""
+    found, tested = installed_version("deepspeed"), TESTED["deepspeed"]
+    if found is None or not is_newer(found, tested):
+        return ""
+    return f"DeepSpeed {found} is newer than {tested}, the tested one. If it fails: pip install 'deepspeed=={tested}'"
+
+
+def is_newer(version: str, tested: str) -> bool:
+    """Whether interfaces may have changed: by major and minor number, of a 0.x package by all three."""
+    return _release(version) > _release(tested)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    release = _numbers(version)
+    return release[:2] if release[0] else release[:3]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    from packaging.version import Version  # here, since most commands compare no versions
+
+    return Version(re.sub(r"\+.*", "", version)).release
