@@ -34,7 +34,7 @@ def join(init_method: str | None, rank: int, world: int, group: int) -> Any:
     Args:
         init_method: where they meet, as torch takes it; None: at MASTER_ADDR and MASTER_PORT.
         rank, world: of this process.
-        group: how many groups this process has made before, in the same store.
+        group: a number that all give to the coming group, and no earlier one in the same store has.
 
     Raises:
         LaunchError: they cannot meet, or are not those of one run; it says which.

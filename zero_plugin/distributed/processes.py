@@ -168,8 +168,9 @@ class _OwnGroup:
         if self.launched:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(_choose_network())
-            self._groups += 1  # one group follows another in the same store, and would read what that one left there
-            store = join(init_method, rank, world, self._groups)
+            # One group follows another in the same store, and would read what that one left there.
+            store = join(init_method, rank, world, self._groups + 1)
+            self._groups += 1
             if device.type == "cuda" and "nccl" in backend:
                 refuse_shared_gpu(store, rank, str(torch.cuda.get_device_properties(device).uuid))
             dist.init_process_group(
