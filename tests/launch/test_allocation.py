@@ -32,6 +32,15 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
 
+# A TrainJob's container, and a PyTorchJob's: the second of two.
+POD = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
 
 def document(kind: Any = "file", **keys: Any) -> Document:
     return Document().overlay(kind, {(key,): ("c.yaml:1:1", value) for key, value in keys.items()})
@@ -86,6 +95,16 @@ def test_under_mpirun_only_the_address_is_missing() -> None:
     assert (settings.num_machines, settings.machine_rank, settings.main_process_ip) == (2, 1, None)
     settings = launch_settings(fill_from_job(Document(), {**MPI, "MASTER_ADDR": "10.0.0.1"})[0])
     assert settings.main_process_ip == "10.0.0.1"
+
+
+def test_in_kubernetes_torchruns_variables_are_read() -> None:
+    """Machines, rank, address, port and, where it is a number, how many processes; a file's number of them wins."""
+    settings = launch_settings(fill_from_job(Document(), POD)[0])
+    assert (settings.num_machines, settings.machine_rank, settings.num_processes) == (2, 1, 8)
+    assert (settings.main_process_ip, settings.main_process_port) == ("job-node-0-0.job", 29400)
+    settings = launch_settings(fill_from_job(document(num_processes=2), {**POD, "PET_NPROC_PER_NODE": "auto"})[0])
+    assert (settings.num_machines, settings.num_processes) == (2, 2)
+    assert fill_from_job(Document(), {**POD, "PET_NNODES": "1"}) == (Document(), [])
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,9 @@ def fill_from_job(
         known["machine_rank"] = (job.machine_rank, job.sources["rank"])
     if job.main_address and not rendezvous_endpoint:
         known["main_process_ip"] = (job.main_address, f"the first of {job.sources['address']}")
-        known["main_process_port"] = (job.port, "derived from the job's number")
+        known["main_process_port"] = (job.port, "derived from the job's number or variables")
+    if job.processes is not None:
+        known["num_processes"] = (job.processes, "so many for each machine")
     filled: dict[KeyPath, Entry] = {}
     notes = []
     for key, (value, source) in known.items():

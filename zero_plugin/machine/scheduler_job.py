@@ -149,6 +149,7 @@ class Allocation:
         port: one that all launchers derive alike.
         launchers_here: how many of the job's tasks run on this machine, each of them a launcher.
         sources: the variables that say so, by what they say.
+        processes: on all machines together; None where the launcher counts them.
     """
 
     machines: int
@@ -157,6 +158,7 @@ class Allocation:
     port: int
     launchers_here: int
     sources: Mapping[str, str]
+    processes: int | None = None
 
 
 def number_of(environ: Mapping[str, str], name: str) -> int:
@@ -214,13 +216,30 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         return Allocation(nodes, None, "", 0, 1, {"machines": "SLURM_JOB_NUM_NODES"})
     by_mpi = _mpi_launcher(environ)
     if by_mpi is None:
-        return None
+        return _allocation_in_kubernetes(environ)
     mpi = _mpi_place(by_mpi, environ)
     sources = {"machines": by_mpi.world_size, "rank": by_mpi.rank, "address": TORCH.address}
     address = environ.get(TORCH.address) or mpi.main_address
     here = mpi.local_size or 1
     machines = mpi.world_size if here == 1 else -(-mpi.world_size // here)
     return Allocation(machines, mpi.rank, address, mpi.port or 0, here, sources)
+
+
+def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
+    """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
+    machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
+    if machines == "1" or not machines.isdigit() or KUBERNETES.machine not in environ:
+        return None
+    address, port = environ.get(KUBERNETES.address, ""), environ.get(KUBERNETES.port)
+    return Allocation(
+        int(machines),
+        number_of(environ, KUBERNETES.machine),
+        address,
+        read_port(port, KUBERNETES.port) if port else 29500,
+        launchers_here=1,
+        sources={"machines": KUBERNETES.machines, "rank": KUBERNETES.machine, "address": KUBERNETES.address},
+        processes=int(machines) * int(each) if each.isdigit() else None,
+    )
 
 
 def expand_hosts(nodelist: str) -> list[str]:
