@@ -39,24 +39,27 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        ({**POD, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 1, 2, "node-0", 29500)),
-        (POD, (1, 2, 0, 1, "node-0", 29500)),
-        ({**POD, "PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2", "PET_NODE_RANK": "1"}, (1, 2, 0, 1, "node-0", 29500)),
-        ({**POD, "LOCAL_RANK": "0"}, (1, 2, 0, None, "node-0", 29500)),
-        ({**HERE, "RANK": "1"}, (1, 2, 1, 2, "127.0.0.1", 29500)),
-        ({**HERE, "GLOBAL_RANK": "1", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2, 1, 2, "127.0.0.1", 29500)),
-        ({**HERE, "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2, 1, 2, "127.0.0.1", 29500)),
+        ({**POD, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 1, 2, "node-0", "29500")),
+        (POD, (1, 2, 0, 1, "node-0", "29500")),
+        (
+            {**POD, "PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2", "PET_NODE_RANK": "1"},
+            (1, 2, 0, 1, "node-0", "29500"),
+        ),
+        ({**POD, "LOCAL_RANK": "0"}, (1, 2, 0, None, "node-0", "29500")),
+        ({**HERE, "RANK": "1"}, (1, 2, 1, 2, "127.0.0.1", "29500")),
+        ({**HERE, "GLOBAL_RANK": "1", "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2, 1, 2, "127.0.0.1", "29500")),
+        ({**HERE, "LOCAL_RANK": "1", "NODE_RANK": "0"}, (1, 2, 1, 2, "127.0.0.1", "29500")),
         (
             {**TWO, "WORLD_SIZE": "6", "LOCAL_RANK": "1", "NODE_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            (5, 6, 1, 2, "node-0", 29500),
+            (5, 6, 1, 2, "node-0", "29500"),
         ),
-        (TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0", 29400)),
+        (TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0", "29400")),
         (SRUN, (1, 2, 1, 2, "127.0.0.1", None)),
         ({**SRUN, "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (1, 2, 1, 2, "127.0.0.1", None)),
         (MPI, (1, 2, 1, 2, "127.0.0.1", None)),
         ({**MPI, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "5"}, (1, 2, 1, 2, "127.0.0.1", None)),
         ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, "127.0.0.1", None)),
-        ({**SRUN, **POD, "LOCAL_RANK": "0", **ELASTIC, "WORLD_SIZE": "8"}, (1, 8, 0, None, "node-0", 29500)),
+        ({**SRUN, **POD, "LOCAL_RANK": "0", **ELASTIC, "WORLD_SIZE": "8"}, (1, 8, 0, None, "node-0", "29500")),
         ({**MPI, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (1, 2, 1, 2, "127.0.0.1", None)),
     ],
     ids=[
@@ -123,7 +126,7 @@ def test_one_process(environ: dict[str, str]) -> None:
 def test_what_contradicts_is_named(environ: dict[str, str], parts: list[str]) -> None:
     """Half a place and two places at once: the variables as they are set, and what to do."""
     with pytest.raises(LaunchError) as caught:
-        find_place(environ)
+        find_place(environ).environment(environ)  # type: ignore[union-attr]
     for part in parts:
         assert part in str(caught.value)
 

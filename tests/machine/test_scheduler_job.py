@@ -57,7 +57,7 @@ def test_a_task_of_srun() -> None:
     first = find_task_place({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None
     assert first.port == place.port
-    assert 20000 <= place.port < 30000
+    assert 20000 <= int(place.port) < 30000
     other = find_task_place({**SRUN, "SLURM_STEP_ID": "1"})
     assert other is not None
     assert other.port != place.port
@@ -115,7 +115,7 @@ def test_half_a_place_is_an_error() -> None:
 
 def test_a_place_as_torchrun_describes_it() -> None:
     """What the user set of the meeting point is kept; where nobody names it, the error says how."""
-    place = Place(3, 4, 1, 2, "gpu08", 20001, TORCH)
+    place = Place(3, 4, 1, 2, "gpu08", "20001", TORCH)
     assert place.environment({}) == {
         "RANK": "3",
         "WORLD_SIZE": "4",

@@ -9,7 +9,7 @@ from typing import Final
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.machine.network import is_loopback
-from zero_plugin.machine.scheduler_job import KUBERNETES, TORCH, Place, find_task_place, number_of, read_port
+from zero_plugin.machine.scheduler_job import KUBERNETES, TORCH, Place, find_task_place, number_of
 
 _GLOBAL_RANK: Final = replace(TORCH, rank="GLOBAL_RANK")
 _BY_LOCAL_RANK: Final = replace(TORCH, rank=TORCH.local_rank)
@@ -108,7 +108,7 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
     local_rank = rank if all_here else 0
     if TORCH.local_rank in environ:
         local_rank = number_of(environ, TORCH.local_rank)
-    return _check(_with_meeting_point(Place(rank, world, local_rank, local_size, "", None, names), environ), environ)
+    return _check(_with_meeting_point(Place(rank, world, local_rank, local_size, "", "", names), environ), environ)
 
 
 def _place_of_lightning(environ: Mapping[str, str]) -> Place | None:
@@ -129,7 +129,7 @@ def _place_of_lightning(environ: Mapping[str, str]) -> Place | None:
         )
     machine = number_of(environ, TORCH.machine) if TORCH.machine in environ else 0
     local_rank = number_of(environ, TORCH.local_rank)
-    place = Place(machine * local_size + local_rank, world, local_rank, local_size, "", None, _BY_LOCAL_RANK)
+    place = Place(machine * local_size + local_rank, world, local_rank, local_size, "", "", _BY_LOCAL_RANK)
     return _check(_with_meeting_point(place, environ), environ)
 
 
@@ -146,7 +146,7 @@ def _place_in_kubernetes(environ: Mapping[str, str]) -> Place | None:
             "container (numProcPerNode: 1)."
         )
     rank, world = number_of(environ, KUBERNETES.machine), number_of(environ, KUBERNETES.machines)
-    return _check(_with_meeting_point(Place(rank, world, 0, 1, "", None, KUBERNETES), environ), environ)
+    return _check(_with_meeting_point(Place(rank, world, 0, 1, "", "", KUBERNETES), environ), environ)
 
 
 def _are_all_here(world: int, environ: Mapping[str, str]) -> bool:
@@ -155,8 +155,8 @@ def _are_all_here(world: int, environ: Mapping[str, str]) -> bool:
 
 
 def _with_meeting_point(place: Place, environ: Mapping[str, str]) -> Place:
-    address, port = environ.get(place.launcher.address, ""), environ.get(place.launcher.port)
-    return replace(place, main_address=address, port=read_port(port, place.launcher.port) if port else None)
+    names = place.launcher
+    return replace(place, main_address=environ.get(names.address, ""), port=environ.get(names.port, ""))
 
 
 def _check(place: Place, environ: Mapping[str, str]) -> Place:

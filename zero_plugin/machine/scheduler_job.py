@@ -83,7 +83,7 @@ class Place:
         rank, world_size: index and number of processes.
         local_rank, local_size: the same on this machine; None where only the others know how many are here.
         main_address: machine of rank 0; "" where only the user knows it.
-        port: where rank 0 listens there: given, or one that all derive alike and other jobs hardly; None if unknown.
+        port: where rank 0 listens there: given, or one that all derive alike and other jobs hardly; "" if unknown.
         launcher: whose variables say so.
     """
 
@@ -92,7 +92,7 @@ class Place:
     local_rank: int
     local_size: int | None
     main_address: str
-    port: int | None
+    port: str
     launcher: Launcher
 
     @property
@@ -107,7 +107,7 @@ class Place:
             LaunchError: nobody says where rank 0 is.
         """
         address = environ.get(TORCH.address) or self.main_address
-        port = environ.get(TORCH.port) or ("" if self.port is None else str(self.port))
+        port = environ.get(TORCH.port) or self.port
         missing = [name for name, value in ((TORCH.address, address), (TORCH.port, port)) if not value]
         if missing:
             raise LaunchError(
@@ -116,7 +116,7 @@ class Place:
                 f"{self._how_to_say_where()} To run one process, unset {self.source} and what else describes several "
                 f'(in a notebook: os.environ.pop("{self.source}")).'
             )
-        read_port(port, TORCH.port)
+        read_port(port, TORCH.port if environ.get(TORCH.port) else self.launcher.port)
         return {**self.numbers(), TORCH.address: address, TORCH.port: port}
 
     def numbers(self) -> dict[str, str]:
@@ -211,7 +211,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         place = _slurm_place(environ)
         sources = {"machines": _SLURM.machines, "rank": _SLURM.machine, "address": _SLURM.address}
         nodes, node = _slurm_nodes(environ), int(environ.get(_SLURM.machine, "0"))
-        return Allocation(nodes, node, place.main_address, place.port or 0, place.local_size or 1, sources)
+        return Allocation(nodes, node, place.main_address, int(place.port), place.local_size or 1, sources)
     if environ.get("SLURM_JOB_ID") and (nodes := _slurm_nodes(environ)) > 1:
         return Allocation(nodes, None, "", 0, 1, {"machines": "SLURM_JOB_NUM_NODES"})
     by_mpi = _mpi_launcher(environ)
@@ -222,7 +222,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     address = environ.get(TORCH.address) or mpi.main_address
     here = mpi.local_size or 1
     machines = mpi.world_size if here == 1 else -(-mpi.world_size // here)
-    return Allocation(machines, mpi.rank, address, mpi.port or 0, here, sources)
+    return Allocation(machines, mpi.rank, address, int(mpi.port), here, sources)
 
 
 def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
@@ -316,5 +316,5 @@ def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:
     return Place(rank, world, int(local_rank), local_size, address, _shared_port(f"mpi {job}"), names)
 
 
-def _shared_port(job: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+def _shared_port(job: str) -> str:
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
