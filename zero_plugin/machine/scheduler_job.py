@@ -225,6 +225,14 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return Allocation(machines, mpi.rank, address, int(mpi.port), here, sources)
 
 
+_SAID_IN_KUBERNETES: Final = {
+    "machines": "machines",
+    "rank": "machine",
+    "address": "address",
+    "processes": "local_size",
+}
+
+
 def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
     """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
     machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
@@ -237,7 +245,7 @@ def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
         address,
         read_port(port, KUBERNETES.port) if port else 29500,
         launchers_here=1,
-        sources={"machines": KUBERNETES.machines, "rank": KUBERNETES.machine, "address": KUBERNETES.address},
+        sources={name: getattr(KUBERNETES, field) for name, field in _SAID_IN_KUBERNETES.items()},
         processes=int(machines) * int(each) if each.isdigit() else None,
     )
 
