@@ -32,6 +32,15 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
 
+# A TrainJob's container, and a PyTorchJob's: the second of two.
+POD = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
 
 def document(kind: Any = "file", **keys: Any) -> Document:
     return Document().overlay(kind, {(key,): ("c.yaml:1:1", value) for key, value in keys.items()})
@@ -88,6 +97,20 @@ def test_under_mpirun_only_the_address_is_missing() -> None:
     assert settings.main_process_ip == "10.0.0.1"
 
 
+def test_in_kubernetes_torchruns_variables_are_read() -> None:
+    """Machines, rank, address, port and, where it is a number, how many processes: a file's number gives way to it."""
+    settings = launch_settings(fill_from_job(Document(), POD)[0])
+    assert (settings.num_machines, settings.machine_rank, settings.num_processes) == (2, 1, 8)
+    assert (settings.main_process_ip, settings.main_process_port) == ("job-node-0-0.job", 29400)
+    filled, said = fill_from_job(document(num_processes=2), POD)
+    assert launch_settings(filled).num_processes == 8
+    assert said == ["num_processes: 2 at c.yaml:1:1 gives way to 8, from PET_NPROC_PER_NODE"]
+    assert launch_settings(fill_from_job(document("flag", num_processes=2), POD)[0]).num_processes == 2
+    settings = launch_settings(fill_from_job(document(num_processes=2), {**POD, "PET_NPROC_PER_NODE": "auto"})[0])
+    assert (settings.num_machines, settings.num_processes) == (2, 2)
+    assert fill_from_job(Document(), {**POD, "PET_NNODES": "1"}) == (Document(), [])
+
+
 @pytest.mark.parametrize(
     ("environ", "asked", "parts"),
     [
@@ -102,11 +125,24 @@ def test_under_mpirun_only_the_address_is_missing() -> None:
             ["the job started 2 launchers on this machine", "srun --ntasks-per-node=1"],
         ),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {}, ["started 2 launchers on this machine"]),
+        (
+            {"PET_NNODES": "1:3"},
+            {},
+            ["PET_NNODES: 1:3: this job has a changing number", "`torchrun`", "--rdzv_endpoint"],
+        ),
         (SRUN, {"num_machines": 1}, ["c.yaml:1:1: num_machines: 1, but the job started this on 2 machines"]),
         (SRUN, {"num_machines": 3}, ["num_machines: 3, but"]),
         (SRUN, {"num_processes": 3}, ["3 processes do not divide among 2 machines"]),
     ],
-    ids=["batch", "two tasks a node", "two of mpirun", "a file for one machine", "three", "three processes"],
+    ids=[
+        "batch",
+        "two tasks a node",
+        "two of mpirun",
+        "elastic pods",
+        "a file for one machine",
+        "three",
+        "three processes",
+    ],
 )
 def test_several_runs_of_one_are_refused(environ: dict[str, str], asked: dict[str, Any], parts: list[str]) -> None:
     """What would wait for ever, or start one run several times, is an error that says how to start it once."""

@@ -1,11 +1,11 @@
-"""What SLURM's and MPI's variables say of a process."""
+"""What SLURM's, MPI's and Kubernetes' variables say of a process and of the machines."""
 
 from __future__ import annotations
 
 import pytest
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.machine.scheduler_job import Place, expand_hosts, find_allocation, find_place, own_gpu
+from zero_plugin.machine.scheduler_job import TORCH, Place, expand_hosts, find_allocation, find_task_place
 
 # What srun sets in the second task on the second of two nodes, two tasks each.
 SRUN = {
@@ -50,22 +50,22 @@ def test_short_forms_of_host_names(short: str, hosts: list[str]) -> None:
 
 def test_a_task_of_srun() -> None:
     """Rank, world and local rank are the step's; rank 0 is on the step's first node; all tasks name one port."""
-    place = find_place(SRUN)
+    place = find_task_place(SRUN)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_size) == (3, 4, 1, 2)
     assert place.main_address == "gpu08"
-    first = find_place({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    first = find_task_place({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None
     assert first.port == place.port
-    assert 20000 <= place.port < 30000
-    other = find_place({**SRUN, "SLURM_STEP_ID": "1"})
+    assert 20000 <= int(place.port) < 30000
+    other = find_task_place({**SRUN, "SLURM_STEP_ID": "1"})
     assert other is not None
     assert other.port != place.port
 
 
 def test_tasks_of_one_node_need_no_name_of_it() -> None:
     """On one node they meet at 127.0.0.1, whether or not the node's name can be resolved."""
-    place = find_place({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"})
+    place = find_task_place({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"})
     assert place is not None
     assert (place.main_address, place.local_size) == ("127.0.0.1", 4)
 
@@ -85,7 +85,7 @@ def test_tasks_of_one_node_need_no_name_of_it() -> None:
 )
 def test_what_is_no_task_among_others(environ: dict[str, str]) -> None:
     """Batch scripts, interactive shells and single tasks have a scheduler's variables, and are one process."""
-    assert find_place(environ) is None
+    assert find_task_place(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_is_no_task_among_others(environ: dict[str, str]) -> None:
 )
 def test_processes_of_mpirun(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     """Open MPI's and PMI's variables; where all are on one machine, they meet there."""
-    place = find_place(environ)
+    place = find_task_place(environ)
     assert place is not None
     found = (place.rank, place.world_size, place.local_rank, place.local_size, place.main_address, place.source)
     assert found == expected
@@ -109,13 +109,13 @@ def test_processes_of_mpirun(environ: dict[str, str], expected: tuple[object, ..
 def test_half_a_place_is_an_error() -> None:
     """PMI without a local rank: nobody could choose a GPU."""
     with pytest.raises(LaunchError, match=r"PMI_RANK is set but MPI_LOCALRANKID is not[\s\S]*LOCAL_RANK"):
-        find_place({"PMI_RANK": "0", "PMI_SIZE": "2"})
-    assert find_place({"PMI_RANK": "0", "PMI_SIZE": "2", "LOCAL_RANK": "0"}) is not None
+        find_task_place({"PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert find_task_place({"PMI_RANK": "0", "PMI_SIZE": "2", "LOCAL_RANK": "0"}) is not None
 
 
 def test_a_place_as_torchrun_describes_it() -> None:
     """What the user set of the meeting point is kept; where nobody names it, the error says how."""
-    place = Place(3, 4, 1, 2, "gpu08", 20001, "SLURM_PROCID")
+    place = Place(3, 4, 1, 2, "gpu08", "20001", TORCH)
     assert place.environment({}) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -126,8 +126,10 @@ def test_a_place_as_torchrun_describes_it() -> None:
     }
     kept = place.environment({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"})
     assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("10.0.0.1", "7")
-    with pytest.raises(LaunchError, match=r"one of 4 processes[\s\S]*mpirun -x MASTER_ADDR="):
-        Place(3, 4, 1, 2, "", 20001, "PMI_RANK").environment({})
+    elsewhere = find_task_place({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    assert elsewhere is not None
+    with pytest.raises(LaunchError, match=r"one of 2 processes, but MASTER_ADDR is not[\s\S]*mpirun -x MASTER_ADDR="):
+        elsewhere.environment({})
 
 
 def test_the_machines_of_a_job() -> None:
@@ -140,24 +142,3 @@ def test_the_machines_of_a_job() -> None:
     assert find_allocation(BATCH).machine_rank is None  # type: ignore[union-attr]
     assert find_allocation({**BATCH, "SLURM_JOB_NUM_NODES": "1"}) is None
     assert find_allocation({}) is None
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "visible", "shown", "gpu"),
-    [
-        (3, 4, None, 3),
-        (3, 1, "2", 0),  # srun --gpus-per-task=1, or an actor of Ray's
-        (3, 1, "GPU-5d1c", 0),
-        (3, 2, "6,7", 1),  # srun --gpus-per-task=2
-        (1, 4, "0,1,2,3", 1),
-        (4, 4, None, None),
-        (1, 1, "", None),
-    ],
-)
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
-def test_each_process_has_a_gpu_of_those_that_it_sees(
-    name: str, local_rank: int, visible: int, shown: str | None, gpu: int | None
-) -> None:
-    """Where all see all, that of its local rank, or none; where each is shown its own, the local rank says nothing."""
-    environ = {} if shown is None else {name: shown}
-    assert own_gpu(local_rank, visible, environ) == gpu

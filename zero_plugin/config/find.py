@@ -8,6 +8,7 @@ then arguments in code, which fill what is open and agree with what is not.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,9 +103,8 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         if environ.get(name, "").lower() in TRUE_WORDS
     ]
     device = environ.get(_DEVICE, "").lower()
-    if device not in ("", "cpu", "cuda"):
-        number = device.removeprefix("cuda:")
-        fix = f"Write CUDA_VISIBLE_DEVICES={number if number.isdigit() else 1} to choose a GPU, or {_DEVICE}=cpu."
+    if device not in ("", "cpu") and re.fullmatch(r"cuda(:\d+)?", device) is None:
+        fix = f"Write {_DEVICE}=cpu, or {_DEVICE}=cuda:0 for a GPU by its number."
         refused.append(Problem(_where(_DEVICE), "", f"{environ[_DEVICE]} is not supported", fix))
     if refused:
         raise ConfigError(refused)

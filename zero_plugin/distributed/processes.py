@@ -9,10 +9,9 @@ import atexit
 import functools
 import gc
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,17 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
+from zero_plugin.distributed.joining import has_agent_store, join, refuse_shared_gpu
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
-from zero_plugin.machine.scheduler_job import find_place, own_gpu
+from zero_plugin.machine.network import OWN_ADDRESS, interface_towards
+from zero_plugin.machine.process_place import find_local_rank, find_place, own_gpu
 from zero_plugin.machine.xla_runtime import (
     check_world_size,
     find_tpu,
@@ -73,14 +71,18 @@ class Processes:
     @contextmanager
     def counted_by_gpu(self) -> Iterator[None]:
         """Inside, LOCAL_RANK is what DeepSpeed takes it for: the number of this process's GPU among those it sees."""
-        names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
-        before = {name: os.environ[name] for name in names}
-        if self.device.type == "cuda":
-            os.environ.update(dict.fromkeys(names, str(self.device.index)))
+        names = ("LOCAL_RANK", *filter(os.environ.__contains__, ("OMPI_COMM_WORLD_LOCAL_RANK",)))  # it wants them equal
+        number = self.device.index if self.device.type == "cuda" else self.local_rank
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(dict.fromkeys(names, str(number)))
         try:
             yield
         finally:
-            os.environ.update(before)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     @property
     def backend(self) -> str | None:
@@ -166,12 +168,9 @@ class _OwnGroup:
         if self.launched:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(_choose_network())
-            try:
-                store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
-            except dist.DistError as error:
-                raise LaunchError(_why_not_met(init_method, rank, world, error)) from error
-            self._groups += 1  # one group follows another in the same store, and would read what that one left there
-            store = c10d.PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{self._groups}", store)
+            # One group follows another in the same store, and would read what that one left there.
+            store = join(init_method, rank, world, self._groups + 1)
+            self._groups += 1
             if device.type == "cuda" and "nccl" in backend:
                 refuse_shared_gpu(store, rank, str(torch.cuda.get_device_properties(device).uuid))
             dist.init_process_group(
@@ -256,10 +255,14 @@ def start_processes(
     show_messages(quiet=os.environ.get("RANK", "0") != "0")
     if _finds_xla(cpu) if xla is None else xla:
         return _start_replica(timeout or _TIMEOUT)
-    if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
-        os.environ.update(place.environment(os.environ))
-        _share_cores(place.local_size)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_initialized():
+        local_rank = find_local_rank(dist.get_rank(), dist.get_world_size(), os.environ)
+    else:
+        place = find_place(os.environ)
+        if place is not None and (place.world_size > 1 or _is_launched()):
+            os.environ.update(place.environment(os.environ) if init_method is None else place.numbers())
+            _share_cores(place.local_size)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
     device = torch.device("cpu")
     if cuda:
@@ -344,7 +347,7 @@ def describe_group(replica: Processes, on_this_machine: int) -> dict[str, str]:
     """
     if replica.world_size == 1:
         return {}
-    if replica.world_size > on_this_machine and _has_agent_store():
+    if replica.world_size > on_this_machine and has_agent_store():
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # each machine has its own
             os.environ.pop(name, None)
     runtime = import_torch_xla().runtime
@@ -359,51 +362,9 @@ def describe_group(replica: Processes, on_this_machine: int) -> dict[str, str]:
     }
 
 
-def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:
-    """Raise where another process has taken this process's GPU, before NCCL is asked: one request of each process.
-
-    Args:
-        store: of the coming group alone.
-        rank: of this process.
-        gpu: what no other GPU is called, on whatever machine.
-
-    Raises:
-        LaunchError: two ranks share it; with both.
-    """
-    mine = f"{rank} on {socket.gethostname()}"
-    first = store.compare_set(f"gpu/{gpu}", "", mine).decode()
-    if first != mine:
-        raise LaunchError(
-            f"rank {first} and rank {mine} have the same GPU ({gpu}), and NCCL takes one process for each.\n"
-            "Give each a GPU of its own (srun --gpus-per-task=1, --ntasks-per-node as many as there are GPUs), and set "
-            "CUDA_VISIBLE_DEVICES for all alike or for each its own; or start fewer processes."
-        )
-
-
-@functools.cache
-def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
-    """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
-    if init_method == "env://" and rank == 0 and port and not _has_agent_store():
-        address = own_address(os.environ["MASTER_ADDR"])
-        with suppress(OSError):  # of a port that is taken torch tells, or shares it
-            if address is not None:
-                file = listening_socket(address, int(port)).detach()  # torch would listen on every interface
-                return TCPStore(address, int(port), world, True, _TIMEOUT, multi_tenant=True, master_listen_fd=file)
-    return next(iter(rendezvous(init_method, rank, world)))[0]
-
-
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _restarts_of_store() -> str:
-    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _has_agent_store() else "0"
-
-
-def _share_cores(processes: int) -> None:
+def _share_cores(processes: int | None) -> None:
     """Compute with a share of this machine's cores, where the scheduler bound this process to none and nobody chose."""
-    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
+    if processes is not None and "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
         if cores == os.cpu_count():
             torch.set_num_threads(max(1, cores // processes))
@@ -423,29 +384,9 @@ def _choose_network() -> dict[str, str]:
     return {name: value for name, value in names.items() if name not in os.environ}
 
 
-def _why_not_met(init_method: str | None, rank: int, world: int, error: Exception) -> str:
-    where = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return (
-        f"rank {rank} of {world} processes could not join the others at {where}: {error}\n"
-        "Rank 0 must run on that machine, and the port be free there and open to the others. MASTER_ADDR and "
-        "MASTER_PORT choose another place, the same for all."
-    )
-
-
 def _is_launched() -> bool:
-    """Whether a launcher set this process' place in a group."""
-    given = [name for name in _COORDINATES if name in os.environ]
-    if "RANK" not in given:
-        return False
-    if given == ["RANK", "WORLD_SIZE"] and os.environ["WORLD_SIZE"] == "1":
-        return False  # the program that started this one is a group of one, and its variables were inherited
-    if len(given) < len(_COORDINATES):
-        missing = ", ".join(name for name in _COORDINATES if name not in given)
-        raise LaunchError(
-            f"RANK is set but {missing} is not: the environment describes half a process group.\n"
-            "Start the script with `zero-plugin launch`, with torchrun, or unset RANK to run one process."
-        )
-    return True
+    """Whether the environment describes a process group, as a launcher or `find_place` has left it."""
+    return all(name in os.environ for name in _COORDINATES)
 
 
 # ---- what a script asks of its processes -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from zero_plugin.machine.network import (
     is_own_address,
     own_name_resolves,
 )
-from zero_plugin.machine.scheduler_job import Allocation, find_allocation
+from zero_plugin.machine.scheduler_job import KUBERNETES, Allocation, find_allocation
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
 from zero_plugin.plan.run_plan import lay_plan, nvme_folder, plan_before_run, waits_for_plan
@@ -275,6 +275,7 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
 
 
 _JOB: Final = "the job"
+_OF_THE_JOB: Final = ("machine_rank", "num_processes")  # a file is for all machines, and for other jobs too
 
 
 def fill_from_job(
@@ -282,7 +283,8 @@ def fill_from_job(
 ) -> tuple[Document, list[str]]:
     """Take number of machines, this one's rank and where they meet from the job around this launcher.
 
-    A flag wins over the job; so does a file, but for its `machine_rank`, which all machines read alike.
+    A flag wins over the job; so does a file, but for its `machine_rank`, which all machines read alike, and for its
+    `num_processes` where the job states another.
 
     Args:
         document: checked.
@@ -297,6 +299,14 @@ def fill_from_job(
     """
     job = find_allocation(environ)
     typed = document.launch.get("num_machines")
+    if job is None and typed is None and ":" in (machines := environ.get(KUBERNETES.machines, "")):
+        fix = (
+            "Start the script with `torchrun`, which reads it; or add --num_machines, --min_machines, --rdzv_backend "
+            "c10d and --rdzv_endpoint; or --num_machines 1, to use this container alone."
+        )
+        raise ConfigError(
+            [Problem(KUBERNETES.machines, "", f"{machines}: this job has a changing number of machines", fix)]
+        )
     if job is None or (typed is not None and typed.origin.kind in ("flag", "code") and typed.value == 1):
         return document, []
     if problems := list(_problems(document, job)):
@@ -308,16 +318,18 @@ def fill_from_job(
         known["machine_rank"] = (job.machine_rank, job.sources["rank"])
     if job.main_address and not rendezvous_endpoint:
         known["main_process_ip"] = (job.main_address, f"the first of {job.sources['address']}")
-        known["main_process_port"] = (job.port, "derived from the job's number")
+        known["main_process_port"] = (job.port, "derived from the job's number or variables")
+    if job.processes is not None:
+        known["num_processes"] = (job.processes, job.sources["processes"])
     filled: dict[KeyPath, Entry] = {}
     notes = []
     for key, (value, source) in known.items():
         entry = document.launch.get(key)
-        gives_way = key == "machine_rank" and entry is not None and entry.origin.kind == "file"
+        gives_way = key in _OF_THE_JOB and entry is not None and entry.origin.kind == "file"
         if entry is None or entry.value in (None, AUTO) or gives_way:
             filled[key,] = Entry(value, Origin("rule", source, f"of {_JOB}"))
         if gives_way and entry is not None and entry.value not in (None, AUTO, value):
-            notes.append(f"machine_rank: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
+            notes.append(f"{key}: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
     before = {(problem.where, problem.key, problem.message) for problem in contradictions(document)}
     kept = tuple(note for note in document.notes if (note.where, note.key, note.message) not in before)
     document = replace(document, launch=document.launch.replace(filled), notes=kept)

@@ -23,7 +23,7 @@ from typing import Any, Final
 from zero_plugin.launch import worker
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, network_variables
 from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, has_gpu_driver
-from zero_plugin.machine.scheduler_job import find_place
+from zero_plugin.machine.process_place import find_place
 
 # Variables that a run depends on, by how their names start. All else of the environment stays on this machine.
 _SENT: Final = (

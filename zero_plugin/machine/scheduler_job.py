@@ -1,4 +1,4 @@
-"""What SLURM or MPI says of this process: its place among the tasks of a job, or the machines that it may launch on."""
+"""The variables of each launcher; the place of a task of srun or mpirun, and the machines of the job around it."""
 
 from __future__ import annotations
 
@@ -11,43 +11,94 @@ from dataclasses import dataclass
 from typing import Final
 
 from zero_plugin.errors import LaunchError
+from zero_plugin.machine.network import OWN_ADDRESS
 
 _SPECIAL_STEP: Final = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
 
-# By library: rank, processes, rank on this machine, processes on this machine; what tells one job from another.
-_MPI: Final = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-_NARROWS: Final = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-)  # what shows a process some GPUs
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variables by which a kind of launcher tells a process its place; "" where it has none for a fact.
+
+    Attributes:
+        rank, world_size: index and number of processes.
+        local_rank, local_size: the same on this machine.
+        machine, machines: index and number of machines.
+        address, port: where rank 0 is.
+        job: names that differ between jobs, the best first.
+        hint: how its user gives all processes the address of rank 0.
+    """
+
+    rank: str = ""
+    world_size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    machine: str = ""
+    machines: str = ""
+    address: str = ""
+    port: str = ""
+    job: tuple[str, ...] = ()
+    hint: str = ""
+
+
 _MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+
+# torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher and what people export themselves.
+TORCH: Final = Launcher(
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"), address="MASTER_ADDR", port="MASTER_PORT"
+)
+# Kubernetes' TrainJob and PyTorchJob: the defaults of torchrun's own flags in a container.
+KUBERNETES: Final = Launcher(
+    *("", "", "", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+)
+_OPEN_MPI: Final = Launcher(
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    job=_MPI_JOB,
+    hint="mpirun -x MASTER_ADDR=HOST …",
+)
+_MVAPICH: Final = Launcher(
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    job=_MPI_JOB,
+    hint="mpirun -genv MASTER_ADDR HOST …",
+)
+_PMI: Final = Launcher(  # Intel MPI and MPICH
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    job=_MPI_JOB,
+    hint="mpirun -genv MASTER_ADDR HOST …",
+)
+_SLURM: Final = Launcher(
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    *("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"),
+    hint="export MASTER_ADDR=HOST before srun",
+)
+_MPI: Final = (_OPEN_MPI, _MVAPICH, _PMI)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One task among those that `srun` or `mpirun` started.
+    """One process among those that a launcher started.
 
     Attributes:
-        rank, world_size: index and number of tasks.
-        local_rank, local_size: the same on this machine.
+        rank, world_size: index and number of processes.
+        local_rank, local_size: the same on this machine; None where only the others know how many are here.
         main_address: machine of rank 0; "" where only the user knows it.
-        port: one that all tasks derive alike, and other jobs hardly.
-        source: the variable that says so.
+        port: where rank 0 listens there: given, or one that all derive alike and other jobs hardly; "" if unknown.
+        launcher: whose variables say so.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    local_size: int
+    local_size: int | None
     main_address: str
-    port: int
-    source: str
+    port: str
+    launcher: Launcher
+
+    @property
+    def source(self) -> str:
+        """The variable that says which of the processes this is."""
+        return self.launcher.rank or self.launcher.machine
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The place as torchrun would describe it; what `environ` says of the meeting point is kept.
@@ -55,21 +106,36 @@ class Place:
         Raises:
             LaunchError: nobody says where rank 0 is.
         """
-        address = environ.get("MASTER_ADDR") or self.main_address
-        if not address:
+        address = environ.get(TORCH.address) or self.main_address
+        port = environ.get(TORCH.port) or self.port
+        missing = [name for name, value in ((TORCH.address, address), (TORCH.port, port)) if not value]
+        if missing:
             raise LaunchError(
-                f"{self.source} is set, so this is one of {self.world_size} processes, but nothing says on which "
-                "machine rank 0 is.\nGive it to all of them: mpirun -x MASTER_ADDR=HOST … (Intel MPI, MPICH: "
-                "-genv MASTER_ADDR HOST)."
+                f"{self.source} is set, so this is one of {self.world_size} processes, but {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not: nothing says where rank 0 is.\n"
+                f"{self._how_to_say_where()} To run one process, unset {self.source} and what else describes several "
+                f'(in a notebook: os.environ.pop("{self.source}")).'
             )
+        read_port(port, TORCH.port if environ.get(TORCH.port) else self.launcher.port)
+        return {**self.numbers(), TORCH.address: address, TORCH.port: port}
+
+    def numbers(self) -> dict[str, str]:
+        """The place as torchrun would describe it, without where rank 0 is."""
+        here = {} if self.local_size is None else {TORCH.local_size: str(self.local_size)}
         return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": environ.get("MASTER_PORT") or str(self.port),
+            TORCH.rank: str(self.rank),
+            TORCH.world_size: str(self.world_size),
+            TORCH.local_rank: str(self.local_rank),
+            **here,
         }
+
+    def _how_to_say_where(self) -> str:
+        if self.launcher.hint:
+            return f"Give all of them the machine of rank 0 ({self.launcher.hint})."
+        return (
+            f"Set {TORCH.address} to the machine of rank 0 ({OWN_ADDRESS} where all are on this one) and {TORCH.port} "
+            "to a free port there, for all processes alike; or start the script with torchrun or `zero-plugin launch`."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +149,7 @@ class Allocation:
         port: one that all launchers derive alike.
         launchers_here: how many of the job's tasks run on this machine, each of them a launcher.
         sources: the variables that say so, by what they say.
+        processes: on all machines together; None where the launcher counts them.
     """
 
     machines: int
@@ -91,48 +158,96 @@ class Allocation:
     port: int
     launchers_here: int
     sources: Mapping[str, str]
+    processes: int | None = None
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place among the tasks of `srun` or `mpirun`; None if it is not one of several.
+def number_of(environ: Mapping[str, str], name: str) -> int:
+    """The integer that the variable holds.
 
     Raises:
-        LaunchError: the variables describe half of a place.
+        LaunchError: it holds something else.
     """
-    place = _slurm_place(environ) if _is_srun_task(environ) else _mpi_place(environ)
-    return place if place is not None and place.world_size > 1 else None
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise LaunchError(
+            f"{name}={environ[name]} is not an integer.\nA launcher sets it, to number this process among those of its "
+            f"run. Start the script with `zero-plugin launch` or torchrun; or unset {name}, to run one process."
+        ) from None
+
+
+def read_port(text: str, name: str) -> int:
+    """The number of a port.
+
+    Raises:
+        LaunchError: the variable holds something else.
+    """
+    if text.isdigit() and 0 < int(text) < 2**16:
+        return int(text)
+    raise LaunchError(
+        f"{name}={text} is not the number of a port.\nSet {name} to a free port of the machine of rank 0, between 1024 "
+        "and 65535. (In a pod, a Kubernetes Service called `master` sets MASTER_PORT=tcp://…: give it another name.)"
+    )
+
+
+def find_task_place(environ: Mapping[str, str]) -> Place | None:
+    """The place among the tasks of `mpirun` or `srun`; None if it is not one of several.
+
+    mpirun inside of a SLURM job starts its daemons by srun, whose variables its processes inherit.
+    """
+    by_mpi = _mpi_launcher(environ)
+    if by_mpi is not None and not (by_mpi is _PMI and by_mpi.local_rank not in environ and _is_srun_task(environ)):
+        place = _mpi_place(by_mpi, environ)
+    elif _is_srun_task(environ):
+        place = _slurm_place(environ)
+    else:
+        return None
+    return place if place.world_size > 1 else None
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The machines that SLURM or MPI gave to the job in which this launcher runs; None outside of a job."""
+    """The machines that the job gives to this launcher: SLURM's, MPI's or Kubernetes'; None outside of a job."""
     if _is_srun_task(environ):
         place = _slurm_place(environ)
-        sources = {"machines": "SLURM_STEP_NUM_NODES", "rank": "SLURM_NODEID", "address": "SLURM_STEP_NODELIST"}
-        nodes, node = _slurm_nodes(environ), int(environ.get("SLURM_NODEID", "0"))
-        return Allocation(nodes, node, place.main_address, place.port, place.local_size, sources)
+        sources = {"machines": _SLURM.machines, "rank": _SLURM.machine, "address": _SLURM.address}
+        nodes, node = _slurm_nodes(environ), int(environ.get(_SLURM.machine, "0"))
+        return Allocation(nodes, node, place.main_address, int(place.port), place.local_size or 1, sources)
     if environ.get("SLURM_JOB_ID") and (nodes := _slurm_nodes(environ)) > 1:
         return Allocation(nodes, None, "", 0, 1, {"machines": "SLURM_JOB_NUM_NODES"})
-    mpi = _mpi_place(environ)
-    if mpi is None:
+    by_mpi = _mpi_launcher(environ)
+    if by_mpi is None:
+        return _allocation_in_kubernetes(environ)
+    mpi = _mpi_place(by_mpi, environ)
+    sources = {"machines": by_mpi.world_size, "rank": by_mpi.rank, "address": TORCH.address}
+    address = environ.get(TORCH.address) or mpi.main_address
+    here = mpi.local_size or 1
+    machines = mpi.world_size if here == 1 else -(-mpi.world_size // here)
+    return Allocation(machines, mpi.rank, address, int(mpi.port), here, sources)
+
+
+_SAID_IN_KUBERNETES: Final = {
+    "machines": "machines",
+    "rank": "machine",
+    "address": "address",
+    "processes": "local_size",
+}
+
+
+def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
+    """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
+    machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
+    if machines == "1" or not machines.isdigit() or KUBERNETES.machine not in environ:
         return None
-    sources = {"machines": mpi.source.replace("RANK", "SIZE"), "rank": mpi.source, "address": "MASTER_ADDR"}
-    address = environ.get("MASTER_ADDR") or mpi.main_address
-    machines = mpi.world_size if mpi.local_size == 1 else -(-mpi.world_size // mpi.local_size)
-    return Allocation(machines, mpi.rank, address, mpi.port, mpi.local_size, sources)
-
-
-def own_gpu(local_rank: int, visible: int, environ: Mapping[str, str]) -> int | None:
-    """The number of this process's GPU among those that it sees; None where there is none for it.
-
-    SLURM (`--gpus-per-task`) and Ray show each process its own ones, which it counts from 0.
-
-    Args:
-        local_rank: of this process on its machine.
-        visible: how many GPUs it sees.
-        environ: its environment.
-    """
-    narrowed = any(environ.get(name) for name in _NARROWS)
-    return local_rank % visible if narrowed else local_rank if local_rank < visible else None
+    address, port = environ.get(KUBERNETES.address, ""), environ.get(KUBERNETES.port)
+    return Allocation(
+        int(machines),
+        number_of(environ, KUBERNETES.machine),
+        address,
+        read_port(port, KUBERNETES.port) if port else 29500,
+        launchers_here=1,
+        sources={name: getattr(KUBERNETES, field) for name, field in _SAID_IN_KUBERNETES.items()},
+        processes=int(machines) * int(each) if each.isdigit() else None,
+    )
 
 
 def expand_hosts(nodelist: str) -> list[str]:
@@ -157,56 +272,57 @@ def _numbers(text: str) -> Iterator[str]:
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
     """Whether `srun` started this; a batch script and an interactive shell have most of SLURM's variables too."""
     step = environ.get("SLURM_STEP_ID", "")
-    started = step.isdigit() and int(step) < _SPECIAL_STEP and "SLURM_PROCID" in environ
+    started = step.isdigit() and int(step) < _SPECIAL_STEP and _SLURM.rank in environ
     return started and "SLURM_PTY_PORT" not in environ
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> int:
-    step = environ.get("SLURM_STEP_NUM_NODES") if _is_srun_task(environ) else None
+    step = environ.get(_SLURM.machines) if _is_srun_task(environ) else None
     return int(step or environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place:
     nodes = _slurm_nodes(environ)
-    world = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1")
-    hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    world = int(environ.get(_SLURM.world_size) or environ.get("SLURM_NTASKS") or "1")
+    hosts = expand_hosts(environ.get(_SLURM.address) or environ.get("SLURM_JOB_NODELIST") or "")
     return Place(
-        rank=int(environ["SLURM_PROCID"]),
+        rank=number_of(environ, _SLURM.rank),
         world_size=world,
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_rank=int(environ.get(_SLURM.local_rank, "0")),
         local_size=_tasks_here(environ, -(-world // nodes)),
-        main_address="127.0.0.1" if nodes == 1 else next(iter(hosts), ""),
+        main_address=OWN_ADDRESS if nodes == 1 else next(iter(hosts), ""),
         port=_shared_port(f"slurm {environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"),
-        source="SLURM_PROCID",
+        launcher=_SLURM,
     )
 
 
 def _tasks_here(environ: Mapping[str, str], evenly: int) -> int:
     """Tasks of this node, from `2(x3),1`: three nodes with two each, then one with one."""
     counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(_SLURM.local_size, "")):
         counts += [int(count)] * int(times or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = int(environ.get(_SLURM.machine, "0"))
     return counts[node] if node < len(counts) else evenly
 
 
-def _mpi_place(environ: Mapping[str, str]) -> Place | None:
-    names = next((names for names in _MPI if names[0] in environ and names[1] in environ), None)
-    if names is None:
-        return None
-    rank, world = int(environ[names[0]]), int(environ[names[1]])
-    local_rank = environ.get(names[2]) or environ.get("LOCAL_RANK") or ("0" if world == 1 else None)
+def _mpi_launcher(environ: Mapping[str, str]) -> Launcher | None:
+    return next((names for names in _MPI if names.rank in environ and names.world_size in environ), None)
+
+
+def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:
+    rank, world = number_of(environ, names.rank), number_of(environ, names.world_size)
+    local_rank = environ.get(names.local_rank) or environ.get(TORCH.local_rank) or ("0" if world == 1 else None)
     if local_rank is None:
         raise LaunchError(
-            f"{names[0]} is set but {names[2]} is not: nothing says which of this machine's processes this is.\n"
-            "Set LOCAL_RANK for each process, or start them with `zero-plugin launch`."
+            f"{names.rank} is set but {names.local_rank} is not: nothing says which of this machine's processes this "
+            f"is.\nSet {TORCH.local_rank} for each process, or start them with `zero-plugin launch`."
         )
-    local_size = int(environ.get(names[3]) or "1")
+    local_size = number_of(environ, names.local_size) if environ.get(names.local_size) else None
     alone = local_size == world
-    job = next((environ[name] for name in _MPI_JOB if name in environ), f"child of {os.getppid()}" if alone else "")
-    address = "127.0.0.1" if alone else ""
-    return Place(rank, world, int(local_rank), local_size, address, _shared_port(f"mpi {job}"), names[0])
+    job = next((environ[name] for name in names.job if name in environ), f"child of {os.getppid()}" if alone else "")
+    address = OWN_ADDRESS if alone else ""
+    return Place(rank, world, int(local_rank), local_size, address, _shared_port(f"mpi {job}"), names)
 
 
-def _shared_port(job: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+def _shared_port(job: str) -> str:
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)

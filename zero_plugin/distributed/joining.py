@@ -1,0 +1,193 @@
+"""How the processes of a run join each other: in a store at the address that their launcher, or the user, names."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from zero_plugin.errors import LaunchError
+from zero_plugin.machine.network import is_own_address, listening_socket, own_address
+
+_TIMEOUT: Final = timedelta(minutes=30)
+_FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
+_LONGEST_NAP: Final = 1.0
+_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+_ENVIRONMENT: Final = "env://"
+
+_log = logging.getLogger(__name__)
+
+
+def join(init_method: str | None, rank: int, world: int, group: int) -> Any:
+    """The store of the coming process group alone, once all its processes are there.
+
+    Args:
+        init_method: where they meet, as torch takes it; None: at MASTER_ADDR and MASTER_PORT.
+        rank, world: of this process.
+        group: a number that all give to the coming group, and no earlier one in the same store has.
+
+    Raises:
+        LaunchError: they cannot meet, or are not those of one run; it says which.
+    """
+    try:
+        store = _meet(init_method or _ENVIRONMENT, os.environ.get("MASTER_PORT"), rank, world, os.getpid())
+        store = PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{group}", store)
+        if init_method is None and not has_agent_store():  # an agent has numbered its processes by itself
+            _refuse_strangers(store, rank, world)
+            _wait_for_all(store, rank, world)
+    except dist.DistError as error:
+        raise LaunchError(_why_not_joined(init_method, rank, world, error)) from error
+    return store
+
+
+def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:
+    """Raise where another process has taken this process's GPU, before NCCL is asked: one request of each process.
+
+    Args:
+        store: of the coming group alone.
+        rank: of this process.
+        gpu: what no other GPU is called, on whatever machine.
+
+    Raises:
+        LaunchError: two ranks share it; with both.
+    """
+    mine = f"{rank} on {socket.gethostname()}"
+    first = store.compare_set(f"gpu/{gpu}", "", mine).decode()
+    if first != mine:
+        raise LaunchError(
+            f"rank {first} and rank {mine} have the same GPU ({gpu}), and NCCL takes one process for each.\n"
+            "Give each a GPU of its own (srun --gpus-per-task=1, --ntasks-per-node as many as there are GPUs), and set "
+            "CUDA_VISIBLE_DEVICES for all alike or for each its own; or set LOCAL_RANK, this process's number on its "
+            "machine; or start fewer processes."
+        )
+
+
+@functools.cache
+def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
+    """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
+    if init_method != _ENVIRONMENT or not port or has_agent_store():
+        return next(iter(rendezvous(init_method, rank, world)))[0]
+    return _host_store(port, world) if rank == 0 else _find_store(port, rank, world)
+
+
+def _host_store(port: str, world: int) -> Any:
+    named = os.environ["MASTER_ADDR"]
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": _TIMEOUT, "multi_tenant": True}
+    address = own_address(named)
+    if address is not None:
+        with suppress(OSError):  # of a port that is taken torch tells, or shares it, if it is this process's
+            file = listening_socket(address, int(port)).detach()  # torch would listen on every interface
+            return TCPStore(address, int(port), world, master_listen_fd=file, **options)
+    try:
+        return TCPStore(named, int(port), world, **options)
+    except dist.DistError as error:
+        raise LaunchError(_why_not_hosted(named, port, error)) from error
+
+
+def _find_store(port: str, rank: int, world: int) -> Any:
+    address = os.environ["MASTER_ADDR"]
+    for _ in _until(lambda: _answers(address, int(port))):
+        _log.warning("rank %d of %d waits for rank 0, which does not answer at %s:%s", rank, world, address, port)
+    return TCPStore(address, int(port), world, timeout=_TIMEOUT, wait_for_workers=False)
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether something listens there; torch writes a page of its own for each second in which nothing does."""
+    try:
+        socket.create_connection((address, port), timeout=_LONGEST_NAP).close()
+    except OSError:
+        return False
+    return True
+
+
+def _until(happens: Callable[[], bool]) -> Iterator[None]:
+    """Wait until it happens, or the time is over; each time when that is worth a message, yield."""
+    began, pause, nap = time.monotonic(), _FIRST_PAUSE, 0.01
+    while not happens() and (waited := time.monotonic() - began) < _TIMEOUT.total_seconds():
+        if waited > pause:
+            yield
+            pause *= 2
+        time.sleep(nap)
+        nap = min(nap * 1.5, _LONGEST_NAP)
+
+
+def _refuse_strangers(store: Any, rank: int, world: int) -> None:
+    """Raise where a process with this rank has joined already, or one that counts on another number of processes."""
+    who = f"{socket.gethostname()}, process {os.getpid()}"
+    first = store.compare_set("world_size", "", f"WORLD_SIZE={world} (rank {rank} on {who})").decode()
+    if first.split(" ")[0] != f"WORLD_SIZE={world}":
+        raise LaunchError(
+            f"rank {rank} has WORLD_SIZE={world}, but {first.partition(' ')[2].strip('()')} has {first.split(' ')[0]}."
+            f"\n{_ONE_RUN}"
+        )
+    other = store.compare_set(f"rank/{rank}", "", who).decode()
+    if other != who:
+        raise LaunchError(f"two processes have RANK={rank}: {other} has joined already, and this is {who}.\n{_ONE_RUN}")
+
+
+_ONE_RUN: Final = (
+    "Give the processes of one run the same WORLD_SIZE and each its own RANK; and where another run is on this "
+    "machine, give each run a MASTER_PORT of its own."
+)
+
+
+def _wait_for_all(store: Any, rank: int, world: int) -> None:
+    if store.add("joined", 1) == world:
+        store.set("all", "")
+    for _ in _until(lambda: store.check(["all"])):
+        if rank == 0:
+            where, missing = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", _missing(store, world)
+            _log.warning("%s of WORLD_SIZE=%d did not join yet; rank 0 waits at %s", missing, world, where)
+    if not store.check(["all"]):
+        raise LaunchError(
+            f"{_missing(store, world)} of WORLD_SIZE={world} did not join within {_TIMEOUT}.\nStart as many processes "
+            "as that, on all machines together; or set WORLD_SIZE, for all alike, to the number of those that run."
+        )
+
+
+def _missing(store: Any, world: int) -> str:
+    ranks = [str(rank) for rank in range(world) if not store.check([f"rank/{rank}"])]
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}{more}"
+
+
+def has_agent_store() -> bool:
+    """Whether a launcher's agent hosts the store, and numbers the processes that meet there."""
+    return os.environ.get(_AGENT_STORE) == "True"
+
+
+def _restarts_of_store() -> str:
+    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent_store() else "0"
+
+
+def _why_not_hosted(named: str, port: str, error: Exception) -> str:
+    if not is_own_address(named):
+        return (
+            f"rank 0 is to listen at MASTER_ADDR={named}, which is no address of this machine "
+            f"({socket.gethostname()}): {error}\nSet MASTER_ADDR to the machine of rank 0, for all processes alike; or "
+            "start rank 0 there."
+        )
+    return (
+        f"rank 0 cannot listen at {named}:{port}: {error}\nAnother run has this port, or a process that is left of one "
+        "(`ss -ltnp` shows it). Set MASTER_PORT to a free one, for all processes of this run alike."
+    )
+
+
+def _why_not_joined(init_method: str | None, rank: int, world: int, error: Exception) -> str:
+    where = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {rank} of {world} processes could not join the others at {where}: {error}\n"
+        "Rank 0 must run on that machine, and the port be free there and open to the others. MASTER_ADDR and "
+        "MASTER_PORT choose another place, the same for all."
+    )
