@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from zero_plugin.config.resolve.facts import ModelFacts, Precision, installed_version
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
@@ -98,12 +99,15 @@ def open_model(
         )
     if config.is_file():
         if source.trace and installed_version("transformers"):
-            model = build_model(config)
+            with working(f"building the model of {config}, without its weights"):
+                model = build_model(config)
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
     if _FUNCTION.fullmatch(source.model):
-        return _traced(*call_function(source.model, sequence_length), precision, source.model)
+        with working(f"building the model of {source.model}, without its weights"):
+            model, example = call_function(source.model, sequence_length)
+        return _traced(model, example, precision, source.model)
     raise _error(
         f"{source.model} is neither a file, nor a folder, nor module:function",
         "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function.",
