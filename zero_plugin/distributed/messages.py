@@ -194,7 +194,7 @@ class Work:
             done = show_bytes(self.done) if self.unit == "bytes" else f"{self.done:,}"
             total = show_bytes(self.total or 0) if self.unit == "bytes" else f"{self.total or 0:,} {self.unit}"
             parts.append(f"{done} of {total}" if knows_end else done if self.unit == "bytes" else f"{done} {self.unit}")
-        if knows_end and self.total is not None and self.done < self.total:
+        if knows_end and not has_ended and self.total is not None and self.done < self.total:
             parts.append(f"about {_show_seconds(seconds * (self.total - self.done) / self.done)} left")
         return f"{self.what}: {', '.join(parts)}"
 
