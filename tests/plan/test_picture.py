@@ -40,7 +40,7 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
         draw_plan(file, choice, cluster, "a model on 8 GPUs", 0.1)
     text = file.read_text()
     assert "a model on 8 GPUs" in text
-    assert "40 GiB available, 36 usable" in text
+    assert "capacity 40 GiB, budget 36 GiB" in text
     for candidate in choice.table:
         assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
     assert choice.chosen is not None
@@ -56,7 +56,7 @@ def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
     roomy = state_cluster(gpu_memory=400 * 2**30, host_memory=2**41, gpus=8, nvme=2**43)
     cluster = replace(roomy, memlock_bytes=1)
     choice = plan(Workload(model, decoder_activations(model, 2048)), cluster, Wanted(global_batch=64))
-    locked = [c for c in choice.table if "ulimit -l" in c.rejected and "usable" not in c.rejected]
+    locked = [c for c in choice.table if "ulimit -l" in c.rejected and "budget" not in c.rejected]
     assert locked
     assert all(c in _worth_drawing(choice) for c in locked)
     without = replace(roomy, nvme_bytes=0)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from zero_plugin import Accelerator, set_seed
+from zero_plugin.distributed.messages import QUIET_VARIABLE, is_set
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.loop.progress import Progress
 
@@ -289,7 +290,8 @@ def main() -> None:
     config = GPTConfig(hidden_size=args.width, layers=args.layers, heads=args.heads, block=args.block)
     model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())
-    accelerator.print(
+    show = print if accelerator.is_main_process and not is_set(QUIET_VARIABLE) else lambda _: None
+    show(
         f"{parameters:,} parameters, {len(train_text):,} bytes of text, "
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
     )
@@ -306,7 +308,7 @@ def main() -> None:
     losses = torch.zeros(args.steps, device=accelerator.device)
     rates: list[float] = []
     model.train()
-    with Progress(total=args.steps) as progress:
+    with Progress(total=args.steps, model=model, sequence_length=args.block) as progress:
         for step, (ids, targets) in enumerate(islice(repeat(loader), args.steps), start=1):
             with accelerator.accumulate(model):
                 loss = next_byte_loss(model(ids), targets).mean()
@@ -330,9 +332,9 @@ def main() -> None:
         (args.output / "model" / "config.json").write_text(json.dumps(asdict(config), indent=2))
         (args.output / "sample.txt").write_bytes(sample)
         plotted = save_curves(args.output, [nats / math.log(2) for nats in curve], rates, bits)
-        print(f"\n{sample.decode(errors='replace')}\n")
-        print(f"held-out loss: {bits:.3f} bits per byte (8 before any learning)")
-        print(f"weights: {args.output / 'model'} · {plotted}")
+        show(f"\n{sample.decode(errors='replace')}\n")
+        show(f"held-out loss: {bits:.3f} bits per byte (8 before any learning)")
+        show(f"weights: {args.output / 'model'} · {plotted}")
     accelerator.end_training()
 
 

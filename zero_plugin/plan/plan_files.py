@@ -13,7 +13,7 @@ from zero_plugin.config.document import yaml_text
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.plan.run_plan import KEYS
 from zero_plugin.plan.search import Candidate, Choice
-from zero_plugin.plan.situation import Cluster, Setup, name_setup
+from zero_plugin.plan.situation import Cluster, Setup, budget, describe_budget, name_setup
 
 _OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
 # The fields that each stage reads; the check warns about others.
@@ -215,7 +215,7 @@ def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
 def _draw_bars(
     axes: Any, bars: Sequence[Mapping[str, int]], capacity: int, margin: float, colours: Mapping[str, str]
 ) -> None:
-    usable, longest = (1 - margin) * capacity / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
+    usable, longest = budget(capacity, margin) / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
     end = min(max(longest, capacity / _GIB), _BEYOND * capacity / _GIB)
     for row, terms in enumerate(bars):
         start = 0.0
@@ -243,7 +243,7 @@ def _draw_bars(
     axes.axvline(capacity / _GIB, color=_INK, lw=1.2)
     axes.axvline(usable, color=_RED, lw=1.0, ls="--")
     axes.annotate(
-        f"{capacity / _GIB:.3g} GiB available, {usable:.3g} usable",
+        describe_budget(capacity, margin),
         (capacity / _GIB, 1.0),
         (-3, 4),
         xycoords=("data", "axes fraction"),
