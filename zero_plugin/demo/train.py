@@ -182,6 +182,7 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     """
     # Not pyplot: it would choose a window system and keep the figure alive.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = range(1, len(losses) + 1)
     figure = Figure(figsize=(8, 6), dpi=200, layout="constrained")
@@ -191,19 +192,21 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     reach = max(1, len(losses) // 50)
     top.plot(steps, _smooth(losses, reach), color=_BLUE, linewidth=2, label=f"training, mean of {2 * reach + 1} steps")
     top.plot(len(losses), held_out, "o", color=_RED, markersize=7, clip_on=False, zorder=3, label="held-out text")
+    beside = (8, 0)  # the axes, where it covers no line
     top.annotate(
-        f"{held_out:.2f}", (len(losses), held_out), (-2, 10), textcoords="offset points", ha="right", color=_RED
+        f"{held_out:.2f}", (len(losses), held_out), beside, textcoords="offset points", va="center", color=_RED
     )
     top.set_ylabel("loss (bits per byte)", color=_INK)
     top.set_ylim(bottom=0)
-    top.legend(facecolor="white", edgecolor="none", framealpha=1, labelcolor=_INK)
-    top.set_title("A byte-level GPT learns Python's standard library", loc="left", color=_INK)
+    figure.suptitle("A byte-level GPT learns Python's standard library", x=0.01, ha="left", color=_INK)
+    top.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0.2, labelcolor=_INK)
 
     bottom.plot(steps, rates, color=_INK, linewidth=1.5)
     bottom.set_ylabel("learning rate", color=_INK)
     bottom.set_xlabel("step", color=_INK)
     bottom.set_ylim(bottom=0)
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.set_xlim(0, len(losses))
 
     for axes in (top, bottom):
