@@ -73,7 +73,7 @@ WORK = (
 def test_all_that_may_take_long_tells_of_itself(
     run_processes: Callable[..., list[str]], built_ops: None, tmp_path: Path
 ) -> None:
-    """Each kind of work has a line with its time at its end, of the main process alone; counts are those of the work."""
+    """Each kind of work has a line with its time at its end, of the main process alone, with what was done."""
     ops = tmp_path / "ops"
     built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam")
     shutil.copytree(built, ops / "cpu_adam")
