@@ -240,3 +240,18 @@ def test_no_powers_of_ten(plan: PlanCommand) -> None:
     """Many samples per second are a plain number."""
     _, output, _ = plan("--params", "10M", "--gpu", "A100-80GB", "--gpus", "8", "--sequence_length", "16")
     assert "e+0" not in output
+
+
+def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
+    """Where a strategy fits nothing is printed, and files are written; where none does, all of it is."""
+    command = [sys.executable, "-m", "zero_plugin", "plan", "-q", *LLAMA]
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run(*NODE, "--output", "plan.yaml") == (0, "")
+    assert (tmp_path / "plan.yaml").exists()
+    code, output = run("--gpu_memory", "2GiB", "--host_memory", "8GiB")
+    assert code == 1
+    assert "nothing fits with 10% of each memory left free" in output

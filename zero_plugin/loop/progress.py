@@ -157,8 +157,8 @@ class Progress:
             f"ETA {left}",
         ]
         line = "  ".join(parts)
-        if self._bar is not None and len(line) >= self._console.width:  # 80 columns are enough for all of it so
-            line = " ".join(parts)
+        if self._bar is not None and len(line) >= self._console.width:  # 80 columns are enough for the rest
+            line = " ".join(part for part in parts if not part.startswith("lr "))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line, refresh=True)
         else:
