@@ -8,9 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from zero_plugin.demo.train import GPT, GPTConfig
 from zero_plugin.loop.progress import Progress
+from zero_plugin.plan.decoder import training_flops_per_token
+from zero_plugin.plan.machines import peak_flops
+from zero_plugin.plan.model_source import model_sizes
 
 
 class CountedLoss(float):
@@ -81,6 +88,82 @@ def test_an_error_in_the_loop_passes_and_leaves_the_terminal_usable() -> None:
         _ = 1 / 0
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def test_mfu_is_the_operations_of_the_throughput_as_a_part_of_the_peak() -> None:
+    """100 units of 3e9 operations in a step of at least 10 ms are at most 30 TFLOP/s: 30 % of a peak of 100."""
+    console = Console(file=io.StringIO())
+    with Progress(total=10, seconds=0, console=console, flops_per_unit=3e9, peak_flops=100e12) as progress:
+        for step in range(1, 11):
+            time.sleep(0.01)
+            progress.update(step, loss=CountedLoss(), lr=1e-3, units=100)
+    assert isinstance(console.file, io.StringIO)
+    for line in console.file.getvalue().splitlines():
+        speed, unit, mfu = re.findall(r"  ([\d.]+)(k?) tokens/s  MFU ([\d.]+)%  ", line)[0]
+        assert float(mfu) == pytest.approx(float(speed) * (1000 if unit else 1) * 3e9 / 100e12 * 100, rel=0.02, abs=0.1)
+        assert 0 < float(mfu) <= 30
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown() -> None:
+    """A CPU has no data sheet here; a model alone changes nothing then."""
+    model = GPT(GPTConfig(hidden_size=16, layers=1, heads=2, block=8))
+    console = Console(file=io.StringIO())
+    with Progress(total=1, console=console, model=model, sequence_length=8) as progress:
+        progress.update(1, loss=1.0, lr=1e-3, units=8)
+    assert isinstance(console.file, io.StringIO)
+    assert ("MFU" in console.file.getvalue()) == torch.cuda.is_available()
+
+
+def test_the_line_with_mfu_has_room_in_80_columns() -> None:
+    """On a terminal that is so narrow the learning rate gives way."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with Progress(total=1000, seconds=0, console=console, flops_per_unit=1e9, peak_flops=1e30) as progress:
+        progress.update(1000, loss=12.5, lr=1e-3, units=100)
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(
+        r"step 1000/1000 loss 12.500 [\d.]+k? tokens/s MFU 0.0% [\d.]+ GiB/rank ETA \?", console.file.getvalue()
+    )
+
+
+def test_operations_of_a_token_are_those_that_torch_counts() -> None:
+    """Forward and backward of the demo's GPT, whose attention has no mask in torch's count either, within 2 %."""
+    config = GPTConfig(hidden_size=64, layers=3, heads=4, block=128)
+    model = GPT(config)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(2, 128, dtype=torch.long)).sum().backward()
+    looked_up = sum(p.numel() for p in model.embedding.parameters()) + sum(
+        p.numel() for p in model.parameters() if p.dim() == 1
+    )  # no multiplications, and in the formula's N all the same
+    counted = training_flops_per_token(model_sizes(model), 128) - 6 * looked_up
+    assert counted == pytest.approx(counter.get_total_flops() / (2 * 128), rel=0.02)
+    before = training_flops_per_token(model_sizes(model), 128)
+    model.blocks.requires_grad_(False)  # whose gradients are a third
+    frozen = sum(p.numel() for p in model.blocks.parameters())
+    assert training_flops_per_token(model_sizes(model), 128) == before - 2 * frozen
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989),
+        ("Tesla V100-SXM2-32GB", "bf16", 15.7),  # it computes bf16 as fp32
+        ("NVIDIA A100-SXM4-40GB", "no", 19.5),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("CPU", "bf16", None),
+    ],
+)
+def test_the_peak_of_a_device_is_its_data_sheets(name: str, precision: Any, tflops: float | None) -> None:
+    """By the name that the driver gives it; nothing for a slower kind whose name has a known one's in it."""
+    assert peak_flops(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_quiet_leaves_the_line_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `launch --quiet` says to its workers."""
+    monkeypatch.setenv("ZERO_PLUGIN_QUIET", "1")
+    assert run(20, Console(file=io.StringIO()), seconds=0) == ""
 
 
 TWO_PROCESSES = """

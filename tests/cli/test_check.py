@@ -270,3 +270,18 @@ def test_nothing_slow_is_imported(check: Check) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "fine.yaml: no problem found\n[]\n", done.stderr
+
+
+def test_quiet_prints_only_problems(tmp_path: Path) -> None:
+    """Of a good file nothing, of a bad one what is printed without it."""
+    command = [sys.executable, "-m", "zero_plugin", "check"]
+    (tmp_path / "good.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / "bad.json").write_text('{"zero_optimization": {"stag": 2}}')
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("-q", "good.json") == (0, "")
+    assert run("--quiet", "bad.json") == run("bad.json")
+    assert run("bad.json")[0] == 2

@@ -45,7 +45,8 @@ def test_the_table(plan: PlanCommand) -> None:
     """A line for each strategy, one marked, a reason on what does not fit; below it what the chosen one is made of."""
     code, output, _ = plan(*LLAMA, *NODE)
     assert code == 0
-    head, columns, *lines = output.splitlines()
+    head, memories, columns, *lines = output.splitlines()
+    assert memories.startswith("device: capacity 39.6 GiB, budget 35.6 GiB; CPU memory of a node: capacity ")
     assert head.startswith("decoder of 4,096 × 32, 7B parameters, 2048 tokens per sample, on 8 × A100-40GB")
     assert columns.split() == ["strategy", "batch", "device", "CPU", "memory", "step", "samples/s", "why", "not"]
     table = lines[: lines.index("")]
@@ -54,7 +55,7 @@ def test_the_table(plan: PlanCommand) -> None:
     assert marked[0].split()[1:3] == ["stage", "3"]
     without_time = [line for line in table if " s  " not in line]
     assert without_time
-    assert all("usable; most is" in line or "no NVMe disk is stated" in line for line in without_time)
+    assert all(", budget " in line or "no NVMe disk is stated" in line for line in without_time)
     rest = output[output.index("\n\n") :]
     assert "→ stage 3: the fastest that fits with 10% left free; 64 samples per optimizer step" in rest
     assert "optimizer states" in rest
@@ -239,3 +240,18 @@ def test_no_powers_of_ten(plan: PlanCommand) -> None:
     """Many samples per second are a plain number."""
     _, output, _ = plan("--params", "10M", "--gpu", "A100-80GB", "--gpus", "8", "--sequence_length", "16")
     assert "e+0" not in output
+
+
+def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
+    """Where a strategy fits nothing is printed, and files are written; where none does, all of it is."""
+    command = [sys.executable, "-m", "zero_plugin", "plan", "-q", *LLAMA]
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run(*NODE, "--output", "plan.yaml") == (0, "")
+    assert (tmp_path / "plan.yaml").exists()
+    code, output = run("--gpu_memory", "2GiB", "--host_memory", "8GiB")
+    assert code == 1
+    assert "nothing fits with 10% of each memory left free" in output

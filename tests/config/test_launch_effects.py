@@ -52,6 +52,8 @@ ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
     "tee": (ONE, 3),
     "role": (ONE, "trainer"),
     "debug": (ONE, True),
+    "quiet": (ONE, True),
+    "log_timestamps": (ONE, True),
     "deepspeed_hostfile": ({"num_processes": 4}, "hosts"),
     "deepspeed_multinode_launcher": (HOSTS, "openmpi"),
     "deepspeed_exclusion_filter": ({"deepspeed_hostfile": "hosts"}, "b"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.demo.train import save_curves
+from zero_plugin.demo.train import draw_curves, save_curves
 
 LOSSES, RATES = [8.0, 6.0, 4.5, 4.0], [0.0, 2e-3, 1e-3, 0.0]
 
@@ -61,3 +61,24 @@ def test_without_matplotlib_the_numbers_stay_and_the_message_says_what_to_instal
     assert "pip install 'zero-plugin[pictures]'" in message
     assert len(rows(tmp_path)) == 5
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_no_label_covers_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The legend is above the axes, and the number of the held-out text beside them, wherever the curve is."""
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `pictures`")
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: drawn.append(figure))
+    for losses, held_out in ((LOSSES, 4.2), ([8.0, 7.9, 7.8, 7.7], 7.75), ([8.0, 0.2, 0.1, 0.1], 0.1)):
+        draw_curves(tmp_path / "curves.png", losses, RATES, held_out)
+        figure = drawn.pop()
+        figure.draw_without_rendering()
+        top = figure.axes[0]
+        area, legend = top.get_window_extent(), top.get_legend()
+        assert legend is not None
+        assert legend.get_window_extent().y0 >= area.y1
+        (number,) = (text for text in top.texts if isinstance(text, Annotation))
+        assert number.get_window_extent().x0 > area.x1
+        assert number.get_window_extent().x1 <= figure.bbox.x1

@@ -1,16 +1,20 @@
-"""What `show_messages` writes to standard error, and when it leaves messages to the user's own logging."""
+"""What `show_messages` and `working` write to standard error, and when they leave it to the user's own logging."""
 
 import io
 import logging
 import os
 import pty
 import re
+import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from zero_plugin.distributed.messages import show_messages
+from zero_plugin.distributed import messages
+from zero_plugin.distributed.messages import show_messages, working
 
 
 @contextmanager
@@ -112,3 +116,188 @@ def test_colour_on_a_terminal(monkeypatch):
     os.close(leader)
     assert written.startswith("zero_plugin: \x1b[1;31merror: \x1b[0ma long line [with brackets]")
     assert written.count("\n") == 1
+
+
+def wait_until(done):
+    """Until it is so; the time limit of the test ends it otherwise."""
+    while not done():
+        time.sleep(0.01)
+
+
+def progress_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "zero_plugin progress"]
+
+
+@contextmanager
+def terminal(monkeypatch):
+    """Standard error as a terminal of 60 columns; gives what reads all that was written to it so far."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    leader, follower = pty.openpty()
+    os.set_blocking(leader, False)
+    written = ""
+
+    def read():
+        nonlocal written
+        with suppress(BlockingIOError):
+            written += os.read(leader, 100_000).decode()
+        return written
+
+    with os.fdopen(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        yield read
+    os.close(leader)
+
+
+@pytest.fixture
+def _soon(monkeypatch):
+    monkeypatch.setattr(messages, "SILENT_S", 0.05)
+    monkeypatch.setattr(messages, "LOG_EACH_S", 0.1)
+
+
+@without_handlers()
+def test_short_work_is_silent(capsys):
+    """Nothing is shown of what takes less than the threshold, and no thread is left."""
+    show_messages()
+    with working("saving a", 10) as work:
+        work.advance(10)
+    assert capsys.readouterr().err == ""
+    assert not progress_threads()
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_long_work_is_logged_now_and_then_and_at_its_end(monkeypatch):
+    """Where there is no terminal, each line has the time, what is done, of how much, and what is left; then none."""
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    show_messages()
+    with working("saving a", 4, unit="files") as work:
+        wait_until(lambda: "saving a: " in shown.getvalue())
+        work.advance()
+        wait_until(lambda: re.search(r"saving a: \d+ s, 1 of 4 files, about \d+ s left\n", shown.getvalue()))
+    assert re.search(r"saving a: done in \d+ s, 1 of 4 files\n$", shown.getvalue())
+    assert not progress_threads()
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_inner_work_is_shown_in_place_of_the_outer(monkeypatch):
+    """As soon as it is long itself; the outer one comes back."""
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    show_messages()
+    with working("outer"):
+        with working("inner"):
+            wait_until(lambda: shown.getvalue().count("inner: ") >= 2)
+        so_far = len(shown.getvalue())
+        wait_until(lambda: "outer: " in shown.getvalue()[so_far:])
+    of_inner = shown.getvalue()[:so_far]
+    assert "outer" not in of_inner[of_inner.index("inner: ") :]
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_work_that_fails_leaves_its_error_alone(monkeypatch):
+    """No line says that it is done, and nothing more is written."""
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    show_messages()
+
+    def fail():
+        wait_until(lambda: "saving a: " in shown.getvalue())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), working("saving a"):
+        fail()
+    assert "done" not in shown.getvalue()
+    assert not progress_threads()
+
+
+@pytest.mark.usefixtures("_soon")
+@pytest.mark.parametrize("how", ["quiet", "no main process"])
+@without_handlers()
+def test_nobody_else_shows_work(monkeypatch, how):
+    """Neither a run that is to be quiet, nor another process than the main one; they have no thread for it either."""
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    monkeypatch.setenv(messages.QUIET_VARIABLE, "1" if how == "quiet" else "0")
+    show_messages(is_main=(lambda: False) if how != "quiet" else None)
+    with working("saving a"):
+        assert not progress_threads()
+        time.sleep(0.2)
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_the_users_logging_receives_work(caplog, monkeypatch):
+    """With a handler of the user's, lines are messages like all others, also on a terminal."""
+    stream = io.StringIO()
+    show_messages()
+    logging.getLogger("zero_plugin").addHandler(logging.StreamHandler(stream))
+    with terminal(monkeypatch) as read:
+        with working("saving a"):
+            wait_until(lambda: "saving a: " in stream.getvalue())
+        assert read() == ""
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_a_terminal_has_one_line_that_vanishes(monkeypatch):
+    """It is drawn over, cut to the width, makes way for messages, and nothing of it stays."""
+    with terminal(monkeypatch) as read:
+        show_messages()
+        with working("saving " + "a" * 100):
+            wait_until(lambda: "saving a" in read())
+            logging.getLogger("zero_plugin").info("between")
+            so_far = len(read())
+            wait_until(lambda: "saving a" in read()[so_far:])
+        written = read()
+    lines = re.sub(r"\x1b\[\d*m", "", written).replace("\r\n", "\n")
+    shown = lines.split("\r\x1b[2K")
+    assert "zero_plugin: between\n" in "".join(shown)
+    assert all(len(part.split("\n")[-1]) < 60 for part in shown)
+    assert lines.endswith("\r\x1b[2K")
+    assert "done in" not in lines
+
+
+@pytest.mark.usefixtures("_soon")
+@without_handlers()
+def test_under_a_live_display_of_rich_lines_go_above_it(monkeypatch):
+    """Two that draw would tear each other's line."""
+    from rich.console import Console
+    from rich.live import Live
+
+    with terminal(monkeypatch) as read:
+        show_messages()
+        with Live("bar", console=Console(file=sys.stderr), auto_refresh=False), working("saving a"):
+            wait_until(lambda: "saving a: " in read())
+        written = read()
+    assert "done in" in written
+
+
+FORK = """
+import os, sys, time
+from zero_plugin.distributed import messages
+messages.SILENT_S = messages.LOG_EACH_S = 0.05
+messages.show_messages()
+with messages.working("parent"):
+    time.sleep(0.2)
+    child = os.fork()
+    if not child:
+        with messages.working("child"):
+            time.sleep(0.2)
+        sys.exit()  # through the parent's work
+    assert os.waitpid(child, 0)[1] == 0
+    how = sys.argv[1]
+    if how == "exit":
+        sys.exit(3)
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "at once"])
+def test_forks_and_exits_in_the_midst_of_work(how):
+    """A fork shows its own work alone, and no thread keeps a process alive or hinders its end."""
+    done = subprocess.run([sys.executable, "-c", FORK, how], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "zero_plugin: child: done in 0 s\n" in done.stderr
+    assert "parent: done" not in done.stderr
+    assert "parent: 0 s\n" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -140,6 +141,33 @@ def test_how_much_the_launcher_says(launch: Launch, tmp_path: Path) -> None:
     assert "ACCELERATE_USE_FSDP" in told[0]
     assert told[1] == ""
     assert "Starting elastic_operator" in told[2]
+
+
+SAY = """
+import logging, sys
+from zero_plugin.distributed.messages import show_messages
+show_messages()
+for level in (logging.INFO, logging.WARNING):
+    logging.getLogger("zero_plugin.loop").log(level, "of the package")
+print("of the script")
+"""
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+
+
+def test_quiet_and_times_are_the_workers_too(launch: Launch, tmp_path: Path) -> None:
+    """`-q` leaves a worker's warnings; `--log_timestamps` puts one time before each message, and each line of `--tee`.
+
+    Either may be in the file."""
+    (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "c.yaml").write_text("log_timestamps: true\n")
+    quiet = launch("-q", "--cpu", "say.py")
+    assert (quiet.stdout, quiet.stderr) == ("of the script\n", "zero_plugin: warning: of the package\n")
+    timed = launch("--config_file", "c.yaml", "--cpu", "say.py", ACCELERATE_USE_FSDP="true")
+    assert timed.stdout == "of the script\n"
+    assert re.fullmatch(f"{TIME}ACCELERATE_USE_FSDP.*\n({TIME}zero_plugin: .*of the package\n){{2}}", timed.stderr)
+    teed = launch("--log_timestamps", "--tee", "3", "--cpu", "say.py")
+    assert re.fullmatch(rf"{TIME}\[default0\]:of the script\n", teed.stdout)
+    assert re.fullmatch(rf"(\[default0\]:{TIME}zero_plugin: .*of the package\n){{2}}", teed.stderr)
 
 
 def test_the_first_failing_rank_is_shown_once(launch: Launch, tmp_path: Path) -> None:

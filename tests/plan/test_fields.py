@@ -92,7 +92,7 @@ def test_reasons_name_what_is_short() -> None:
     found = planned_values(choice, wanted, asked(OPEN).deepspeed)
     assert found[DEVICE][0] == "cpu"
     assert "by the plan, since stage 3" in found[DEVICE][1]
-    assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
+    assert "GiB on the device, budget 21.6 GiB" in found[DEVICE][1]
     assert "of 24 GiB on each device" in found[STAGE][1]
     assert "in CPU memory" in found[STAGE][1]
     assert found[STAGE][1].endswith("(activations: closed formula of a decoder, 2,048 tokens a sample)")

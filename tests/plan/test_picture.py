@@ -40,7 +40,7 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
         draw_plan(file, choice, cluster, "a model on 8 GPUs", 0.1)
     text = file.read_text()
     assert "a model on 8 GPUs" in text
-    assert "40 GiB available, 36 usable" in text
+    assert "capacity 40 GiB, budget 36 GiB" in text
     for candidate in choice.table:
         assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
     assert choice.chosen is not None
@@ -50,13 +50,35 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
         assert f">{term}<" in text
 
 
+@pytest.mark.usefixtures("_matplotlib")
+@pytest.mark.parametrize("gpu_memory", [2 * 2**30, 40 * 2**30, 80 * 2**30])
+def test_no_label_covers_a_bar_or_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_memory: int) -> None:
+    """All numbers are beside their axes, and what the lines mean is above them and in the legend."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: drawn.append(figure))
+    draw_plan(tmp_path / "plan.png", *planned(gpu_memory), "a model on 8 GPUs", 0.1)
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    device, host = figure.axes
+    for axes in (device, host):
+        area = axes.get_window_extent()
+        assert axes.texts
+        assert all(text.get_window_extent().x0 > area.x1 for text in axes.texts)
+        assert axes.get_title("left").startswith("capacity ")
+    assert all(text.get_window_extent().x1 < host.get_window_extent().x0 for text in device.texts)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"capacity", "budget"} < set(names)
+
+
 def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
     """A limit of `ulimit -l` can be raised; a disk that is not there cannot."""
     model = decoder_sizes(parameters=7_000_000_000)
     roomy = state_cluster(gpu_memory=400 * 2**30, host_memory=2**41, gpus=8, nvme=2**43)
     cluster = replace(roomy, memlock_bytes=1)
     choice = plan(Workload(model, decoder_activations(model, 2048)), cluster, Wanted(global_batch=64))
-    locked = [c for c in choice.table if "ulimit -l" in c.rejected and "usable" not in c.rejected]
+    locked = [c for c in choice.table if "ulimit -l" in c.rejected and "budget" not in c.rejected]
     assert locked
     assert all(c in _worth_drawing(choice) for c in locked)
     without = replace(roomy, nvme_bytes=0)

@@ -26,6 +26,7 @@ from zero_plugin.big_models.placement import (
     lookup,
 )
 from zero_plugin.big_models.stored import offload_weight, open_safetensors, save_offload_index
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.modules import SharedTensors, Slot, as_dtype, as_pretrained, find_tied_parameters, tensor_slots
 from zero_plugin.tensors.safetensors_files import SINGLE_NAME
@@ -308,21 +309,23 @@ def _load(
     _check_names(model, checkpoint, files, slots, tied, strict)
     disk = _DiskPart(offload_folder)
     shared = SharedTensors()
-    loaded: set[str] = set()
+    wanted: dict[str, tuple[WeightsFile, str]] = {}
     for file in files:
         for stored in file.names:
             for name in tied.get(stored, [stored]):
-                if name not in slots or name in loaded:
-                    continue
-                loaded.add(name)
-                slot = slots[name]
-                final = _final_dtype(slot, dtype, keep_in_fp32)
-                place = None if device_map is None else lookup(device_map, name)
-                if place == "disk" and (offload_buffers or not slot.is_buffer):
-                    disk.add(name, file, stored, final)
-                    slot.tensor = shared.move(slot.tensor, torch.device("meta"), dtype=final)
-                else:
-                    _fill(slot, file.read(stored), place, final, shared)
+                if name in slots:
+                    wanted.setdefault(name, (file, stored))
+    with working(f"loading {Path(checkpoint).name}", len(wanted), unit="tensors") as work:
+        for name, (file, stored) in wanted.items():
+            slot = slots[name]
+            final = _final_dtype(slot, dtype, keep_in_fp32)
+            place = None if device_map is None else lookup(device_map, name)
+            if place == "disk" and (offload_buffers or not slot.is_buffer):
+                disk.add(name, file, stored, final)
+                slot.tensor = shared.move(slot.tensor, torch.device("meta"), dtype=final)
+            else:
+                _fill(slot, file.read(stored), place, final, shared)
+            work.advance()
     return disk.index
 
 

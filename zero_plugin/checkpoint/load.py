@@ -21,6 +21,7 @@ from zero_plugin.checkpoint.folders import (
 from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, on_main
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
@@ -85,14 +86,14 @@ def load_tensors(
     """
     missing = all_or_none(lambda: _compare(session, stored, strict=strict) if weights else [])
 
-    def read() -> None:
+    def read(progress: Callable[[int], None]) -> None:
         states = _stored_states(stored)
 
         def prepare(pieces: list[OptimizedPiece]) -> None:
             if optimizer:
                 missing.extend(create_states(pieces, states, scalars))
 
-        with RangeReader(folder) as reader:
+        with RangeReader(folder, progress) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):
                 is_state = fragment.kind not in (WEIGHT, MASTER_WEIGHT)
                 if (is_state and not optimizer) or (not is_state and not weights):
@@ -104,8 +105,8 @@ def load_tensors(
                     fragment.values.zero_()
                     missing.append(f"{fragment.kind} of {fragment.name}, which had none: it is zero")
 
-    with session.loading(), torch.no_grad():
-        all_or_none(read)
+    with working(f"loading {folder.name}") as work, session.loading(), torch.no_grad():
+        all_or_none(lambda: read(work.advance))
         if not weights:
             session.update_master_weights()
     return missing
@@ -118,7 +119,8 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
         CheckpointError: a checksum does not match; the error names the first ten such files and tensors.
     """
     share = collectives.process_index(), collectives.num_processes()
-    own = all_or_none(lambda: list(_find_damaged(folder, manifest, share=share)))
+    with working(f"verifying the checksums of {folder.name}") as work:
+        own = all_or_none(lambda: list(_find_damaged(folder, manifest, work.advance, share=share)))
     if found := collectives.gather_object(own):
         damaged = ", ".join(f"{tensor} in {file}" if tensor else file for file, tensor in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -146,7 +148,7 @@ def find_differences(
 def _find_damaged(
     folder: Path,
     manifest: Manifest,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None],
     *,
     skipped: Collection[str] = (),
     share: tuple[int, int] = (0, 1),
@@ -159,9 +161,9 @@ def _find_damaged(
     """
     rank, world_size = share
     tensors = [(*entry, model.sums) for model in manifest.models for entry in model.places.items()]
-    with RangeReader(folder) as reader:
+    with RangeReader(folder, progress) as reader:
         for (kind, name), place, sums in tensors[rank::world_size]:
-            if place.file not in skipped and reader.sums(place, progress) != sums[kind, name]:
+            if place.file not in skipped and reader.sums(place) != sums[kind, name]:
                 yield place.file, f"{name} ({kind})"
     for path, (size, checksum) in list(manifest.files.items())[rank::world_size]:
         if checksum is not None and path not in skipped:

@@ -33,6 +33,7 @@ from zero_plugin.checkpoint.tensor_files import (
 )
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import WEIGHT, Fragment, as_pretrained, shared_names
@@ -75,9 +76,13 @@ class OpenCheckpoint:
         """
         try:
             parts = zip(fragments, self.layouts, strict=True)
-            written = all_or_none(lambda: write_fragments(self.draft, parts), peers)
-            summed = [peers.sum(rows) for rows in written]
-            all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
+            total = (
+                sum(size for layout in self.layouts for size in layout.sizes.values()) // collectives.num_processes()
+            )
+            with working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work:
+                written = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
+                summed = [peers.sum(rows) for rows in written]
+                all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
             raise

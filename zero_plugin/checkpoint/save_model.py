@@ -28,6 +28,7 @@ from zero_plugin.checkpoint.tensor_files import (
 )
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, announce, on_main
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import WEIGHT, Fragment, persistent_tensors, reading_names, shared_names
@@ -212,9 +213,11 @@ def write_model(
                 f"save_model: {target} is on no file system that all processes share, so the main process writes alone"
             )
         fragments = weights.fragments() if is_shared else weights.unpartitioned()
-        counts = all_or_none(lambda: _write(draft, fragments, layout))
-        written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts
-        on_main(lambda: _complete(draft, target, layout, written, write_more))
+        total = sum(layout.sizes.values()) // (collectives.num_processes() if weights.in_ranges and is_shared else 1)
+        with working(f"saving {target.name}", total) as work:
+            counts = all_or_none(lambda: _write(draft, fragments, layout, work.advance))
+            written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts
+            on_main(lambda: _complete(draft, target, layout, written, write_more))
     finally:
         if collectives.process_index() == 0:
             discard_draft(draft)
@@ -241,10 +244,10 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
-def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout) -> Tensor:
+def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> Tensor:
     """For each place, the elements that this process wrote."""
     try:
-        return write_fragments(draft, [(fragments, layout)], summed=False)[0][:, 2]
+        return write_fragments(draft, [(fragments, layout)], progress, summed=False)[0][:, 2]
     except Exception:
         for _ in fragments:  # to the last: other processes may be sending theirs
             pass

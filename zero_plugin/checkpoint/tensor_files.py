@@ -217,13 +217,18 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
 
 
 def write_fragments(
-    draft: Path, parts: Iterable[tuple[Iterable[Fragment], Layout]], *, summed: bool = True
+    draft: Path,
+    parts: Iterable[tuple[Iterable[Fragment], Layout]],
+    progress: Callable[[int], None],
+    *,
+    summed: bool = True,
 ) -> list[Tensor]:
     """Write what of some models' fragments is this process' to write; the disk has it at the return.
 
     Args:
         draft: the folder, with the tensor files.
         parts: of each model, its fragments and their layout.
+        progress: called with the bytes written since its last call.
         summed: whether checksums are computed; else they are zeros.
 
     Returns:
@@ -231,7 +236,7 @@ def write_fragments(
         written.
     """
     written = []
-    with RangeWriter(draft) as writer:
+    with RangeWriter(draft, progress) as writer:
         for fragments, layout in parts:
             rows = {key: row for row, key in enumerate(layout.places)}
             table = torch.zeros(len(rows), 3, dtype=torch.int64)
@@ -292,12 +297,18 @@ def sum_words(flat: Tensor, first: int) -> Tensor:
 
 
 class _Files:
-    """The files below a folder, each opened once, inside `with`."""
+    """The files below a folder, each opened once, inside `with`.
+
+    Args:
+        folder: the folder.
+        progress: called with the bytes that were read or written since its last call.
+    """
 
     _flags = os.O_RDONLY
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
         self.folder = folder
+        self._progress = progress
         self.open: dict[str, int] = {}
 
     def __enter__(self: _Opened) -> _Opened:
@@ -357,6 +368,7 @@ class RangeWriter(_Files):
                 position = place.start + first * chunk.element_size()
                 _write_all(descriptor, _bytes_of(chunk), position)
                 start_writing(descriptor, position, chunk.nbytes)
+            self._progress(chunk.nbytes)
             if summed:
                 sums += sum_words(chunk, first)
         return sums
@@ -391,8 +403,8 @@ class RangeReader(_Files):
             self._fill(place, fragment.start + offset, staging[: part.numel()])
             part.copy_(staging[: part.numel()])
 
-    def sums(self, place: Place, progress: Callable[[int], None]) -> tuple[int, ...]:
-        """The checksum of a stored tensor; `progress` is called with the bytes that were read."""
+    def sums(self, place: Place) -> tuple[int, ...]:
+        """The checksum of a stored tensor."""
         total = torch.zeros(2, dtype=torch.int64)
         count = math.prod(place.shape)
         staging = torch.empty(min(max(count, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
@@ -400,7 +412,6 @@ class RangeReader(_Files):
             chunk = staging[: count - first]
             self._fill(place, first, chunk)
             total += sum_words(chunk, first)
-            progress(chunk.nbytes)
         return tuple(total.tolist())
 
     def _fill(self, place: Place, first: int, flat: Tensor) -> None:
@@ -410,6 +421,7 @@ class RangeReader(_Files):
             if read == 0:
                 raise CheckpointError(f"{self.folder / place.file} ends before byte {offset + data.nbytes}.")
             data, offset = data[read:], offset + read
+            self._progress(read)
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

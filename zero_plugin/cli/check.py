@@ -247,6 +247,7 @@ def check(
         bool,
         typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing as text if there is no problem.")] = False,
 ) -> None:
     """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem of all of them.
 
@@ -259,6 +260,8 @@ def check(
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
     findings = check_files(files)
+    if quiet and output == "text" and not findings.problems:
+        return
     if output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:

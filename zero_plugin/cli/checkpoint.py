@@ -22,8 +22,9 @@ from zero_plugin.checkpoint.summary import (
     several_checkpoints,
     summarise,
 )
-from zero_plugin.cli.output import print_json, print_line, print_rows, progress_bar
+from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, show_bytes
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import read_model_folder
 
@@ -225,8 +226,8 @@ def _verify(folder: Path) -> bool:
 
     from zero_plugin.checkpoint.load import find_differences
 
-    with progress_bar(f"reading {folder.name}", total) as bar:
-        differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar, skipped=wrong)]
+    with working(f"reading {folder.name}", total) as work:
+        differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, work.advance, skipped=wrong)]
     if wrong or differing:
         return _print_differences(folder, [*wrong.values(), *differing])
     print(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
@@ -304,14 +305,16 @@ def export(
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
     wanted = None if dtype == "keep" else parse_dtype(dtype)
     options: dict[str, Any] = {"overwrite": overwrite}
-    with progress_bar("writing", source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")) as bar:
+    with working(
+        f"writing {target.name}", source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")
+    ) as work:
         if to == "hf":
             limit = require_bytes("--max_shard_size", max_shard_size)
-            write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=bar, **options)
+            write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=work.advance, **options)
         elif to == "single":
-            write_single_file(source, target, dtype=wanted, progress=bar, **options)
+            write_single_file(source, target, dtype=wanted, progress=work.advance, **options)
         else:
-            write_universal(source, target, progress=bar, **options)
+            write_universal(source, target, progress=work.advance, **options)
     _tell(f"{source.folder} → {target}", source.notes)
 
 
@@ -339,8 +342,8 @@ def import_(
 
     source = open_source(folder, trust_pickle=trust_pickle)
     limit = require_bytes("--max_shard_size", max_shard_size)
-    with progress_bar("writing", source.bytes_to_write(None, weights_only=False)) as bar:
-        write_checkpoint(source, target, max_shard_bytes=limit, overwrite=overwrite, progress=bar)
+    with working(f"writing {target.name}", source.bytes_to_write(None, weights_only=False)) as work:
+        write_checkpoint(source, target, max_shard_bytes=limit, overwrite=overwrite, progress=work.advance)
     _tell(f"{source.folder} → {target}", source.notes)
 
 

@@ -38,7 +38,7 @@ from zero_plugin.machine.hardware import (
     read_nodes,
     total_cpu_memory,
 )
-from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
+from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks, missing_builds
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_tpu
 
 _SHARED: Final = Path("/dev/shm")  # noqa: S108 - not a file of ours
@@ -92,7 +92,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     cuda = doctor_software.torch_cuda(_torch_folder() / "version.py")
     folder = build_folder(environ, cuda)
     stale = find_stale_build_locks(needs.ops, folder)
-    yield doctor_software.check_compiler(environ, doctor_software.missing_builds(needs.ops, folder))
+    yield doctor_software.check_compiler(environ, missing_builds(needs.ops, folder))
     yield doctor_software.check_ninja(environ, needs.ops)
     nvcc, home = doctor_software.nvcc_version(environ) if cuda else (None, "")
     yield doctor_software.check_cuda(cuda, nvcc, home, needs.cuda_ops)

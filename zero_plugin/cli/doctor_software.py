@@ -15,14 +15,11 @@ from packaging.requirements import Requirement
 
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.installed import TESTED, is_newer
+from zero_plugin.distributed.messages import working
+from zero_plugin.machine.op_builds import missing_builds
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
-
-
-def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
-    """The `ops` that are not built in `folder`."""
-    return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
 
 
 def check_locks(stale: Sequence[Path]) -> Finding:
@@ -67,9 +64,10 @@ def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
     """Build in a process of its own: DeepSpeed's import takes seconds, and prints."""
     command = [sys.executable, "-m", "zero_plugin.strategies.deepspeed.build_op", op]
     try:
-        done = subprocess.run(  # noqa: S603 - this package's own module
-            command, env=dict(environ), capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
+        with working(f"compiling {op}"):
+            done = subprocess.run(  # noqa: S603 - this package's own module
+                command, env=dict(environ), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            )
     except subprocess.TimeoutExpired:
         return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and once more")
     if done.returncode == 0:

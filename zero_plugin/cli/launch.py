@@ -16,7 +16,7 @@ from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.tree import Entry, Origin
-from zero_plugin.distributed.messages import show_messages
+from zero_plugin.distributed.messages import TIMES_VARIABLE, show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers
@@ -49,6 +49,7 @@ def launch(
         "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
     )
     document = document_from_flags(flags)
+    _show_messages_as(document)
     notes = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
     document, of_job = fill_from_job(document, os.environ, flags.get("rdzv_endpoint"))
     machine = look_at_machine()
@@ -93,6 +94,7 @@ def demo(
     """
     flags = {"config_file": str(_DEMO / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
+    _show_messages_as(document)
     settings = launch_settings(document)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
     if on_cpu and settings.num_processes is None and settings.distributed_type != "NO":
@@ -100,6 +102,14 @@ def demo(
         two = Entry(2, Origin("rule", "zero-plugin demo", why))
         document = replace(document, launch=document.launch.replace({("num_processes",): two}))
     _start(document, Program(str(_DEMO / "train.py"), tuple(arguments or ())), machine, flags)
+
+
+def _show_messages_as(document: Document) -> None:
+    """Show this process's messages as the configuration says; its workers get the same by their environment."""
+    settings = launch_settings(document)
+    show_messages(quiet=settings.quiet, prefix="")
+    if settings.log_timestamps:
+        os.environ[TIMES_VARIABLE] = "1"
 
 
 def _start(
@@ -115,7 +125,6 @@ def _start(
     """
     found, document = document.notes, replace(document, notes=())
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
-    show_messages(quiet=bool(flags.get("quiet")), prefix="")
     of_spec = [*([describe_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
     for problem in found:
         _logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.remark)

@@ -48,8 +48,8 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Program": ("module", "no_python", "main_training_function", "model", "sequence_length"),
     "Logs and restarts": (
-        *("log_dir", "tee", "role", "quiet", "debug", "monitor_interval", "max_restarts", "auto_resume"),
-        "grace_period",
+        *("log_dir", "tee", "role", "quiet", "log_timestamps", "debug", "monitor_interval", "max_restarts"),
+        *("auto_resume", "grace_period"),
     ),
     "Several machines": (
         *("min_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
@@ -74,7 +74,6 @@ _SWITCHES: Final[Mapping[str, str]] = {
     "module": "The program is a module, as with `python -m`.",
     "no_python": "The program is an executable.",
     "dry_run": "Print the environment and the torchrun command; start nothing.",
-    "quiet": "Log only warnings and errors.",
 }
 RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
 WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for

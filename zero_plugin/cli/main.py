@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import zero_plugin
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, ZeroPluginError
 
 _HELP: Final = {"help_option_names": ["--help", "-h"]}
@@ -170,6 +171,7 @@ def _zero_plugin(
 
 def main() -> None:
     """Entry point of the console script; exits with the error's own code for an error of ours."""
+    show_messages(prefix="")
     try:
         _app(prog_name="zero-plugin")
     except ZeroPluginError as error:

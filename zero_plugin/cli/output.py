@@ -1,4 +1,4 @@
-"""What commands print: lines, tables, progress bars, and what checks came to.
+"""What commands print: lines, tables, and what checks came to.
 
 A table fits the terminal; for a pipe it has aligned plain lines, which are never broken, so that they can be searched.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -69,24 +68,6 @@ def print_rows(
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
     Console(highlight=False).print(table)
-
-
-_BIG: Final = 2**28  # bytes, from which on a bar is worth looking at
-
-
-@contextmanager
-def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how far a long reading or writing is; give the function that counts bytes."""
-    if total_bytes < _BIG or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total_bytes)
-        yield lambda count: progress.advance(task, count)
 
 
 Level = Literal["ok", "warning", "wrong", "left out"]

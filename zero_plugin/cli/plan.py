@@ -16,13 +16,14 @@ import typer
 from zero_plugin.cli.launch_flags import typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
-from zero_plugin.plan.situation import Cluster, Workload, is_known, name_setup, optimizer_sizes
+from zero_plugin.plan.situation import Cluster, Workload, describe_budget, is_known, name_setup, optimizer_sizes
 
 _HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
@@ -87,6 +88,7 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
     rows = [_row(candidate, report) for candidate in report.choice.table]
     styles = ["bold green" if row[0] else "dim" if row[-1] else "" for row in rows]
     print_line(report.headline, "bold")
+    print_line(_memories(report.cluster, report.wanted.margin))
     styled = [[(cell, style) for cell in row] for row, style in zip(rows, styles, strict=True)]
     print_rows(styled, _HEAD, unbroken=_HEAD[2:-1])
     for note in [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]:
@@ -127,6 +129,12 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
         "" if candidate.rejected else _number(samples),
         candidate.rejected,
     )
+
+
+def _memories(cluster: Cluster, margin: float) -> str:
+    """What each memory has, and what of it the plan may use."""
+    found = {"device": cluster.device_bytes, "CPU memory of a node": cluster.host_bytes, "NVMe": cluster.nvme_bytes}
+    return "; ".join(f"{name}: {describe_budget(size, margin)}" for name, size in found.items() if size)
 
 
 def _about_chosen(report: Report) -> list[str]:
@@ -307,6 +315,10 @@ class Options:
         Path | None, _output("--output", help="Write the chosen strategy as a config: FILE.yaml or FILE.json.")
     ] = None
     nvme_path: Annotated[str | None, _output("--nvme_path", help="Folder for NVMe offload, for --output.")] = None
+    quiet: Annotated[
+        bool,
+        _output("--quiet", "-q", help="Print nothing but warnings and errors if a strategy fits.", show_default=True),
+    ] = False
 
     @property
     def source(self) -> ModelSource:
@@ -362,6 +374,7 @@ def plan(**typed: Any) -> None:
     fits, 1 if none does, 2 for invalid input.
     """
     options = typed_options(Options, typed)
+    show_messages(quiet=options.quiet, prefix="")
     source, cluster, wanted = options.source, options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
@@ -383,7 +396,7 @@ def plan(**typed: Any) -> None:
         written.append(options.picture)
     if options.json:
         print_json(as_json(report))
-    else:
+    elif choice.chosen is None or not options.quiet:
         print_report(report, written)
     if choice.chosen is None:
         raise typer.Exit(1)

@@ -112,6 +112,10 @@ class LaunchSettings(BaseModel):
     """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
     debug: bool = False
     """true or false: show the launcher's own log. Default: false."""
+    quiet: bool = False
+    """true or false: show only warnings and errors, of the workers too. Default: false."""
+    log_timestamps: bool = False
+    """true or false: put the time before each message, and before each line that tee shows. Default: false."""
     main_training_function: str = "main"
     """Function of the script that a launch on a TPU calls. Default: main."""
     scheduler_counts: Literal["steps", "processes"] = "processes"

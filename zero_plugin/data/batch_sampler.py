@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -26,8 +26,20 @@ from torch.utils.data import (
 )
 
 from zero_plugin.distributed.collectives import broadcast_object_list, process_index
+from zero_plugin.distributed.messages import working
 from zero_plugin.distributed.seeding import Draws
 from zero_plugin.errors import LoopError
+
+_Item = TypeVar("_Item")
+
+
+def take_skipped(batches: Iterator[_Item], count: int) -> Iterator[_Item]:
+    """The first `count` batches, or as many as there are, which nobody trains on."""
+    if count:
+        with working("skipping batches", count, unit="batches") as work:
+            for batch in islice(batches, count):
+                work.advance()
+                yield batch
 
 
 class Share(NamedTuple):
@@ -334,10 +346,11 @@ class BatchSamplerShard(_AroundBatchSampler):
         if not self._batched:
             batches = ([item] for item in batches)
         left = sys.maxsize if self._real is None else self._real
-        for position, share in enumerate(share_batches(batches, self.sharing(), self._report_dropped)):
-            if position >= self._skip:
-                counts.append((share.samples, min(share.real, left)))
-                yield share.indices if self._batched else share.indices[0]
+        shares = share_batches(batches, self.sharing(), self._report_dropped)
+        left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
+        for share in shares:
+            counts.append((share.samples, min(share.real, left)))
+            yield share.indices if self._batched else share.indices[0]
             left = max(0, left - share.samples)
 
     def _drawn(self) -> Iterator[Any]:

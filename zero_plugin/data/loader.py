@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from zero_plugin.data.batch_sampler import (
     batches_of,
     has_exact_length_and_order,
     shard_of,
+    take_skipped,
     with_batches,
 )
 from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
@@ -528,9 +530,10 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         base, shard = self.base_dataloader, self._shard
         let_threads_settle(base.num_workers)
         if shard is None:
-            for position, batch in enumerate(base):
-                if position >= skip:
-                    yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
+            batches = iter(base)
+            deque(take_skipped(batches, skip), maxlen=0)
+            for batch in batches:
+                yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
             return
         if skip:
             shard = shard.skipping(skip)

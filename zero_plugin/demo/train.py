@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from zero_plugin import Accelerator, set_seed
+from zero_plugin.distributed.messages import QUIET_VARIABLE, is_set
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.loop.progress import Progress
 
@@ -181,6 +182,7 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     """
     # Not pyplot: it would choose a window system and keep the figure alive.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = range(1, len(losses) + 1)
     figure = Figure(figsize=(8, 6), dpi=200, layout="constrained")
@@ -190,19 +192,21 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     reach = max(1, len(losses) // 50)
     top.plot(steps, _smooth(losses, reach), color=_BLUE, linewidth=2, label=f"training, mean of {2 * reach + 1} steps")
     top.plot(len(losses), held_out, "o", color=_RED, markersize=7, clip_on=False, zorder=3, label="held-out text")
+    beside = (8, 0)  # the axes, where it covers no line
     top.annotate(
-        f"{held_out:.2f}", (len(losses), held_out), (-2, 10), textcoords="offset points", ha="right", color=_RED
+        f"{held_out:.2f}", (len(losses), held_out), beside, textcoords="offset points", va="center", color=_RED
     )
     top.set_ylabel("loss (bits per byte)", color=_INK)
     top.set_ylim(bottom=0)
-    top.legend(facecolor="white", edgecolor="none", framealpha=1, labelcolor=_INK)
-    top.set_title("A byte-level GPT learns Python's standard library", loc="left", color=_INK)
+    figure.suptitle("A byte-level GPT learns Python's standard library", x=0.01, ha="left", color=_INK)
+    top.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0.2, labelcolor=_INK)
 
     bottom.plot(steps, rates, color=_INK, linewidth=1.5)
     bottom.set_ylabel("learning rate", color=_INK)
     bottom.set_xlabel("step", color=_INK)
     bottom.set_ylim(bottom=0)
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.set_xlim(0, len(losses))
 
     for axes in (top, bottom):
@@ -289,7 +293,8 @@ def main() -> None:
     config = GPTConfig(hidden_size=args.width, layers=args.layers, heads=args.heads, block=args.block)
     model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())
-    accelerator.print(
+    show = print if accelerator.is_main_process and not is_set(QUIET_VARIABLE) else lambda _: None
+    show(
         f"{parameters:,} parameters, {len(train_text):,} bytes of text, "
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
     )
@@ -306,7 +311,7 @@ def main() -> None:
     losses = torch.zeros(args.steps, device=accelerator.device)
     rates: list[float] = []
     model.train()
-    with Progress(total=args.steps) as progress:
+    with Progress(total=args.steps, model=model, sequence_length=args.block) as progress:
         for step, (ids, targets) in enumerate(islice(repeat(loader), args.steps), start=1):
             with accelerator.accumulate(model):
                 loss = next_byte_loss(model(ids), targets).mean()
@@ -330,9 +335,9 @@ def main() -> None:
         (args.output / "model" / "config.json").write_text(json.dumps(asdict(config), indent=2))
         (args.output / "sample.txt").write_bytes(sample)
         plotted = save_curves(args.output, [nats / math.log(2) for nats in curve], rates, bits)
-        print(f"\n{sample.decode(errors='replace')}\n")
-        print(f"held-out loss: {bits:.3f} bits per byte (8 before any learning)")
-        print(f"weights: {args.output / 'model'} · {plotted}")
+        show(f"\n{sample.decode(errors='replace')}\n")
+        show(f"held-out loss: {bits:.3f} bits per byte (8 before any learning)")
+        show(f"weights: {args.output / 'model'} · {plotted}")
     accelerator.end_training()
 
 

@@ -1,7 +1,10 @@
-"""Where this package's messages appear: on standard error, unless the user has set up logging.
+"""Where this package's messages appear: on standard error, unless the user has set up logging. And how long work shows.
 
 Every module logs to `logging.getLogger(__name__)`, below the logger `zero_plugin`. A program that has given that logger
 or the root logger a handler decides by itself what is shown; in any other, `show_messages` makes the messages visible.
+
+What may take over two seconds is done inside `with working(…):`, which shows how far it is: on a terminal as one line
+that is drawn again and again and vanishes at the end, elsewhere as messages.
 """
 
 from __future__ import annotations
@@ -9,13 +12,26 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Final
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from zero_plugin.config.amounts import show_bytes
 
 # Set to 1, it puts the date and time before each message that `show_messages` shows.
 TIMES_VARIABLE: Final = "ZERO_PLUGIN_LOG_TIMES"
+# Set to 1, `show_messages` shows warnings and errors only; `launch --quiet` sets it for the workers.
+QUIET_VARIABLE: Final = "ZERO_PLUGIN_QUIET"
 
 _LOGGER: Final = logging.getLogger("zero_plugin")
+
+
+def is_set(variable: str) -> bool:
+    """Whether an environment variable that switches something on does."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def show_messages(
@@ -33,7 +49,7 @@ def show_messages(
             processes that are threads. By default all threads are.
     """
     if _LOGGER.level in (logging.NOTSET, _own_level):
-        _set_level(logging.WARNING if quiet else logging.INFO)
+        _set_level(logging.WARNING if quiet or is_set(QUIET_VARIABLE) else logging.INFO)
     if _user_handles_messages():
         return
     handler = next((handler for handler in _LOGGER.handlers if isinstance(handler, _StderrHandler)), None)
@@ -63,14 +79,18 @@ class _StderrHandler(logging.Handler):
 
     prefix = ""
     is_main: Callable[[], bool] | None = None
+    _is_drawn = False  # whether the terminal's last line is one of `draw`
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message, with its level from a warning on; in colour on a terminal."""
         if sys.stderr is None or _user_handles_messages():  # logging was set up after `show_messages`
             return
-        if record.levelno < logging.WARNING and self.is_main is not None and not self.is_main():
+        # What long work logs comes from a thread that is no process of the run; `working` has looked who works.
+        is_of_work = getattr(record, "work", False)
+        if record.levelno < logging.WARNING and not is_of_work and self.is_main is not None and not self.is_main():
             return
         try:
+            self.erase()
             self._write(record)
         except Exception:  # noqa: BLE001 - a message must not end the program; `logging.raiseExceptions` decides
             self.handleError(record)
@@ -80,8 +100,8 @@ class _StderrHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             level, style = ("error: ", "bold red") if record.levelno >= logging.ERROR else ("warning: ", "yellow")
         formatter = logging.Formatter()
-        time = f"{formatter.formatTime(record)} " if os.environ.get(TIMES_VARIABLE, "0") not in ("", "0") else ""
-        before, message = time + self.prefix, formatter.format(record)
+        stamp = f"{formatter.formatTime(record)} " if is_set(TIMES_VARIABLE) else ""
+        before, message = stamp + self.prefix, formatter.format(record)
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.text import Text
@@ -90,3 +110,218 @@ class _StderrHandler(logging.Handler):
         else:
             sys.stderr.write(f"{before}{level}{message}\n")
             sys.stderr.flush()
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is a terminal with a line to draw on that nobody else draws on."""
+        if sys.stderr is None or not sys.stderr.isatty() or _user_handles_messages():
+            return False
+        from rich.console import Console
+        from rich.file_proxy import FileProxy  # in place of stderr, while a live display of rich's is on the terminal
+
+        return not isinstance(sys.stderr, FileProxy) and not Console(file=sys.stderr).is_dumb_terminal
+
+    def draw(self, text: str) -> None:
+        """Draw the line over the one that was drawn before; the cursor stays in it."""
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(file=sys.stderr, highlight=False)
+        line = Text(f"{self.prefix}{' '.join(text.split())}", "dim")
+        line.truncate(console.width - 1, overflow="ellipsis")
+        with self._locked():
+            self.erase()
+            console.print(line, end="", soft_wrap=True)
+            self._is_drawn = True
+
+    def erase(self) -> None:
+        """Take the drawn line away."""
+        with self._locked():
+            if self._is_drawn and sys.stderr is not None:
+                sys.stderr.write("\r\x1b[2K")
+                sys.stderr.flush()
+            self._is_drawn = False
+
+    def forget_line(self) -> None:
+        """Leave the drawn line to the process that drew it, of which this is a fork."""
+        self._is_drawn = False
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+# What takes less shows nothing, and between two lines of the same work in a log there are so many seconds.
+SILENT_S = 2.0
+LOG_EACH_S = 10.0
+_DRAW_EACH_S: Final = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One piece of work; see `working`.
+
+    Attributes:
+        what: a phrase, e.g. "saving checkpoint_3".
+        total: how many units it is; None if that is not known.
+        unit: what is counted; bytes are shown as GiB.
+        live: whether a terminal gets a line that is drawn again, and not messages.
+        done: units so far.
+    """
+
+    what: str
+    total: int | None
+    unit: str
+    live: bool
+    done: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    next_line: float = 0.0  # seconds after the beginning
+
+    def advance(self, count: int = 1) -> None:
+        """Count units that are done."""
+        self.done += count
+
+    def describe(self, seconds: float, *, has_ended: bool = False) -> str:
+        """One line after so many seconds."""
+        parts = [f"done in {_show_seconds(seconds)}" if has_ended else _show_seconds(seconds)]
+        knows_end = self.total is not None and 0 < self.done <= self.total
+        if self.done:
+            done = show_bytes(self.done) if self.unit == "bytes" else f"{self.done:,}"
+            total = show_bytes(self.total or 0) if self.unit == "bytes" else f"{self.total or 0:,} {self.unit}"
+            parts.append(f"{done} of {total}" if knows_end else done if self.unit == "bytes" else f"{done} {self.unit}")
+        if knows_end and not has_ended and self.total is not None and self.done < self.total:
+            parts.append(f"about {_show_seconds(seconds * (self.total - self.done) / self.done)} left")
+        return f"{self.what}: {', '.join(parts)}"
+
+
+def _show_seconds(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@contextmanager
+def working(what: str, total: int | None = None, *, unit: str = "bytes", live: bool = True) -> Iterator[Work]:
+    """Show how long the work inside has taken, and how far it is: nothing at all if it takes under two seconds.
+
+    On a terminal a line is drawn that vanishes at the end. Elsewhere there is a message every ten seconds and one at
+    the end. It is shown where messages are, so by the main process of a run alone, and not if it is quiet. Of work
+    inside other work, the inner one is shown. A thread draws, since a long call into torch or DeepSpeed cannot.
+
+    Args:
+        what: a phrase that begins with a participle, e.g. "saving checkpoint_3".
+        total: how many units it is, where that is known.
+        unit: what `Work.advance` counts.
+        live: False for work beside the script, which may have a line of its own on the terminal: messages there too.
+
+    Yields:
+        The work, to be told what is done.
+    """
+    work = Work(what, total, unit, live, next_line=LOG_EACH_S)
+    handler = _own_handler()
+    if not _LOGGER.isEnabledFor(logging.INFO) or (handler and handler.is_main is not None and not handler.is_main()):
+        yield work
+        return
+    _shown.begin(work)
+    has_ended = False
+    try:
+        yield work
+        has_ended = True
+    finally:
+        _shown.end(work, failed=not has_ended)
+
+
+def _own_handler() -> _StderrHandler | None:
+    return next((handler for handler in _LOGGER.handlers if isinstance(handler, _StderrHandler)), None)
+
+
+class _ShownWork:
+    """All work that is going on, and the thread that shows it, which ends with the last of it.
+
+    Whoever holds the lock may take that of a logging handler, never the other way round.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, in the child of a fork, which has neither the thread nor the work."""
+        if (handler := _own_handler()) is not None:
+            handler.forget_line()
+        self._changed = threading.Condition()
+        self._going: list[Work] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: Work) -> None:
+        """Show this work from now on."""
+        with self._changed:
+            self._going.append(work)
+            if self._thread is None:
+                # A daemon, so that it does not keep a process that is ending alive.
+                self._thread = threading.Thread(target=self._run, name="zero_plugin progress", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def end(self, work: Work, *, failed: bool) -> None:
+        """Show it no longer: after the return nothing of it is written."""
+        with self._changed:
+            if work not in self._going:  # it was begun before a fork
+                return
+            self._going.remove(work)
+            handler = _own_handler()
+            if handler is not None:
+                handler.erase()
+            seconds = time.monotonic() - work.begun
+            if seconds >= SILENT_S and not failed and _live_handler(work) is None:
+                _log_work(work, seconds, has_ended=True)
+            thread = None
+            if not self._going:
+                thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._thread is threading.current_thread():
+                self._changed.wait(self._show())
+
+    def _show(self) -> float:
+        """Write what is due; the seconds until something may be."""
+        now, wait = time.monotonic(), LOG_EACH_S
+        inner: dict[int, Work] = {}  # by thread, of what is long
+        for work in self._going:
+            if now - work.begun >= SILENT_S:
+                inner[work.thread] = work
+            else:
+                wait = min(wait, SILENT_S - (now - work.begun))
+        for work in inner.values():
+            seconds = now - work.begun
+            if (handler := _live_handler(work)) is not None:
+                handler.draw(work.describe(seconds))
+                wait = min(wait, _DRAW_EACH_S)
+                continue
+            if seconds >= work.next_line:
+                work.next_line = seconds + LOG_EACH_S
+                _log_work(work, seconds)
+            wait = min(wait, work.next_line - seconds)
+        return max(wait, 0.01)
+
+
+def _live_handler(work: Work) -> _StderrHandler | None:
+    """What draws the line of this work; None where messages tell of it."""
+    handler = _own_handler()
+    return handler if work.live and handler is not None and handler.draws else None
+
+
+def _log_work(work: Work, seconds: float, *, has_ended: bool = False) -> None:
+    _LOGGER.info("%s", work.describe(seconds, has_ended=has_ended), extra={"work": True})
+
+
+_shown: Final[Any] = _ShownWork()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_shown.forget)

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
 from zero_plugin.distributed.joining import has_agent_store, join, refuse_shared_gpu
-from zero_plugin.distributed.messages import show_messages
+from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.machine.network import OWN_ADDRESS, interface_towards
@@ -281,7 +281,8 @@ def start_processes(
         if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from CPU memory
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
-        _own.make(backend, device, init_method, timeout or _TIMEOUT)
+        with working("waiting for the other processes of the run"):
+            _own.make(backend, device, init_method, timeout or _TIMEOUT)
         start_watching()  # until the group has ended, so before the next line
         _own.end_at_exit()
     start_watching()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,6 +105,35 @@ def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[N
         setattr(owner, name, own)
 
 
+class _TimedLines:
+    """A stream that writes the time before each line that torchrun shows of a worker, unless the line begins with one.
+
+    Args:
+        stream: where it writes.
+        role: torchrun's name for the workers.
+    """
+
+    def __init__(self, stream: Any, role: str) -> None:
+        self._stream = stream
+        self._untimed = re.compile(rf"\[{re.escape(role)}\d+\]:(?!\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d)")
+
+    def write(self, text: str) -> int:
+        """Write `text`, which is one line where torchrun writes it."""
+        if self._untimed.match(text):
+            text = f"{logging.Formatter().formatTime(logging.makeLogRecord({}))} {text}"
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def timed_lines(role: str) -> Iterator[None]:
+    """While it is entered, what the workers write through this process has the time before each line."""
+    with redirect_stdout(_TimedLines(sys.stdout, role)), redirect_stderr(_TimedLines(sys.stderr, role)):
+        yield
+
+
 def _why_idle(pid: int) -> str:
     """What keeps a process from running, by the kernel's word; "" for nothing."""
     state = (process_stat(pid) or [""])[0]
@@ -147,7 +178,8 @@ def run_workers(spec: LaunchSpec) -> int:
             _logger.warning(message, describe_end(first), restarts, max_restarts, smaller)
 
     memory, ending = MemoryWatch(), end_workers_so(spec.settings.grace_period, log_restart)
-    with torchrun_ready(spec) as folder, configuration_file(spec), memory, ending as idle:
+    timed = timed_lines(spec.settings.role) if spec.settings.log_timestamps else nullcontext()
+    with timed, torchrun_ready(spec) as folder, configuration_file(spec), memory, ending as idle:
         return _run_until_all_end(spec, folder, memory, idle)
 
 

@@ -15,6 +15,7 @@ from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.tree import AUTO
+from zero_plugin.distributed.messages import QUIET_VARIABLE, TIMES_VARIABLE
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, port_is_free
 
@@ -190,6 +191,9 @@ class Request:
         added = {ENVIRONMENT_VARIABLE: Setting(handed_over, "the configuration, for the workers")}
         if (threads := self.settings.num_cpu_threads_per_process) is not None:
             added["OMP_NUM_THREADS"] = Setting(str(threads), self.where("num_cpu_threads_per_process"))
+        for key, variable in (("quiet", QUIET_VARIABLE), ("log_timestamps", TIMES_VARIABLE)):
+            if getattr(self.settings, key):
+                added[variable] = Setting("1", self.where(key))
         return added
 
     def resolve(

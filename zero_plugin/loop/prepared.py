@@ -22,6 +22,7 @@ from zero_plugin.data.dispatch import SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.data.prepare import peek_batch, prepare_loader
 from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.first_steps import FirstSteps
 from zero_plugin.loop.memory_check import peak_bytes
@@ -324,18 +325,18 @@ class Prepared:
         prepared_before = [training.session.module for training in self.trainings]
         for pair in pair_models(models, own, schedulers, prepared_before):
             pair, held = self._with_held(pair, schedulers)
-            is_placed = id(pair.model) not in left
-            training = start_training(
-                self._run.document,
-                facts,
-                self._run.strategy,
-                self._run.processes,
-                self.default_window,
-                pair,
-                lambda: peek_batch(self.dataloaders),
-                is_placed=is_placed,
-                only_evaluates=only_evaluates,
-            )
+            with working(f"preparing the {type(pair.model).__name__}"):
+                training = start_training(
+                    self._run.document,
+                    facts,
+                    self._run.strategy,
+                    self._run.processes,
+                    self.default_window,
+                    pair,
+                    lambda: peek_batch(self.dataloaders),
+                    is_placed=id(pair.model) not in left,
+                    only_evaluates=only_evaluates,
+                )
             training.reduces_each_batch = self._run.options.accumulation.sync_each_batch
             ready[id(pair.model)] = training.session.model
             self._add(training, pair, held, ready)

@@ -1,21 +1,31 @@
-"""A progress line of a training loop: step, loss, learning rate, throughput, memory, time left."""
+"""A progress line of a training loop: step, loss, learning rate, throughput, MFU, memory, time left."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
-from torch import distributed
+from torch import distributed, nn
 
 from zero_plugin.config.amounts import show_bytes
+from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.distributed.messages import QUIET_VARIABLE, is_set
+from zero_plugin.loop.state import newest_run
+from zero_plugin.plan.decoder import training_flops_per_token
+from zero_plugin.plan.machines import peak_flops
+from zero_plugin.plan.model_source import KEYS, model_sizes, stated_number
+from zero_plugin.tensors.wrappers import extract_model
+
+_PRECISIONS: Final[Mapping[object, Precision]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Report(NamedTuple):
@@ -39,17 +49,38 @@ class Progress:
                 ...
                 progress.update(step, loss=loss, lr=scheduler.get_last_lr()[0], units=batch.numel())
 
+    Given the model, the line has the Model FLOPs Utilization (MFU): the floating-point operations per second that the
+    throughput makes, as a part of the device's peak by its data sheet. See `training_flops_per_token` for how they are
+    counted. A line of a device whose peak is not known, such as a CPU, has none. `launch --quiet` shows no lines.
+
     Args:
         total: the number of steps of the loop.
         unit: what `units` counts, e.g. tokens.
         seconds: the time between two lines; None is 0.5 on a terminal, where one line is redrawn, and 10 elsewhere,
             where each is a new line.
         console: a rich console; None writes to standard output.
+        model: the trained model, prepared or not, if the unit is the tokens of a transformer.
+        sequence_length: the tokens of one sample; None leaves the operations of attention out.
+        flops_per_unit: the operations of forward and backward for one unit; in place of `model`, for other models.
+        peak_flops: of one device, per second; None is the data sheet's for the precision of the newest `Accelerator`.
     """
 
     def __init__(
-        self, total: int, *, unit: str = "tokens", seconds: float | None = None, console: Console | None = None
+        self,
+        total: int,
+        *,
+        unit: str = "tokens",
+        seconds: float | None = None,
+        console: Console | None = None,
+        model: nn.Module | None = None,
+        sequence_length: int | None = None,
+        flops_per_unit: float | None = None,
+        peak_flops: float | None = None,
     ) -> None:
+        if flops_per_unit is None and model is not None:
+            flops_per_unit = _flops_per_token(model, sequence_length or 0)
+        self._flops_per_unit = flops_per_unit
+        self._peak = peak_flops or (_peak_flops(model) if flops_per_unit else None)
         self._console = console or Console(highlight=False)
         self._total = total
         self._unit = unit
@@ -61,7 +92,7 @@ class Progress:
         self._bar: Bar | None = None
 
     def __enter__(self) -> Progress:
-        self._main = not _distributed() or distributed.get_rank() == 0
+        self._main = (not _distributed() or distributed.get_rank() == 0) and not is_set(QUIET_VARIABLE)
         self._before = time.perf_counter()
         if self._main and self._console.is_terminal:
             shows_bar = self._console.width >= 100
@@ -115,20 +146,42 @@ class Progress:
         else:
             seconds = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
             left = str(timedelta(seconds=round(seconds)))
-        line = "  ".join(  # short enough for 80 columns
-            [
-                f"step {step}/{self._total}",
-                f"loss {loss:.3f}",
-                f"lr {lr:.2e}",
-                f"{_scaled(speed)} {self._unit}/s",
-                f"{show_bytes(peak)}/rank",
-                f"ETA {left}",
-            ]
-        )
+        used = speed * (self._flops_per_unit or 0.0) / len(reports)
+        parts = [
+            f"step {step}/{self._total}",
+            f"loss {loss:.3f}",
+            f"lr {lr:.2e}",
+            f"{_scaled(speed)} {self._unit}/s",
+            *([f"MFU {used / self._peak:.1%}"] if self._peak and used else []),
+            f"{show_bytes(peak)}/rank",
+            f"ETA {left}",
+        ]
+        line = "  ".join(parts)
+        if self._bar is not None and len(line) >= self._console.width:  # 80 columns are enough for the rest
+            line = " ".join(part for part in parts if not part.startswith("lr "))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line, refresh=True)
         else:
             self._console.print(line, soft_wrap=True)
+
+
+def _flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    module = extract_model(model, keep_torch_compile=False)
+    sizes, config = model_sizes(module), getattr(module, "config", None)
+    heads, head_size = (stated_number(config, KEYS[name]) for name in ("heads", "head_size"))
+    return training_flops_per_token(sizes, sequence_length, heads * head_size if heads and head_size else None)
+
+
+def _peak_flops(model: nn.Module | None) -> float | None:
+    """Of this process's GPU, in the precision of the newest `Accelerator`, else in that of the model."""
+    if not torch.cuda.is_available():
+        return None
+    run, parameter = newest_run(), next(model.parameters(), None) if model is not None else None
+    found = None if parameter is None else parameter.dtype
+    precision: Any = run.expected_precision() if run is not None else _PRECISIONS.get(found, "no")
+    if precision == "no" and torch.backends.cuda.matmul.allow_tf32:
+        return None  # the data sheets here have no peak of TF32
+    return peak_flops(torch.cuda.get_device_name(), precision)
 
 
 def _distributed() -> bool:

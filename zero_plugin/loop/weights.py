@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import all_or_none, on_main
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.loop.prepared import Prepared
@@ -83,9 +84,11 @@ class Weights:
     def collect(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
         """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
         state: dict[str, Tensor] = {}
-        for name, tensor in self._named_tensors(model):
-            if self._run.processes.rank == 0:
-                state[name] = tensor.to("cpu", copy=True)
+        with working(f"gathering the weights of the {type(self.unwrap(model)).__name__}") as work:
+            for name, tensor in self._named_tensors(model):
+                work.advance(tensor.numel() * tensor.element_size())
+                if self._run.processes.rank == 0:
+                    state[name] = tensor.to("cpu", copy=True)
         if self._run.processes.rank != 0:
             return None
         state |= {alias: state[name] for alias, name in shared_names(self.unwrap(model)).items() if name in state}
@@ -208,7 +211,8 @@ class Weights:
             session = self._prepared.session_of(model)
             if session is None:
                 raise LoopError(f"whole_weights() got a {type(model).__name__} that is not prepared.")
-            stack.enter_context(session.whole_weights())
+            with working(f"gathering the weights of the {type(session.module).__name__}"):
+                stack.enter_context(session.whole_weights())
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
@@ -250,6 +254,10 @@ class Weights:
     @collective("load_weights", waits_for_all=True)
     def load(self, model: nn.Module, weights: Path, *, strict: bool) -> WeightsReport:
         """Read weights into a model; see `Accelerator.load_weights`."""
+        with working(f"loading {weights.name}") as work:
+            return self._load(model, weights, strict=strict, progress=work.advance)
+
+    def _load(self, model: nn.Module, weights: Path, *, strict: bool, progress: Callable[[int], None]) -> WeightsReport:
         self._run.follow_configuration()
         session = self._prepared.session_of(model)
         module = extract_model(model, keep_torch_compile=False) if session is None else session.module
@@ -257,7 +265,7 @@ class Weights:
         places, report = all_or_none(lambda: match_weights(module, stored, strict=strict))
 
         def read(fragments: Iterable[Fragment]) -> None:
-            with RangeReader(stored.folder) as reader:
+            with RangeReader(stored.folder, progress) as reader:
                 for fragment in fragments:
                     if fragment.kind in (WEIGHT, MASTER_WEIGHT) and fragment.name in places:
                         reader.read(places[fragment.name], fragment)

@@ -58,6 +58,11 @@ def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
     return Path(_caches(environ), f"{python}_{kind}")
 
 
+def missing_builds(ops: Collection[str], folder: Path) -> list[str]:
+    """The `ops` that are not built in `folder`."""
+    return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
+
+
 def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
     """Locks of `ops` in `folder` that no process of this machine holds, as far as that can be seen.
 

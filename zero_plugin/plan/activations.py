@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations
 from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, repeated_blocks, usual_length
@@ -83,7 +84,7 @@ def trace_activations(
         return _affine(*(_trace(model, make(samples), dtype, regime) for samples in _SAMPLES))
 
     try:
-        with _no_warnings_of_fakes():
+        with working(f"tracing a step of the {type(model).__name__}"), _no_warnings_of_fakes():
             found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found

@@ -194,6 +194,23 @@ def decoder_activations(
     return replace(found, autocast=autocast)
 
 
+def training_flops_per_token(model: ModelSizes, sequence_length: int = 0, attention_width: int | None = None) -> float:
+    """Floating-point operations of forward and backward for one token: `6N + 12·L·H·Q·T`.
+
+    It is the count of PaLM's Model FLOPs Utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), for N
+    parameters, L layers, H heads of the size Q, and T tokens of a sequence: what is recomputed by activation
+    checkpointing does not count, and a causal mask halves nothing. Frozen parameters have no gradients of their own,
+    which are 2 of the 6.
+
+    Args:
+        model: with its parameters and, for the second term, layers and hidden size.
+        sequence_length: T; 0 leaves attention out.
+        attention_width: H·Q, where that is not the hidden size.
+    """
+    width = attention_width or model.hidden_size or 0
+    return 4.0 * model.elements + 2.0 * model.trainable + 12.0 * (model.layers or 0) * width * sequence_length
+
+
 def _attention_widths(hidden: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int]:
     """The size of all heads together: of the queries, and of the keys."""
     width = heads * head_size if head_size else hidden

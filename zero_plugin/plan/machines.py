@@ -98,6 +98,26 @@ def find_device(name: str) -> KnownDevice:
     return found[0]
 
 
+# Kinds whose name a known one's is a part of, and whose peak is lower.
+_SLOWER: Final = re.compile(r"\bMIG\b|\bH[12]00\b.*\b(PCIe|NVL)\b|\bRTX\b.*\b(Laptop|Max-Q|D)\b", re.IGNORECASE)
+
+
+def peak_flops(name: str, precision: Precision) -> float | None:
+    """Floating-point operations per second of that GPU by its data sheet; None where it is not known.
+
+    Args:
+        name: as a driver writes it.
+        precision: of the computation; fp32 is without TF32.
+    """
+    if _SLOWER.search(name):
+        return None
+    try:
+        device = find_device(name)
+    except ConfigError:
+        return None
+    return device.flops[precision] / ATTAINABLE
+
+
 def nearest_device(memory_bytes: int) -> KnownDevice:
     """The known GPU whose memory is nearest; the slower one, if two are equally near."""
     return min(KNOWN_DEVICES, key=lambda device: (abs(device.memory_bytes - memory_bytes), device.tensor_tflops))

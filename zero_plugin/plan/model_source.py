@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from zero_plugin.config.installed import installed_version
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
@@ -110,11 +111,14 @@ def open_model(
         )
     if config.is_file():
         if source.trace and installed_version("transformers"):
-            model = build_model(config)
+            with working(f"building the model of {config}, without its weights"):
+                model = build_model(config)
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
-    return _traced(*call_function(source.model, sequence_length), precision, source.model)
+    with working(f"building the model of {source.model}, without its weights"):
+        model, example = call_function(source.model, sequence_length)
+    return _traced(model, example, precision, source.model)
 
 
 def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[ModelSizes, Activations]:

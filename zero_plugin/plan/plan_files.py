@@ -13,7 +13,7 @@ from zero_plugin.config.document import yaml_text
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.plan.run_plan import KEYS
 from zero_plugin.plan.search import Candidate, Choice
-from zero_plugin.plan.situation import Cluster, Setup, name_setup
+from zero_plugin.plan.situation import Cluster, Setup, budget, describe_budget, name_setup
 
 _OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
 # The fields that each stage reads; the check warns about others.
@@ -124,6 +124,8 @@ _ORDER: Final = ("parameters", "master weights", "optimizer states", "gradients"
 _REST: Final = "everything else"
 _GIB: Final = 2**30
 _PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
+_CAPACITY: Final[Mapping[str, Any]] = {"color": _INK, "lw": 1.2}
+_BUDGET: Final[Mapping[str, Any]] = {"color": _RED, "lw": 1.0, "ls": "--"}
 _BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there and says its length
 
 
@@ -142,6 +144,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     """
     check_picture(file)
     from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     shown = _worth_drawing(choice)
@@ -163,10 +166,13 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     device.set_title(
         "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
     )
-    handles = [Patch(color=colour) for colour in colours.values()]
-    figure.legend(
-        handles, list(colours), loc="outside lower center", ncols=min(6, len(handles)), frameon=False, fontsize=8
-    )
+    handles = [
+        Line2D([], [], **_CAPACITY),
+        Line2D([], [], **_BUDGET),
+        *(Patch(color=colour) for colour in colours.values()),
+    ]
+    names = ["capacity", "budget", *colours]
+    figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     try:
         figure.savefig(file)
     except OSError as error:
@@ -215,7 +221,7 @@ def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
 def _draw_bars(
     axes: Any, bars: Sequence[Mapping[str, int]], capacity: int, margin: float, colours: Mapping[str, str]
 ) -> None:
-    usable, longest = (1 - margin) * capacity / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
+    usable, longest = budget(capacity, margin) / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
     end = min(max(longest, capacity / _GIB), _BEYOND * capacity / _GIB)
     for row, terms in enumerate(bars):
         start = 0.0
@@ -228,32 +234,21 @@ def _draw_bars(
                 )
             start += width
         if start > 0:
-            over = start > usable
-            beyond = start > end
-            axes.annotate(
-                f"{'… ' if beyond else ''}{start:.3g}",
-                (min(start, end), row),
+            axes.annotate(  # beside the axes, where it covers no bar and no line
+                f"{'… ' if start > end else ''}{start:.3g}",
+                (1.0, row),
                 (4, 0),
+                xycoords=("axes fraction", "data"),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,
-                color=_RED if over else _INK,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                color=_RED if start > usable else _INK,
+                annotation_clip=False,
             )
-    axes.axvline(capacity / _GIB, color=_INK, lw=1.2)
-    axes.axvline(usable, color=_RED, lw=1.0, ls="--")
-    axes.annotate(
-        f"{capacity / _GIB:.3g} GiB available, {usable:.3g} usable",
-        (capacity / _GIB, 1.0),
-        (-3, 4),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=_INK,
-        annotation_clip=False,
-    )
-    axes.set_xlim(0, end * 1.12)
+    axes.axvline(capacity / _GIB, **_CAPACITY)
+    axes.axvline(usable, **_BUDGET)
+    axes.set_title(describe_budget(capacity, margin), loc="left", fontsize=8, color=_INK)
+    axes.set_xlim(0, end * 1.02)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_MUTED)
     axes.tick_params(colors=_MUTED, labelcolor=_INK)

@@ -22,6 +22,7 @@ from zero_plugin.plan.situation import (
     Setup,
     Stage,
     Workload,
+    budget,
     name_setup,
 )
 
@@ -272,13 +273,9 @@ class _Question:
     cluster: Cluster
     wanted: Wanted
 
-    def usable(self, there: int) -> int:
-        """The bytes of a memory that may be used: all but the fraction that stays free."""
-        return int((1 - self.wanted.margin) * there)
-
     def measure(self, setup: Setup) -> Footprint:
         """The memory of one setup on devices that have no more than may be used."""
-        cluster = replace(self.cluster, device_bytes=self.usable(self.cluster.device_bytes))
+        cluster = replace(self.cluster, device_bytes=budget(self.cluster.device_bytes, self.wanted.margin))
         return footprint(self.work, setup, cluster)
 
     def candidate(self, setup: Setup, rejected: str = "", *, short: bool = False) -> Candidate:
@@ -293,10 +290,10 @@ class _Question:
             (needed.host_bytes, cluster.host_bytes, "in CPU memory", needed.host),
             (needed.nvme_bytes, cluster.nvme_bytes, "on NVMe", needed.nvme),
         ):
-            if need > self.usable(there):
+            if need > budget(there, self.wanted.margin):
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
-                    f"{show_bytes(need)} {where}, {show_bytes(self.usable(there))} usable; "
+                    f"{show_bytes(need)} {where}, budget {show_bytes(budget(there, self.wanted.margin))}; "
                     f"most is {most}, {show_bytes(terms[most])}"
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, Precision
 
 Device = Literal["none", "cpu", "nvme"]
@@ -220,6 +221,16 @@ class Cluster:
     def processes(self) -> int:
         """Data-parallel world size."""
         return self.nodes * self.devices
+
+
+def budget(capacity: int, margin: float) -> int:
+    """The bytes of a memory that a plan may use: all but the fraction that stays free."""
+    return int((1 - margin) * capacity)
+
+
+def describe_budget(capacity: int, margin: float) -> str:
+    """E.g. "capacity 80 GiB, budget 72 GiB"."""
+    return f"capacity {show_bytes(capacity)}, budget {show_bytes(budget(capacity, margin))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.config.run_files import cache_folder, replace_text
+from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
 from zero_plugin.plan.machines import ASSUMED, find_device
@@ -100,7 +101,8 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
             return speeds, f"measured on {day}"
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured here yet, or not as this version writes it
-    speeds = {what: measure(device) for what, measure in _MEASURES.items()}
+    with working(f"measuring the speed of this machine ({name})"):
+        speeds = {what: measure(device) for what, measure in _MEASURES.items()}
     with suppress(OSError):  # a folder that cannot be written costs the next run a measurement
         cache.parent.mkdir(parents=True, exist_ok=True)
         replace_text(cache, json.dumps({**kept, key: {"day": str(date.today()), "speeds": speeds}}, indent=1))

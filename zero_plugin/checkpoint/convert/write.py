@@ -106,11 +106,10 @@ def _write_tensors(
             start = 0
             for part in tensors[key].parts:
                 yield Fragment(*key, place.shape, start, part, (0, part.numel()))
-                progress(part.numel() * place.dtype.itemsize)
                 start += part.numel()
 
     create_files(draft, [layout])
-    return write_fragments(draft, [(fragments(), layout)], summed=summed)[0]
+    return write_fragments(draft, [(fragments(), layout)], progress, summed=summed)[0]
 
 
 def copy_configuration(source: Path, draft: Path) -> None:

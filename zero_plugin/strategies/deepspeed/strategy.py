@@ -23,9 +23,10 @@ from zero_plugin.config.plugins import Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.tree import AUTO, Tree
+from zero_plugin.distributed.messages import working
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, MachineError, Problem
-from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
+from zero_plugin.machine.op_builds import build_folder, missing_builds, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
@@ -158,7 +159,8 @@ class DeepSpeedStrategy(Strategy):
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
-            optimizer = engine_optimizer(request, processes.device)
+            with _building(resolved.tree, kind.lower(), processes):
+                optimizer = engine_optimizer(request, processes.device)
             if optimizer is None:
                 assert isinstance(request.optimizer, DummyOptim)
                 parameters = request.optimizer.params
@@ -172,7 +174,8 @@ class DeepSpeedStrategy(Strategy):
                     del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
-        engine = self._initialize(deepspeed, request, optimizer, parameters, config)
+        with _building(resolved.tree, kind.lower(), processes):
+            engine = self._initialize(deepspeed, request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
@@ -346,6 +349,14 @@ class DeepSpeedStrategy(Strategy):
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
             how = "gathered and reduced with all its experts" if at_stage3 else "reduced with all its experts"
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
+
+
+def _building(training: Tree, optimizer: str, processes: Processes) -> AbstractContextManager[Any]:
+    """Show the building of what the run loads of DeepSpeed's C++ ops, which takes a minute where they are not built."""
+    folder = build_folder(os.environ, torch.version.cuda)
+    if missing := missing_builds(needed_ops(training, optimizer, on_gpu=processes.device.type == "cuda"), folder):
+        return working(f"compiling DeepSpeed's {', '.join(missing)}, once for this machine")
+    return nullcontext()
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
