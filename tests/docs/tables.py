@@ -52,6 +52,7 @@ CAMPAIGN: set[Row] = {
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"),
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --rdzv_backend"),
     ("docs/launching.md", "zero-plugin launch --num_processes 2 --num_machines 2"),
+    ("docs/tutorial/from-pytorch.md", "zero-plugin launch --config zero3"),
 }
 
 # Commands that are typed on two machines at once: what the second one's says instead. Both are in a network where this

@@ -157,6 +157,19 @@ def check_init_model(folder: Path) -> None:
             assert not is_partitioned(Plain())
 
 
+def check_init_model_with_transformers_ways(folder: Path) -> None:
+    """Inside `init_model`, `from_config` gives the values that it gives outside, and `from_pretrained` those stored."""
+    place = stored(gpt2, folder / "gpt2")
+    reference = build(gpt2)
+    with running("zero3") as accelerator:
+        with accelerator.init_model():
+            made = build(lambda: AutoModelForCausalLM.from_config(reference.config))
+            read = GPT2LMHeadModel.from_pretrained(place)
+        for model in (made, read):
+            assert is_partitioned(model)
+            assert same(whole(model), dict(reference.named_parameters()))
+
+
 def check_mixed(folder: Path) -> None:
     """What is added to a partitioned model afterwards is partitioned by prepare, and trains."""
     with running("zero3") as accelerator:

@@ -164,6 +164,7 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         yield
         return
     plain_initialize = modeling.PreTrainedModel._initialize_weights
+    was_called = modeling._is_ds_init_called
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
         # A module's own function may also initialize the parameters of its direct children. Every process draws the
@@ -173,10 +174,12 @@ def _transformers_initializes_gathered() -> Iterator[None]:
             plain_initialize(self, module, *args)
 
     modeling.PreTrainedModel._initialize_weights = initialize
+    modeling._is_ds_init_called = True  # else from_config partitions by itself, and initializes on rank 0 alone
     try:
         yield
     finally:
         modeling.PreTrainedModel._initialize_weights = plain_initialize
+        modeling._is_ds_init_called = was_called
 
 
 def is_pretrained(model: nn.Module) -> bool:
