@@ -5,12 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import PAGES, ROOT, blocks_of
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.read import read_document
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)
 
 
@@ -31,8 +30,9 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("language", ["yaml", "json"])
 def test_configs_pass_the_check(language: str, tmp_path: Path) -> None:
-    """Every config that a page shows is accepted as it is printed."""
-    examples = [example for page in PAGES for example in blocks(language, page.read_text(encoding="utf-8"))]
+    """Every config that a page shows is accepted as it is printed, unless its name says that it is wrong."""
+    examples = [block for page in PAGES for block in blocks_of(page) if block.language == language]
+    examples = [block.text for block in examples if "wrong" not in (block.file or "")]
     assert examples
     for example in examples:
         file = tmp_path / f"example.{language}"
