@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-
 ROOT = Path(__file__).parents[1]
 
 
