@@ -12,8 +12,29 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.op_builds import find_stale_build_locks, refuse_stale_build_locks
+
+
+def use_torch(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this torch were installed, here and in processes that a test starts."""
+    metadata = folder / "site" / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    site = str(metadata.parents[1])
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))))
+    installed_version.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def older_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch whose builders wait for a lock that is there."""
+    use_torch("2.13.0", tmp_path_factory.mktemp("older"), monkeypatch)
+    yield
+    monkeypatch.undo()
+    installed_version.cache_clear()
 
 
 @pytest.fixture
@@ -38,6 +59,13 @@ def test_a_stale_lock_is_refused(lock: Path, tmp_path: Path) -> None:
     assert f"rm {lock}" in str(caught.value)
     lock.unlink()
     refuse_stale_build_locks(["async_io", "cpu_adam"], tmp_path)
+
+
+def test_a_newer_torch_waits_for_no_lock(lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its builders leave the file after every build, and it keeps nobody waiting."""
+    use_torch("2.14.0", tmp_path, monkeypatch)
+    refuse_stale_build_locks(["cpu_adam"], tmp_path)
+    assert lock.exists()
 
 
 def test_a_lock_of_something_else_is_not(lock: Path, tmp_path: Path) -> None:

@@ -22,10 +22,16 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def is_at_least(package: str, version: str) -> bool:
+    """Whether `package` is installed in this version, or in a newer one."""
+    found = installed_version(package)
+    return found is not None and _numbers(found) >= _numbers(version)
+
+
 def refuse_deepspeed() -> str:
     """Why the installed DeepSpeed is too old; "" for one that is not, and where there is none."""
     found = installed_version("deepspeed")
-    if found is None or _numbers(found) >= _numbers(OLDEST_DEEPSPEED):
+    if found is None or is_at_least("deepspeed", OLDEST_DEEPSPEED):
         return ""
     return (
         f"DeepSpeed {OLDEST_DEEPSPEED} or newer is needed, and {found} is installed, "

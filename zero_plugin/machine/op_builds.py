@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from zero_plugin.config.document import offload_devices
+from zero_plugin.config.installed import is_at_least
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.hardware import PROC, process_stat
@@ -23,6 +24,8 @@ _CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adag
 _GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
 _QUIET_S: Final = 180.0  # a build that goes on elsewhere writes something within it
 _LOOK_S: Final = 0.5
+# From this torch on a builder locks its file by the kernel, which frees it when a builder is killed. The file stays.
+_LOCKED_BY_KERNEL: Final = "2.14"
 
 
 def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[str]:
@@ -67,8 +70,11 @@ def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
     """Locks of `ops` in `folder` that no process of this machine holds, as far as that can be seen.
 
     torch's builder creates `lock` in the folder of the op and keeps it open while it compiles, and also while it only
-    looks whether there is something to compile; a process that is killed then leaves the file behind.
+    looks whether there is something to compile; a process that is killed then leaves the file behind. A newer torch
+    waits for no such file.
     """
+    if is_at_least("torch", _LOCKED_BY_KERNEL):
+        return []
     stale = [lock for op in ops if (lock := folder / op / "lock").exists() and not _is_open_somewhere(lock)]
     return [lock for lock in stale if lock.exists()]  # a builder may have finished between the two looks
 
