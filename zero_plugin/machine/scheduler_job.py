@@ -72,7 +72,7 @@ _SLURM: Final = Launcher(
     *("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"),
     hint="export MASTER_ADDR=HOST before srun",
 )
-_MPI: Final = (_OPEN_MPI, _MVAPICH, _PMI)
+MPI: Final = (_OPEN_MPI, _MVAPICH, _PMI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def _tasks_here(environ: Mapping[str, str], evenly: int) -> int:
 
 
 def _mpi_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    return next((names for names in _MPI if names.rank in environ and names.world_size in environ), None)
+    return next((names for names in MPI if names.rank in environ and names.world_size in environ), None)
 
 
 def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:

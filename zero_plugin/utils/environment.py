@@ -19,6 +19,7 @@ from packaging.version import parse
 from zero_plugin.config.choices import parse_flag_from_env as parse_flag_from_env
 from zero_plugin.config.choices import str_to_bool as str_to_bool
 from zero_plugin.machine.hardware import parse_cores
+from zero_plugin.machine.scheduler_job import MPI, TORCH
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -145,15 +146,12 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """What torchrun, Intel MPI, Open MPI or MVAPICH2 say in the environment; one process where none does."""
+    launchers = (TORCH, *MPI)
     return CPUInformation(
-        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
-        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
-        local_rank=get_int_from_env(
-            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
-        ),
-        local_world_size=get_int_from_env(
-            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
-        ),
+        rank=get_int_from_env([names.rank for names in launchers], 0),
+        world_size=get_int_from_env([names.world_size for names in launchers], 1),
+        local_rank=get_int_from_env([names.local_rank for names in launchers], 0),
+        local_world_size=get_int_from_env([names.local_size for names in launchers], 1),
     )
 
 
