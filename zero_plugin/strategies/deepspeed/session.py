@@ -41,7 +41,7 @@ from zero_plugin.strategies.deepspeed.script_changes import (
     runs_forward,
     second_backward,
 )
-from zero_plugin.strategies.deepspeed.state_dicts import PartitionedStates
+from zero_plugin.strategies.deepspeed.state_dicts import PartitionedStates, refuse_engine_copy
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
@@ -145,6 +145,7 @@ class EngineSession(Session):
         engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = self._pass_output
         engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
+        engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 

@@ -1,14 +1,15 @@
-"""`state_dict` and `load_state_dict` of a module whose parameters stage 3 has partitioned.
+"""`state_dict`, `load_state_dict` and deep copies of a module whose parameters stage 3 has partitioned.
 
-They are errors that say what to write, but in hooks of `save_state` and `load_state`: there the one gives weights that
-were collected before, and the other gathers one submodule's parameters after the other.
+They are errors that say what to write. In hooks of `save_state` and `load_state` the first gives weights that were
+collected before, and the second gathers one submodule's parameters after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MethodType
+from typing import Any, NoReturn
 
 from deepspeed import zero
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class PartitionedStates:
         before_reading, after_reading = OwnHook(self._refuse_reading), OwnHook(self._show)
         before_writing, after_writing = OwnHook(self._gather), OwnHook(self._partition)
         self.handles: list[Any] = []
+        parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        for p in parameters:
+            p.__deepcopy__ = MethodType(_copy_whole, p)
         parts: list[Any] = list(module.modules())
         for part in parts:
             self.handles += [
@@ -74,7 +78,8 @@ class PartitionedStates:
             raise LoopError(
                 f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process "
                 "has all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to "
-                "resume training later, accelerator.save_state(folder)."
+                "resume training later, accelerator.save_state(folder); to update an average of weights (EMA), do it "
+                "inside `with accelerator.whole_weights(model):`."
             )
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -107,3 +112,22 @@ class PartitionedStates:
         gathered = None if self._gathered is None else self._gathered.pop(id(module), None)
         if gathered is not None:
             gathered.__exit__(None, None, None)
+
+
+def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
+    """In place of `__deepcopy__` of the engine of a model of class `kind`."""
+    raise LoopError(
+        f"deepcopy() of a prepared {kind}, inside a DeepSpeed engine.\nCopy accelerator.unwrap_model(model); "
+        "at ZeRO stage 3 copy the model before prepare(), and update the copy inside `with "
+        "accelerator.whole_weights(model):`."
+    )
+
+
+def _copy_whole(p: Any, memo: dict[int, Any]) -> Any:
+    if p.numel() != p.ds_numel:
+        raise LoopError(
+            "deepcopy() of a model whose parameters ZeRO stage 3 has partitioned: no process has all of them.\nCopy "
+            "the model before prepare(), where an average of weights is built too (torch's AveragedModel, timm's "
+            "ModelEmaV3), and update it inside `with accelerator.whole_weights(model):`."
+        )
+    return type(p).__deepcopy__(p, memo)
