@@ -28,6 +28,7 @@ from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
@@ -128,7 +129,8 @@ class DeepSpeedStrategy(Strategy):
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
             LoopError: the optimizer has a state that cannot be partitioned, or ZeRO cannot train the model.
-            MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
+            MachineError: a killed op build left its lock, a compiler is missing, or DeepSpeed was imported for another
+                device before.
         """
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
@@ -158,7 +160,8 @@ class DeepSpeedStrategy(Strategy):
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
-            optimizer = engine_optimizer(request, processes.device)
+            with showing_refusals():
+                optimizer = engine_optimizer(request, processes.device)
             if optimizer is None:
                 assert isinstance(request.optimizer, DummyOptim)
                 parameters = request.optimizer.params
@@ -193,6 +196,7 @@ class DeepSpeedStrategy(Strategy):
 
         resolved = request.resolved
         with (
+            showing_refusals(),
             warnings.catch_warnings(),
             self._processes.counted_by_gpu(),
             broadcasting_any_shape(),
@@ -374,7 +378,9 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     os.environ.setdefault("DS_ACCELERATOR", kind)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
+    watch_builders(OpBuilder)
     found = get_accelerator().device_name()
     if found != kind:
         raise MachineError(
@@ -387,10 +393,9 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
     # torch has renamed collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
-    # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
     compatible = deepspeed.ops.__compatible_ops__
     own = dict(compatible)
-    compatible["deepspeed_shm_comm"] = False
+    omit_shared_memory_op(compatible)
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
