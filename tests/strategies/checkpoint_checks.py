@@ -253,24 +253,32 @@ def check_precisions_convert(path: str, folder: Path) -> None:
     assert same(load_file(folder / "again" / "optimizer" / "masters.safetensors"), whole)
 
 
+class Saved(nn.Sequential):
+    """A net with the method by which libraries write their models."""
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Its own weights, unless others are given."""
+        torch.save(self.state_dict() if state_dict is None else state_dict, Path(folder) / "own.bin")
+
+
 def check_hooks_take_the_weights_over(path: str, folder: Path) -> None:
     """As diffusers' scripts write it: the main process stores the user's module itself, and each one loads it again.
 
-    `state_dict` and `load_state_dict` of what a hook gets are as in plain PyTorch, and only there at stage 3.
+    `state_dict`, `save_pretrained` and `load_state_dict` of what a hook gets work, and only there at stage 3.
     """
     with running(path) as accelerator:
-        model, optimizer = prepare(accelerator)
-        net = accelerator.unwrap_model(model)
+        net = Saved(*make_net())
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         step(accelerator, model, optimizer, own_batch(0))
         wanted = weights(accelerator, model)
 
-        def save(models: list[nn.Module], states: list[dict[str, Tensor]], output: str) -> None:
+        def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
             assert models == [net]
             if accelerator.is_main_process:
                 assert same(states.pop(), wanted)
                 assert same(models[0].state_dict(), wanted)
-                assert models[0][2].state_dict().keys() == {"weight", "bias"}  # type: ignore[index]
-                torch.save(models[0].state_dict(), Path(output) / "own.bin")
+                assert models[0][2].state_dict().keys() == {"weight", "bias"}
+                models[0].save_pretrained(output)
 
         def load(models: list[nn.Module], source: str) -> None:
             models.pop().load_state_dict(torch.load(Path(source) / "own.bin"))
@@ -288,6 +296,8 @@ def check_hooks_take_the_weights_over(path: str, folder: Path) -> None:
         assert same(weights(accelerator, model), end)
         if path.startswith("zero3"):
             raised(LoopError, "state_dict() of a Linear", "get_state_dict", by=model.state_dict)
+            if accelerator.is_main_process:
+                raised(LoopError, "save_pretrained()", "save_model", by=lambda: net.save_pretrained(str(folder)))
             raised(LoopError, "whole_weights", by=lambda: model.load_state_dict(wanted))
 
 

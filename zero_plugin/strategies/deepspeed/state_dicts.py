@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from deepspeed import zero
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.deepspeed.states import OwnHook, own_partitioned, refuse_weights_on_nvme
 from zero_plugin.tensors.modules import NAMES_ALONE
+
+SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
+"""Whether `state_dict` of a partitioned module has its weights in this process now."""
 
 
 class PartitionedStates:
@@ -57,9 +61,11 @@ class PartitionedStates:
         """
         named = module.named_parameters(remove_duplicate=False)
         self._shown = {id(p): weights[name] for name, p in named if name in weights} or None
+        token = SHOWS_WEIGHTS.set(self._shown is not None)
         try:
             yield
         finally:
+            SHOWS_WEIGHTS.reset(token)
             self._shown = None
 
     @contextmanager
