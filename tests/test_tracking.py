@@ -178,12 +178,15 @@ def test_what_cannot_be_logged_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every tracker at fault is named, before anything starts: unknown, not installed, without a folder."""
-    monkeypatch.setattr(TensorBoardTracker, "needs", "no_such_package")
+    monkeypatch.setattr(TensorBoardTracker, "needs", ("no_such_package",))
     with pytest.raises(ConfigError) as caught:
         Accelerator(log_with=["tensorbord", "tensorboard", "jsonl"], **ONE_STEP)
     message = str(caught.value)
     assert "log_with='tensorbord'" in message
-    assert "Write jsonl, tensorboard, wandb, mlflow, all, or pass" in message
+    assert (
+        "Write jsonl, tensorboard, wandb, mlflow, aim, clearml, comet_ml, dvclive, swanlab, trackio, all, or pass"
+        in message
+    )
     assert "pip install no_such_package" in message
     assert "project_dir" in message
     project = ProjectConfiguration(project_dir=None, logging_dir=tmp_path)
@@ -195,6 +198,48 @@ def test_what_cannot_be_logged_with(
     with pytest.raises(LoopError, match=r"no tracker 'wandb' is started \(started: jsonl\)"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
+
+
+OTHERS_PACKAGE = """
+runs = []
+
+class Run:
+    def __init__(self, **kwargs):
+        self.calls = [kwargs]
+        runs.append(self)
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append((step, values, kwargs))
+
+    def finish(self):
+        self.calls.append("finished")
+
+class Config(dict):
+    def update(self, values, **_):
+        super().update(values)
+
+init, config = Run, Config()
+"""
+
+
+def test_accelerates_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run without an Accelerator of Accelerate's; a package in trackio's place keeps what its class calls."""
+    with pytest.raises(ConfigError, match=r"trackio is not installed\n.*pip install trackio"):
+        Accelerator(log_with="trackio", **ONE_STEP)
+    (tmp_path / "trackio.py").write_text(OTHERS_PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    accelerator = run("trackio", tmp_path, trackio={"space_id": "mine"})
+    import trackio  # type: ignore[import-not-found]
+
+    (started,) = trackio.runs
+    assert accelerator.get_tracker("trackio", unwrap=True) is started
+    accelerator.log({"loss": torch.tensor(0.25)}, step=3, log_kwargs={"trackio": {"color": "red"}})
+    accelerator.end_training()
+    assert trackio.config == HYPER
+    assert started.calls[0] == {"project": "a-run", "space_id": "mine"}
+    assert started.calls[1] == (0, {"loss": 1.0, "phase": "train"}, {})
+    assert started.calls[-2:] == [(3, {"loss": 0.25}, {"color": "red"}), "finished"]
+    sys.modules.pop("trackio")
 
 
 @pytest.mark.parametrize("zero", [None, 2])

@@ -830,7 +830,7 @@ class Accelerator:
         """
         return self._weights.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:  # noqa: ARG002
         """Collect the unpartitioned weights and buffers in CPU memory; collective.
 
         Tensors have the dtype of the model's parameters, not that of fp32 master weights. For a model with PEFT
@@ -838,12 +838,12 @@ class Accelerator:
 
         Args:
             model: a prepared model, or any other.
-            unwrap: if False, names are those of the prepared model, with the prefix `module.` where it is wrapped.
+            unwrap: without effect: a prepared model's names are those of the user's module.
 
         Returns:
             The state dict on the main process, None on all others, with every strategy.
         """
-        return self._weights.collect(model, unwrap)
+        return self._weights.collect(model)
 
     def save_model(
         self,
@@ -1133,9 +1133,10 @@ class Accelerator:
         """Call `hook(models, weights, output_dir)` on every process before `save_state` writes.
 
         Args:
-            hook: receives the prepared models; their unpartitioned weights (on the main process; empty dicts on the
-                others); and the folder of the checkpoint, into which it may write files. Weights that it removes from
-                the list on the main process are not written by `save_state`.
+            hook: receives the user's modules of all prepared models; their unpartitioned weights (on the main process;
+                empty dicts on the others); and the folder of the checkpoint, into which it may write files. Weights
+                that it removes from the list on the main process are not written by `save_state`. `state_dict()` of a
+                module works there at stage 3 too, and so does `save_pretrained`.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
@@ -1143,8 +1144,9 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every process before `load_state` reads.
 
         Args:
-            hook: receives the prepared models and the folder of the checkpoint. The weights of a model that it removes
-                from the list are not loaded by `load_state`.
+            hook: receives the user's modules of all prepared models and the folder of the checkpoint. The weights of a
+                model that it removes from the list are not loaded by `load_state`. `load_state_dict()` of a module
+                works in it at stage 3 too, called on every process.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 

@@ -295,7 +295,7 @@ def test_hooks(make_training: Any, tmp_path: Path) -> None:
     inner = training.accelerator.unwrap_model(training.model)
 
     def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
-        assert models == [training.model]
+        assert models == [inner]
         assert weights[0].keys() == inner.state_dict().keys()
         torch.save(weights.pop(), Path(folder) / "mine.bin")
 

@@ -253,30 +253,36 @@ def check_precisions_convert(path: str, folder: Path) -> None:
     assert same(load_file(folder / "again" / "optimizer" / "masters.safetensors"), whole)
 
 
-def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
-    """A save hook has every weight whole on the main process; what it takes over is the load hook's to load."""
+class Saved(nn.Sequential):
+    """A net with the method by which libraries write their models."""
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Its own weights, unless others are given."""
+        torch.save(self.state_dict() if state_dict is None else state_dict, Path(folder) / "own.bin")
+
+
+def check_hooks_take_the_weights_over(path: str, folder: Path) -> None:
+    """As diffusers' scripts write it: the main process stores the user's module itself, and each one loads it again.
+
+    `state_dict`, `save_pretrained` and `load_state_dict` of what a hook gets work, and only there at stage 3.
+    """
     with running(path) as accelerator:
-        model, optimizer = prepare(accelerator)
+        net = Saved(*make_net())
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         step(accelerator, model, optimizer, own_batch(0))
         wanted = weights(accelerator, model)
 
-        def save(models: list[nn.Module], states: list[dict[str, Tensor]], output: str) -> None:
-            assert models == [model]
+        def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
+            assert models == [net]
             if accelerator.is_main_process:
-                assert same(states[0], wanted)
-                torch.save(states.pop(), Path(output) / "own.bin")
+                assert same(states.pop(), wanted)
+                assert same(models[0].state_dict(), wanted)
+                assert models[0][2].state_dict().keys() == {"weight", "bias"}
+                models[0].save_pretrained(output)
 
         def load(models: list[nn.Module], source: str) -> None:
-            assert models.pop() is model
-            state = torch.load(Path(source) / "own.bin")
-            if path.startswith("zero3"):
-                from deepspeed import zero
-
-                with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-                    if accelerator.is_main_process:
-                        accelerator.unwrap_model(model).load_state_dict(state)
-            else:
-                accelerator.unwrap_model(model).load_state_dict(state)
+            models.pop().load_state_dict(torch.load(Path(source) / "own.bin"))
+            assert not models
 
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
@@ -288,6 +294,31 @@ def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
         accelerator.load_state(folder / "saved")
         assert step(accelerator, model, optimizer, own_batch(1)) == after
         assert same(weights(accelerator, model), end)
+        if path.startswith("zero3"):
+            raised(LoopError, "state_dict() of a Linear", "get_state_dict", by=model.state_dict)
+            if accelerator.is_main_process:
+                raised(LoopError, "save_pretrained()", "save_model", by=lambda: net.save_pretrained(str(folder)))
+            raised(LoopError, "whole_weights", by=lambda: model.load_state_dict(wanted))
+
+
+def check_names_without_a_prefix(path: str, folder: Path) -> None:
+    """`state_dict` of a prepared model has the user's names, and `load_state_dict` takes them, or a wrapper's."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        wanted = weights(accelerator, model)
+        with accelerator.whole_weights(model):
+            assert same(model.state_dict(), wanted)
+        step(accelerator, model, optimizer, own_batch(1))
+        with accelerator.whole_weights(model):
+            assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
+        assert same(weights(accelerator, model), wanted)
+        step(accelerator, model, optimizer, own_batch(1))
+        wrapped = {f"module.{name}": tensor for name, tensor in wanted.items()}
+        with accelerator.whole_weights(model):
+            model.load_state_dict(wrapped, strict=True)
+        assert same(weights(accelerator, model), wanted)
+        assert list(wrapped) == [f"module.{name}" for name in wanted], "the given one stays as it is"
 
 
 def check_several_models(path: str, folder: Path) -> None:
@@ -451,7 +482,8 @@ CHECKS = {
         (check_a_forward_after_the_end, ("zero3", "zero3-cpu")),
         (check_failure_on_one_is_everyones, ("zero3",)),
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
-        (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
+        (check_hooks_take_the_weights_over, ("ddp", "zero2", "zero3")),
+        (check_names_without_a_prefix, ("ddp", "zero0", "zero2", "zero3")),
         (check_a_machine_that_came_back, ("ddp",)),
         (check_buffers_are_the_first_ones, ("ddp", "zero2", "zero3")),
         (check_precisions_convert, ("zero0", "zero2", "zero3")),

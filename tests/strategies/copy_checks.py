@@ -9,8 +9,21 @@ import pickle
 from typing import Any
 
 import torch
-from paths import PAIR, SINGLE, checks_on, is_zero, loss_of, make_net, own_batch, raised, running
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_plugin.errors import LoopError
 
@@ -112,7 +125,32 @@ def check_a_prepared_model_is_not_pickled(path: str) -> None:
         assert model(x).any()
 
 
+def check_an_average_of_weights(path: str) -> None:
+    """torch's `AveragedModel` is built before `prepare` and updated inside `whole_weights`; else an error says so."""
+    with running(path) as accelerator:
+        net = make_net()
+        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        wanted: dict[str, Tensor] = {}
+        for index in range(2):
+            accelerator.backward(loss_of(model, own_batch(index)))
+            optimizer.step()
+            optimizer.zero_grad()
+            now = weights(accelerator, model)
+            wanted = {name: wanted[name].lerp(tensor, 0.5) if wanted else tensor for name, tensor in now.items()}
+            with accelerator.whole_weights(model):
+                average.update_parameters(model)
+        assert_near(average.module.state_dict(), wanted, 1e-6)
+        assert average(own_batch(0)[0]).shape == (4, 4)
+        if is_zero(path):
+            raised(LoopError, "Sequential", "unwrap_model", "whole_weights", by=lambda: AveragedModel(model))
+        if path == "zero3":
+            raised(LoopError, "before prepare()", "whole_weights", by=lambda: AveragedModel(net))
+            raised(LoopError, "(EMA)", "whole_weights", by=model.state_dict)
+
+
 CHECKS = {
+    **checks_on(("ddp", "zero2", "zero3"), [check_an_average_of_weights]),
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_a_copy_has_its_own_weights, check_the_signature_stays]),
     **checks_on(("ddp",), [check_a_prepared_model_is_not_pickled]),
     **checks_on(("single", "ddp"), [check_a_forward_of_the_script_s_own, check_a_whole_model_is_pickled]),

@@ -1,4 +1,4 @@
-"""A killed build's lock is an error before anything waits on it; one that does not concern the run is none."""
+"""What keeps an op from being built is an error before anything waits: a killed build's lock, a missing compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import MachineError
-from zero_plugin.machine.op_builds import find_stale_build_locks, refuse_stale_build_locks
+from zero_plugin.machine.op_builds import describe_missing_tools, find_stale_build_locks, refuse_stale_build_locks
 
 
 def use_torch(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +156,91 @@ def test_a_model_that_is_built_in_partitions_does_not_wait_either(swaps: bool, t
     )
     assert (done.returncode, "made" in done.stdout) == ((1, False) if swaps else (0, True)), done.stderr
     assert ("MachineError" in done.stderr) == (f"rm {lock}" in done.stderr) == swaps
+
+
+def test_missing_tools_are_named_with_what_needs_none(tmp_path: Path) -> None:
+    """A compiler for an op that is not built, ninja for any; and the key that does without the op."""
+    nothing = {"PATH": str(tmp_path), "CPATH": str(tmp_path)}
+    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
+    assert told.startswith(
+        "This run compiles DeepSpeed's cpu_adam, but ninja is not on the PATH and the C++ compiler c++ "
+    )
+    assert "apt-get install g++" in told
+    assert told.splitlines()[-1].startswith("Or do without: write zero_force_ds_cpu_optimizer: false")
+    for name in ("ninja", "c++", "clang++-19"):
+        (tmp_path / name).touch(mode=0o755)
+    assert describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-19 -g"}) is None
+    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-20"}) or ""
+    assert "the C++ compiler clang++-20 is not on the PATH." in told
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-20"}) is None
+    (tmp_path / "ninja").unlink()
+    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
+    assert told.startswith("This run loads DeepSpeed's cpu_adam, but ninja is not on the PATH.\npip install ninja")
+    assert describe_missing_tools([], tmp_path, nothing) is None
+
+
+OFFLOADS = """
+import torch
+from zero_plugin import Accelerator
+from zero_plugin.errors import MachineError
+
+offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def train(**more):
+    torch.manual_seed(0)
+    accelerator = Accelerator(config={**offload, **more}, cpu=True)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 4)).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    return float(loss - model(torch.ones(2, 4)).sum())
+
+
+try:
+    train()
+except MachineError as error:
+    print("refused:", error)
+print("learned:", train(zero_force_ds_cpu_optimizer=False) > 0)
+"""
+
+
+@pytest.mark.processes
+def test_a_machine_without_a_compiler_offloads_with_torchs_optimizer(tmp_path: Path) -> None:
+    """`prepare` names what is missing and the key, and with the key it trains; nothing was begun to be built."""
+    environ = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", OFFLOADS], env=environ, capture_output=True, text=True, timeout=400)
+    assert "refused: This run compiles DeepSpeed's cpu_adam, but ninja is not on the PATH" in done.stdout, done.stderr
+    assert "zero_force_ds_cpu_optimizer: false in the DeepSpeed config" in done.stdout
+    assert "learned: True" in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+OF_ANOTHER_LAYER = """
+import deepspeed
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+deepspeed.init_distributed("gloo")
+print("initialized", flush=True)
+CPUAdamBuilder().load()
+"""
+
+
+@pytest.mark.processes
+def test_a_script_of_another_layer_is_looked_after_too(tmp_path: Path) -> None:
+    """Under `launch` it does not wait for a killed build, and does not build the op for inference at its start."""
+    lock = leave_lock(tmp_path / "cache", "cpu_adam")
+    (tmp_path / "script.py").write_text(OF_ANOTHER_LAYER)
+    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "1", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400)
+    assert done.returncode == MachineError.exit_code, done.stderr
+    assert "initialized" in done.stdout
+    assert f"rm {lock}" in done.stderr
+    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == ["cpu_adam"]
 
 
 # torch builds for real, with a compiler that takes for ever.

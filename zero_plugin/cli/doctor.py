@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -89,7 +88,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     needs = doctor_machine.find_needs(document, settings, len(names))
     yield from _software(needs)
     yield _launch(document, Machine(len(names), count_cores(), tpu), environ)
-    cuda = doctor_software.torch_cuda(_torch_folder() / "version.py")
+    cuda = doctor_software.installed_cuda()
     folder = build_folder(environ, cuda)
     stale = find_stale_build_locks(needs.ops, folder)
     yield doctor_software.check_compiler(environ, missing_builds(needs.ops, folder))
@@ -140,11 +139,6 @@ def _launch(document: Document, machine: Machine, environ: Mapping[str, str]) ->
         found = "; ".join(problem.headline for problem in error.problems)
         return Finding("config", "wrong", found, "\n".join(problem.fix for problem in error.problems))
     return Finding("config", "ok", name)
-
-
-def _torch_folder() -> Path:
-    spec = find_spec("torch")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
 
 
 def _requested_gpus(settings: LaunchSettings) -> str:

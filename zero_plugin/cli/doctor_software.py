@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,13 @@ from packaging.requirements import Requirement
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.installed import TESTED, is_newer
 from zero_plugin.distributed.messages import working
-from zero_plugin.machine.op_builds import missing_builds
+from zero_plugin.machine.op_builds import (
+    INSTALL_COMPILER,
+    INSTALL_LIBAIO,
+    INSTALL_NINJA,
+    find_libaio,
+    missing_builds,
+)
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
@@ -95,35 +102,13 @@ def check_libaio(environ: Mapping[str, str], *, needed: bool, root: Path = Path(
         needed: whether the configuration offloads to NVMe.
         root: of the file system.
     """
-    headers = [folder / "libaio.h" for folder in _folders(environ, "CPATH", "CFLAGS", "-I", "include", root)]
-    header = next((file for file in headers if file.exists()), None)
-    library = next(
-        (
-            file
-            for folder in _folders(environ, "LIBRARY_PATH", "LDFLAGS", "-L", "lib", root)
-            for file in [*folder.glob("libaio.so"), *folder.glob("*-linux-gnu*/libaio.so")]
-        ),
-        None,
-    )
+    header, library = find_libaio(environ, root)
     missing = [name for name, file in (("header libaio.h", header), ("library libaio.so", library)) if file is None]
     if not missing:
         return Finding("libaio", "ok", f"{header}, {library}")
     found = f"the {' and the '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
     found += ", and async_io is built on it" if needed else "; only NVMe offload needs it"
-    fix = "sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel; conda: conda install libaio)"
-    return Finding("libaio", "wrong" if needed else "warning", found, fix)
-
-
-def _folders(
-    environ: Mapping[str, str], variable: str, flags: str, letter: str, kind: str, root: Path
-) -> Iterator[Path]:
-    yield from (Path(name) for name in environ.get(variable, "").split(":") if name)
-    yield from (Path(flag[2:]) for flag in shlex.split(environ.get(flags, "")) if flag.startswith(letter))
-    if prefix := environ.get("CONDA_PREFIX"):
-        yield Path(prefix, kind)
-    yield from (root / "usr" / kind, root / "usr" / "local" / kind)
-    if kind == "lib":
-        yield from (root / "usr" / "lib64", root / "lib64")
+    return Finding("libaio", "wrong" if needed else "warning", found, INSTALL_LIBAIO)
 
 
 _LEAST_VERSION: Final = 10  # of GCC and of clang: the first that know -std=c++20, with which torch 2.13 compiles
@@ -140,16 +125,15 @@ def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Fin
     file = shutil.which(name, path=environ.get("PATH", ""))
     wrong: Level = "wrong" if to_build else "warning"
     why = f", and {', '.join(to_build)} must be built" if to_build else "; DeepSpeed could build no op"
-    install = "sudo apt-get install g++   (Fedora: sudo dnf install gcc-c++; conda: conda install gxx)"
     if file is None:
-        return Finding("C++ compiler", wrong, f"{name} is not on the PATH{why}", install)
+        return Finding("C++ compiler", wrong, f"{name} is not on the PATH{why}", INSTALL_COMPILER)
     line = (_output([file, "--version"], environ).splitlines() or [""])[0]
     version = re.search(r"(\d+)\.\d+", line.rpartition(")")[2] or line)
     if version is None:
-        return Finding("C++ compiler", wrong, f"{file} does not run{why}", install)
+        return Finding("C++ compiler", wrong, f"{file} does not run{why}", INSTALL_COMPILER)
     if int(version[1]) < _LEAST_VERSION:
         found = f"{line}: torch compiles C++20, which needs {_LEAST_VERSION} at least{why}"
-        return Finding("C++ compiler", wrong, found, install)
+        return Finding("C++ compiler", wrong, found, INSTALL_COMPILER)
     return Finding("C++ compiler", "ok", line)
 
 
@@ -165,8 +149,7 @@ def check_ninja(environ: Mapping[str, str], ops: Collection[str]) -> Finding:
             return Finding("ninja", "ok", f"{version} at {file}")
         return Finding("ninja", "wrong" if ops else "warning", f"{file} does not run", "pip install ninja")
     why = f", and {', '.join(ops)} cannot be loaded without" if ops else "; DeepSpeed could build no op"
-    fix = "pip install ninja   (and have the environment's bin folder on the PATH)"
-    return Finding("ninja", "wrong" if ops else "warning", f"not on the PATH{why}", fix)
+    return Finding("ninja", "wrong" if ops else "warning", f"not on the PATH{why}", INSTALL_NINJA)
 
 
 def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Collection[str]) -> Finding:
@@ -202,6 +185,12 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[str | None, str]:
     home = home or "/usr/local/cuda"
     found = re.search(r"release (\d+\.\d+)", _output([f"{home}/bin/nvcc", "--version"], environ))
     return (found[1] if found else None), home
+
+
+def installed_cuda() -> str | None:
+    """CUDA of the installed torch; None without either."""
+    spec = find_spec("torch")
+    return None if spec is None or spec.origin is None else torch_cuda(Path(spec.origin).with_name("version.py"))
 
 
 def torch_cuda(version_file: Path) -> str | None:

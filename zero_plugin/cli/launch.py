@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from zero_plugin.cli.doctor_software import installed_cuda
 from zero_plugin.cli.launch_flags import LENGTH_ALONE, launch_flags, typed_flags, with_launch_flags
 from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
-from zero_plugin.config.tree import Entry, Origin
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.tree import AUTO, Entry, Origin
 from zero_plugin.distributed.messages import TIMES_VARIABLE, show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
@@ -23,6 +24,7 @@ from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import Machine, look_at_machine
+from zero_plugin.machine.op_builds import build_folder, describe_missing_tools, needed_ops
 
 _logger = logging.getLogger(__name__)
 
@@ -112,6 +114,17 @@ def _show_messages_as(document: Document) -> None:
         os.environ[TIMES_VARIABLE] = "1"
 
 
+def _missing_tools(document: Document, machine: Machine) -> str | None:
+    """What this machine lacks to build the ops that the configuration alone decides on, whatever the script does."""
+    settings = launch_settings(document)
+    if not asks_for_deepspeed(document, settings):
+        return None
+    kind = document.deepspeed.value("optimizer", "type")
+    on_gpu = bool(machine.gpus) and not asks_for_cpu(settings)
+    ops = needed_ops(document.deepspeed, None if kind in (None, AUTO) else str(kind).lower(), on_gpu=on_gpu)
+    return describe_missing_tools(ops, build_folder(os.environ, installed_cuda()), os.environ) if ops else None
+
+
 def _start(
     document: Document, program: Program, machine: Machine, flags: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> None:
@@ -134,6 +147,8 @@ def _start(
             "write it before the script.",
             *(flag, program.name),
         )
+    if spec.hosts is None and (missing := _missing_tools(document, machine)):
+        _logger.warning(missing)
     for note in [*notes, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):

@@ -619,10 +619,9 @@ def _check_same(first: Portion | None) -> None:
     if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
         raise LoopError(
             "the iterable dataset begins with other samples on each process, but prepare() shares out one stream.\n"
+            "If it divides the data itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never').\n"
             "If it shuffles or augments, let it draw from a generator seeded alike on all processes, or from the "
-            "global ones of Python, NumPy and torch, which prepare() makes equal for it. Only if it divides the data "
-            "itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never'): each process then takes all "
-            "that its own copy gives."
+            "global ones of Python, NumPy and torch, which prepare() makes equal for it."
         )
 
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import zlib
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from io import BufferedRandom, BufferedWriter, TextIOWrapper
 from pathlib import Path
 from stat import S_ISREG
@@ -46,6 +46,7 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.meta_path.insert(0, DeepSpeedImports())
     if sys.argv[1] == "--cores":
         bind_to_cores(sys.argv[2].split("/")[local_rank])
         del sys.argv[1:3]
@@ -55,6 +56,36 @@ def main() -> None:
     if "torch" in sys.modules:
         end_process(code)
     raise SystemExit(code)
+
+
+class DeepSpeedImports:
+    """Has `builds.AFTER_IMPORT` run when a script, or a library that it uses, imports DeepSpeed."""
+
+    _WATCHED = ("deepspeed.ops", "deepspeed.ops.op_builder.builder")
+
+    def __init__(self) -> None:
+        for name in self._WATCHED:
+            if name in sys.modules:  # this process is a fork of one that has imported it
+                self._follow(sys.modules[name])
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Python's own, whose loader calls back."""
+        spec = PathFinder.find_spec(name, path) if name in self._WATCHED else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_follow(module: ModuleType) -> None:
+            execute(module)
+            self._follow(module)
+
+        spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
+        return spec
+
+    def _follow(self, module: ModuleType) -> None:
+        from zero_plugin.strategies.deepspeed.builds import AFTER_IMPORT
+
+        AFTER_IMPORT[module.__name__](module)
 
 
 def report_end(error: BaseException, rank: str) -> int:

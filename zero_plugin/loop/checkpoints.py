@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +184,14 @@ class Checkpoints:
     def _run_save_hooks(self, draft: Path) -> Sequence[int]:
         if not self.save_hooks:
             return ()
-        models = [training.session.model for training in self._prepared.trainings]
-        weights = [self._collect_weights(model) or {} for model in models]
+        sessions = [training.session for training in self._prepared.trainings]
+        weights = [self._collect_weights(session.module) or {} for session in sessions]
         left = list(weights)
-        for hook in tuple(self.save_hooks.values()):
-            hook(list(models), left, str(draft))
+        with ExitStack() as stack:
+            for session, collected in zip(sessions, weights, strict=True):
+                stack.enter_context(session.showing_weights(collected))
+            for hook in tuple(self.save_hooks.values()):
+                hook([session.module for session in sessions], left, str(draft))
         return taken_out(weights, left)
 
     def _collect(
@@ -334,10 +338,16 @@ class Checkpoints:
         raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
 
     def _run_load_hooks(self, folder: Path) -> Sequence[int]:
-        models = [training.session.model for training in self._prepared.trainings]
+        sessions = [training.session for training in self._prepared.trainings]
+        models = [session.module for session in sessions]
         left = list(models)
-        for hook in tuple(self.load_hooks.values()):
-            hook(left, str(folder))
+        if not self.load_hooks:
+            return ()
+        with ExitStack() as stack:
+            for session in sessions:
+                stack.enter_context(session.loading_state_dicts())
+            for hook in tuple(self.load_hooks.values()):
+                hook(left, str(folder))
         return taken_out(models, left)
 
     def _refuse_unfitting(self, manifest: Manifest, saved: dict[str, Any], *, weights_only: bool) -> None:

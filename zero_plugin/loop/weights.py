@@ -81,7 +81,7 @@ class Weights:
         return module if keep_fp32_wrapper else bare_copy(module)
 
     @collective("get_state_dict", waits_for_all=True)
-    def collect(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
+    def collect(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
         state: dict[str, Tensor] = {}
         with working(f"gathering the weights of the {type(self.unwrap(model)).__name__}") as work:
@@ -91,10 +91,7 @@ class Weights:
                     state[name] = tensor.to("cpu", copy=True)
         if self._run.processes.rank != 0:
             return None
-        state |= {alias: state[name] for alias, name in shared_names(self.unwrap(model)).items() if name in state}
-        session = self._prepared.session_of(model)
-        wrapped = session is not None and session.model is not session.module
-        return state if unwrap or not wrapped else {f"module.{name}": tensor for name, tensor in state.items()}
+        return state | {alias: state[name] for alias, name in shared_names(self.unwrap(model)).items() if name in state}
 
     @collective("save_model", waits_for_all=True)
     def save_model(

@@ -1,9 +1,11 @@
-"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits silently."""
+"""Builds of C++ ops: which a run loads, what they need, and locks of killed ones, on which torch waits silently."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -26,6 +28,21 @@ _QUIET_S: Final = 180.0  # a build that goes on elsewhere writes something withi
 _LOOK_S: Final = 0.5
 # From this torch on a builder locks its file by the kernel, which frees it when a builder is killed. The file stays.
 _LOCKED_BY_KERNEL: Final = "2.14"
+
+INSTALL_COMPILER: Final = "sudo apt-get install g++   (Fedora: sudo dnf install gcc-c++; conda: conda install gxx)"
+INSTALL_NINJA: Final = "pip install ninja   (and have the environment's bin folder on the PATH)"
+INSTALL_LIBAIO: Final = (
+    "sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel; conda: conda install libaio)"
+)
+_WITHOUT_OP: Final = {
+    **dict.fromkeys(
+        _CPU_OPS.values(),
+        "zero_force_ds_cpu_optimizer: false in the DeepSpeed config: torch's own optimizer then runs on the CPU, which "
+        "is slower.",
+    ),
+    **dict.fromkeys(_GPU_OPS.values(), "torch_adam: true in optimizer.params: Adam and AdamW are then torch's own."),
+    **dict.fromkeys(("async_io", "pin_memory"), "device: cpu in place of nvme."),
+}
 
 
 def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[str]:
@@ -64,6 +81,59 @@ def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
 def missing_builds(ops: Collection[str], folder: Path) -> list[str]:
     """The `ops` that are not built in `folder`."""
     return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
+
+
+def find_libaio(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Path | None, Path | None]:
+    """The header and the library, where a compiler looks; None for one that is not there.
+
+    Args:
+        environ: `CPATH`, `CFLAGS` and `CONDA_PREFIX` name further folders of headers, `LIBRARY_PATH` and `LDFLAGS` of
+            libraries.
+        root: of the file system.
+    """
+    headers = (folder / "libaio.h" for folder in _folders(environ, "CPATH", "CFLAGS", "-I", "include", root))
+    libraries = (
+        file
+        for folder in _folders(environ, "LIBRARY_PATH", "LDFLAGS", "-L", "lib", root)
+        for file in [*folder.glob("libaio.so"), *folder.glob("*-linux-gnu*/libaio.so")]
+    )
+    return next((file for file in headers if file.exists()), None), next(libraries, None)
+
+
+def _folders(
+    environ: Mapping[str, str], variable: str, flags: str, letter: str, kind: str, root: Path
+) -> Iterator[Path]:
+    yield from (Path(name) for name in environ.get(variable, "").split(":") if name)
+    yield from (Path(flag[2:]) for flag in shlex.split(environ.get(flags, "")) if flag.startswith(letter))
+    if prefix := environ.get("CONDA_PREFIX"):
+        yield Path(prefix, kind)
+    yield from (root / "usr" / kind, root / "usr" / "local" / kind)
+    if kind == "lib":
+        yield from (root / "usr" / "lib64", root / "lib64")
+
+
+def describe_missing_tools(ops: Collection[str], folder: Path, environ: Mapping[str, str]) -> str | None:
+    """What building or loading `ops` lacks on this machine, and what to write to do without it; None for nothing.
+
+    Args:
+        ops: those that a run loads.
+        folder: where they are built.
+        environ: with `PATH` and `CXX`.
+    """
+    to_build, missing = missing_builds(ops, folder), {}
+    path, compiler = environ.get("PATH", ""), environ.get("CXX", "c++")
+    if ops and shutil.which("ninja", path=path) is None:  # torch asks for it for an op that is built too
+        missing["ninja is not on the PATH"] = INSTALL_NINJA
+    if to_build and shutil.which(shlex.split(compiler)[0], path=path) is None:
+        missing[f"the C++ compiler {compiler} is not on the PATH"] = INSTALL_COMPILER
+    if "async_io" in to_build and None in find_libaio(environ):
+        missing["libaio's header or library is not installed"] = INSTALL_LIBAIO
+    if not missing:
+        return None
+    loads = f"This run {'compiles' if to_build else 'loads'} DeepSpeed's {', '.join(to_build or ops)}"
+    without = dict.fromkeys(_WITHOUT_OP[op] for op in to_build or ops if op in _WITHOUT_OP)
+    lines = [f"{loads}, but {' and '.join(missing)}.", *missing.values()]
+    return "\n".join([*lines, *(f"Or do without: write {key}" for key in without)])
 
 
 def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:

@@ -336,6 +336,21 @@ class Session(ABC):
         """Inside, the weights are unpartitioned on every process, and what is written to them is kept. Collective."""
         return nullcontext()
 
+    def showing_weights(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, `state_dict` of the user's module has these unpartitioned weights in place of partitions.
+
+        Args:
+            weights: by name; empty where this process has none, and `state_dict` stays an error.
+        """
+        return nullcontext()
+
+    def loading_state_dicts(self) -> AbstractContextManager[None]:
+        """Inside, `load_state_dict` of the user's module works, called on all processes. Collective.
+
+        `update_master_weights` is to follow.
+        """
+        return nullcontext()
+
     @abstractmethod
     def scale_state(self) -> dict[str, float]:
         """The state of the loss scale, see `LossScale.state`; empty if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_optimizers import build_optimizer
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
+from zero_plugin.tensors.wrappers import load_plain
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP, with the attributes of the inner module as engines have: `model.config`, `model.generate()`."""
+    """torch's DDP, with the inner module's attributes and state dict, as engines have: `model.config`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -99,6 +100,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if name == "module":  # before it is set
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's; as a part of another module, torch's own, with the names that loading needs there."""
+        is_part = kwargs.get("destination") is not None
+        return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """That of the inner module."""
+        return load_plain(self.module, state_dict, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling: the copy would be wrapped for a process group that does not exist.

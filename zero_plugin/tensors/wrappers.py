@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_plugin.config.plugins import TorchDynamoPlugin
@@ -49,6 +50,14 @@ def extract_model(
     else:
         compiled.__dict__["_orig_mod"] = inner
     return compiled
+
+
+def load_plain(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`load_state_dict` of the module inside a wrapper; names may be the wrapper's, that is, begin with `module.`."""
+    state = copy.copy(state_dict)  # with the versions of modules that it has as an attribute
+    if not hasattr(module, "module") and all(name.startswith("module.") for name in state):
+        consume_prefix_in_state_dict_if_present(cast(dict[str, Any], state), "module.")
+    return module.load_state_dict(state, *args, **kwargs)
 
 
 def bare_copy(model: nn.Module) -> nn.Module:

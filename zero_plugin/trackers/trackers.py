@@ -89,7 +89,7 @@ class KnownTracker(GeneralTracker):
         tracker: what it writes through, once it is started.
     """
 
-    needs: ClassVar[str] = ""  # the module that has to be installed
+    needs: ClassVar[tuple[str, ...]] = ()  # the modules that have to be installed
     tracker: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class MLflowTracker(KnownTracker):
 
     name = "mlflow"
     requires_logging_directory = False
-    needs = "mlflow"
+    needs = ("mlflow",)
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class TensorBoardTracker(KnownTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    needs = "tensorboard"
+    needs = ("tensorboard",)
 
     @on_main_process
     def start(self) -> None:
@@ -272,7 +272,7 @@ class WandBTracker(KnownTracker):
 
     name = "wandb"
     requires_logging_directory = False
-    needs = "wandb"
+    needs = ("wandb",)
 
     @on_main_process
     def start(self) -> None:
@@ -316,14 +316,68 @@ class WandBTracker(KnownTracker):
         self.run.finish()
 
 
-_TRACKERS: Final[dict[str, type[KnownTracker]]] = {
-    kind.name: kind for kind in (JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker)
-}
+class AccelerateTracker(KnownTracker):
+    """A tracker of Accelerate's; keyword arguments go to its class there, and so do further methods (`log_images`)."""
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name, logging_dir)
+        from accelerate import tracking  # type: ignore[import-untyped]
+
+        # Its logger, and trackers that it runs on the main process only, are for a state that its Accelerator sets up;
+        # `Trackers` calls a tracker on the main process alone.
+        tracking.logger = _OnceLogger(logging.getLogger(tracking.__name__), {})
+        kind: Any = tracking.LOGGER_TYPE_TO_CLASS[self.name]
+        folder = (logging_dir,) if self.requires_logging_directory else ()
+        self.theirs: Any = type(kind.__name__, (kind,), {"main_process_only": False})(run_name, *folder, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "theirs":  # before it is set
+            raise AttributeError(name)
+        return getattr(self.theirs, name)
+
+    def start(self) -> None:
+        self.theirs.start()
+        self.tracker = self.theirs.tracker
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.theirs.store_init_configuration(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.theirs.log(values, step=step, **kwargs)
+
+    def finish(self) -> None:
+        self.theirs.finish()
+
+
+class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
+    """What Accelerate's trackers call of its logger."""
+
+    @functools.cache  # noqa: B019 - there is one for the whole process
+    def warning_once(self, message: str) -> None:
+        self.warning(message)
+
+
+def _of_accelerate(name: str, *, writes_files: bool = False) -> type[KnownTracker]:
+    """The class of the tracker that Accelerate knows by `name`, which is its package's too."""
+    return type(
+        name,
+        (AccelerateTracker,),
+        {"name": name, "needs": (name, "accelerate"), "requires_logging_directory": writes_files},
+    )
+
+
+_KNOWN: Final[tuple[type[KnownTracker], ...]] = (
+    *(JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker, _of_accelerate("aim", writes_files=True)),
+    *map(_of_accelerate, ("clearml", "comet_ml", "dvclive", "swanlab", "trackio")),
+)
+_TRACKERS: Final = {kind.name: kind for kind in _KNOWN}
 
 
 def get_available_trackers() -> list[LoggerType]:
     """The trackers whose package is installed; `jsonl` needs none."""
-    return [LoggerType(name) for name, kind in _TRACKERS.items() if _is_installed(kind)]
+    return [LoggerType(name) for name, kind in _TRACKERS.items() if not _missing(kind)]
 
 
 def choose_trackers(
@@ -358,15 +412,17 @@ def _find_problem(name: str, logging_dir: Any) -> Problem | None:
     if kind is None:
         legal = ", ".join([*_TRACKERS, "all"])
         return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
-    if not _is_installed(kind):
-        return Problem(where, "", f"{kind.needs} is not installed", f"pip install {kind.needs}")
+    if missing := _missing(kind):
+        are = "is" if len(missing) == 1 else "are"
+        return Problem(where, "", f"{' and '.join(missing)} {are} not installed", f"pip install {' '.join(missing)}")
     if kind.requires_logging_directory and logging_dir is None:
         return Problem(where, "", "it writes files, and no folder is given", "Add project_dir='…'.")
     return None
 
 
-def _is_installed(kind: type[KnownTracker]) -> bool:
-    return not kind.needs or importlib.util.find_spec(kind.needs) is not None
+def _missing(kind: type[KnownTracker]) -> list[str]:
+    """The modules that are not installed."""
+    return [module for module in kind.needs if importlib.util.find_spec(module) is None]
 
 
 class Trackers:

@@ -27,6 +27,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
+from zero_plugin.strategies.deepspeed.state_dicts import SHOWS_WEIGHTS
 from zero_plugin.strategies.deepspeed.states import give_partition
 from zero_plugin.tensors.modules import parameter_like, replace_empty
 
@@ -223,7 +224,7 @@ def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _save_whole(rank: int, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(save).bind_partial(*args, **kwargs)
-    if {**given.kwargs, **given.arguments}.get("state_dict") is not None:
+    if SHOWS_WEIGHTS.get() or {**given.kwargs, **given.arguments}.get("state_dict") is not None:
         return save(*args, **kwargs)
     if rank == 0:
         raise LoopError(

@@ -41,6 +41,7 @@ from zero_plugin.strategies.deepspeed.script_changes import (
     runs_forward,
     second_backward,
 )
+from zero_plugin.strategies.deepspeed.state_dicts import PartitionedStates, refuse_engine_copy
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
@@ -49,7 +50,6 @@ from zero_plugin.strategies.deepspeed.states import (
     gather_persistent,
     loading_into_engine,
     refuse_forwards,
-    refuse_partitioned_states,
     refuse_unreachable,
     release_gathered,
     whole_weights,
@@ -58,7 +58,7 @@ from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
-from zero_plugin.tensors.wrappers import find_leaves
+from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
 # Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.
 _GATHER_ELEMENTS = 2**26
@@ -124,6 +124,7 @@ class EngineSession(Session):
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
+        self._state_dicts: PartitionedStates | None = None
         if engine.zero_optimization_partition_weights():
             self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -144,6 +145,8 @@ class EngineSession(Session):
         engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = self._pass_output
         engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
+        engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
+        engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 
     def load_given_states(self, states: GivenStates) -> None:
@@ -363,6 +366,12 @@ class EngineSession(Session):
             yield
         self._written.note()
 
+    def showing_weights(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dicts is None else self._state_dicts.showing(self.module, weights)
+
+    def loading_state_dicts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._state_dicts is None else self._state_dicts.loading()
+
     def scale_state(self) -> dict[str, float]:
         scaler = self._dynamic_scaler()
         if scaler is None:
@@ -471,7 +480,8 @@ class EngineSession(Session):
 
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
-        self._hooks += refuse_partitioned_states(self.module)
+        self._state_dicts = PartitionedStates(self.module)
+        self._hooks += self._state_dicts.handles
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
         self._hooks.append(self.engine.register_forward_pre_hook(self._note_fetch))
         renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.tensors.modules import (
-    NAMES_ALONE,
     WEIGHT,
     Fragment,
     partition_of,
@@ -354,7 +353,7 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
 _SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed's safe_set_… call
 
 
-class _OwnHook:
+class OwnHook:
     """A hook of one module that does nothing in copies of the module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -364,7 +363,7 @@ class _OwnHook:
         self._call(*args)
 
     def __reduce__(self) -> Any:
-        return _OwnHook, (_do_nothing,)
+        return OwnHook, (_do_nothing,)
 
 
 class _Restoring:
@@ -403,25 +402,15 @@ def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any
 
 def follow_loading(module: nn.Module, written: Callable[[], None]) -> list[Any]:
     """Call `written` after each `load_state_dict` of the module or a submodule; returns handles."""
-    hook = _OwnHook(lambda *_: written())
+    hook = OwnHook(lambda *_: written())
     parts: Iterable[Any] = module.modules()
     return [part.register_load_state_dict_post_hook(hook) for part in parts]
-
-
-def refuse_partitioned_states(module: nn.Module) -> list[Any]:
-    """Make `state_dict` and `load_state_dict` raise where parameters are partitioned; returns handles."""
-    reads, writes = _OwnHook(_refuse_reading), _OwnHook(_refuse_writing)
-    parts: list[Any] = list(module.modules())
-    return [
-        *(part.register_state_dict_pre_hook(reads) for part in parts),
-        *(part.register_load_state_dict_pre_hook(writes) for part in parts),
-    ]
 
 
 def refuse_forwards(module: nn.Module) -> None:
     """Make forwards raise as long as parameters are partitioned and no engine gathers them."""
     for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
-        part.register_forward_pre_hook(_OwnHook(_refuse_forward), prepend=True)
+        part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
 
 
 @contextmanager
@@ -431,33 +420,25 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
     Raises:
         LoopError: they are offloaded to NVMe.
     """
-    partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
-        raise LoopError(f"whole_weights(): the weights of the {type(module).__name__} are on NVMe (offload_param).")
+    partitioned = refuse_weights_on_nvme(module, "whole_weights()")
     with zero.GatheredParameters(partitioned, modifier_rank=0):
         yield
 
 
-def _refuse_reading(module: nn.Module, *_: Any) -> None:
-    if _holds_partitions(module) and not NAMES_ALONE.get():
-        raise LoopError(
-            f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process has "
-            "all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to resume "
-            "training later, accelerator.save_state(folder)."
-        )
+def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
+    """The partitioned parameters of a module, which `call` is to gather.
 
-
-def _refuse_writing(module: nn.Module, *_: Any) -> None:
-    if _holds_partitions(module):
-        raise LoopError(
-            f"load_state_dict() was called on a {type(module).__name__} whose parameters are partitioned by ZeRO stage "
-            "3.\nLoad the weights before prepare(), or inside `with accelerator.whole_weights(model):`. Load a "
-            "checkpoint of save_state() with accelerator.load_state(folder)."
-        )
+    Raises:
+        LoopError: they are offloaded to NVMe.
+    """
+    partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
+        raise LoopError(f"{call}: the weights of the {type(module).__name__} are on NVMe (offload_param).")
+    return partitioned
 
 
 def _refuse_forward(module: nn.Module, *_: Any) -> None:
-    if not FWD_MODULE_STACK and any(map(_holds_partitions, module.modules())):
+    if not FWD_MODULE_STACK and any(map(own_partitioned, module.modules())):
         raise LoopError(
             f"a forward of a {type(module).__name__} after its training has ended: ZeRO stage 3 has partitioned its "
             "parameters, and nothing gathers them any more.\nEvaluate before accelerator.end_training(). Or write the "
@@ -465,9 +446,10 @@ def _refuse_forward(module: nn.Module, *_: Any) -> None:
         )
 
 
-def _holds_partitions(module: nn.Module) -> bool:
+def own_partitioned(module: nn.Module) -> list[Any]:
+    """The module's own parameters, without those of submodules, that are partitioned now."""
     own: list[Any] = list(module.parameters(recurse=False))
-    return any(hasattr(p, "ds_id") and p.numel() != p.ds_numel for p in own)
+    return [p for p in own if hasattr(p, "ds_id") and p.numel() != p.ds_numel]
 
 
 def _do_nothing(*_: Any) -> None:

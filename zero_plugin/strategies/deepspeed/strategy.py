@@ -23,12 +23,12 @@ from zero_plugin.config.plugins import Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.tree import AUTO, Tree
-from zero_plugin.distributed.messages import working
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, MachineError, Problem
-from zero_plugin.machine.op_builds import build_folder, missing_builds, needed_ops, refuse_stale_build_locks
+from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
@@ -129,7 +129,8 @@ class DeepSpeedStrategy(Strategy):
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
             LoopError: the optimizer has a state that cannot be partitioned, or ZeRO cannot train the model.
-            MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
+            MachineError: a killed op build left its lock, a compiler is missing, or DeepSpeed was imported for another
+                device before.
         """
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
@@ -159,7 +160,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
-            with _building(resolved.tree, kind.lower(), processes):
+            with showing_refusals():
                 optimizer = engine_optimizer(request, processes.device)
             if optimizer is None:
                 assert isinstance(request.optimizer, DummyOptim)
@@ -174,8 +175,7 @@ class DeepSpeedStrategy(Strategy):
                     del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
-        with _building(resolved.tree, kind.lower(), processes):
-            engine = self._initialize(deepspeed, request, optimizer, parameters, config)
+        engine = self._initialize(deepspeed, request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
@@ -196,6 +196,7 @@ class DeepSpeedStrategy(Strategy):
 
         resolved = request.resolved
         with (
+            showing_refusals(),
             warnings.catch_warnings(),
             self._processes.counted_by_gpu(),
             broadcasting_any_shape(),
@@ -351,14 +352,6 @@ class DeepSpeedStrategy(Strategy):
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
-def _building(training: Tree, optimizer: str, processes: Processes) -> AbstractContextManager[Any]:
-    """Show the building of what the run loads of DeepSpeed's C++ ops, which takes a minute where they are not built."""
-    folder = build_folder(os.environ, torch.version.cuda)
-    if missing := missing_builds(needed_ops(training, optimizer, on_gpu=processes.device.type == "cuda"), folder):
-        return working(f"compiling DeepSpeed's {', '.join(missing)}, once for this machine")
-    return nullcontext()
-
-
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
     """Cast the floating-point parameters to the dtype of training; buffers keep theirs, as with DeepSpeed."""
     for p in model.parameters():
@@ -385,7 +378,9 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     os.environ.setdefault("DS_ACCELERATOR", kind)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
+    watch_builders(OpBuilder)
     found = get_accelerator().device_name()
     if found != kind:
         raise MachineError(
@@ -398,10 +393,9 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
     # torch has renamed collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
-    # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
     compatible = deepspeed.ops.__compatible_ops__
     own = dict(compatible)
-    compatible["deepspeed_shm_comm"] = False
+    omit_shared_memory_op(compatible)
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
