@@ -39,10 +39,12 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("language", ["yaml", "json"])
 def test_configs_pass_the_check(language: str, tmp_path: Path) -> None:
-    """Every config that a page shows is accepted as it is printed."""
+    """Every config that a page shows is accepted as it is printed, but for the one that shows what is refused."""
     examples = [example for page in PAGES for example in blocks(language, page.read_text(encoding="utf-8"))]
     assert examples
     for example in examples:
+        if "gradient_acumulation_steps" in example:
+            continue
         file = tmp_path / f"example.{language}"
         file.write_text(example)
         check_document(read_document(str(file)))
