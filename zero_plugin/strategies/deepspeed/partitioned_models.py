@@ -160,7 +160,7 @@ class _Init(zero.Init):  # type: ignore[misc]
 @contextmanager
 def _transformers_initializes_gathered() -> Iterator[None]:
     """Inside, transformers gathers partitioned modules for its second initialization after construction."""
-    modeling = sys.modules.get("transformers.modeling_utils")
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
         return
