@@ -114,8 +114,7 @@ class Reader:
         elif has_row(ENDLESS, page, command):
             return self._interrupted(typed)
         elif replaced := find_row(SECOND_MACHINE, page, command, None):
-            both = f"({typed}) & ({typed.replace(*replaced)})\nsecond=$?\nwait $! && [ $second = 0 ]"
-            typed = f"unshare --net bash -c {shlex.quote(f'{_NETWORK} && {both}')}"
+            typed = _on_two_machines(typed, typed.replace(*replaced))
         keep = f'{{ export -p; printf "cd %q\\n" "$PWD"; }} > {self._state}'
         done = self._shell(f". {self._state}\n{typed}\ncode=$?\n{keep}\nexit $code")
         wanted = find_row(EXIT_CODES, page, command, 0)
@@ -147,6 +146,13 @@ class Reader:
         (folder,) = self._work.rglob(block.first.rstrip("/"))
         names = [line.split()[0] for line in block.text.splitlines()[1:] if line[:2] == "  " and line[2] != " "]
         assert not (absent := [name for name in names if not (folder / name).exists()]), f"not in {folder}: {absent}"
+
+
+def _on_two_machines(first: str, second: str) -> str:
+    """Both commands at once, in a network of their own; its workers are no forks, which would be in another network."""
+    network = f"unset ZERO_PLUGIN_TESTS_FORKS\n{_NETWORK} || exit"
+    both = f"{network}\n({first}) & ({second})\nsecond=$?\nwait $! && [ $second = 0 ]"
+    return f"unshare --net bash -c {shlex.quote(both)}"
 
 
 def _at_the_launcher(command: str, flag: str) -> str:
