@@ -109,6 +109,12 @@ def test_deepspeed_is_told_the_number_of_the_gpu(monkeypatch: pytest.MonkeyPatch
         with Processes(3, 3, 4, torch.device(device)).counted_by_gpu():
             assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == seen
         assert os.environ["LOCAL_RANK"] == "3"
+    monkeypatch.delenv("LOCAL_RANK")  # the script has made the group, and no launcher said anything
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # mpirun has started what started this process
+    with Processes(3, 3, 4, torch.device("cpu")).counted_by_gpu():
+        assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
+    assert "LOCAL_RANK" not in os.environ
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
 
 
 CHECKS = {
