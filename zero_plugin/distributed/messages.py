@@ -242,6 +242,9 @@ def _own_handler() -> _StderrHandler | None:
 class _ShownWork:
     """All work that is going on, and the thread that shows it, which ends with the last of it.
 
+    It is a thread because a call into DeepSpeed or a compiler cannot show itself while it lasts. There is none where
+    nothing is shown, on all processes but the main one.
+
     Whoever holds the lock may take that of a logging handler, never the other way round.
     """
 
