@@ -75,7 +75,7 @@ campaign: $(VENV)/.installed-dev libaio iproute2
 mutants: $(VENV)/.installed-dev libaio
 	$(BIN)/python tests/mutants/campaign.py
 
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 benchmarks: $(VENV)/.installed
@@ -97,12 +97,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[pictures,dev]'
+	$(PIP) --editable '.[pictures,dev,docs]'
 	@touch $(VENV)/.installed $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) --editable '.[pictures,transformers,docs]'
-	@touch $@
 
 # torch_xla is built for one torch, older than that of constraints.txt. Another torch has an environment of its own, and
 # all else is the other environment's.
