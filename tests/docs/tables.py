@@ -59,8 +59,7 @@ CAMPAIGN: set[Row] = {
     ("docs/tutorial/from-pytorch.md", "zero-plugin launch --config zero3"),
 }
 
-# Commands that are typed on two machines at once: what the second one's says instead. Both are in a network where this
-# machine has the address of the first one.
+# Commands that are typed on two machines at once: what the second one's says instead; see bin/on-two-machines.
 SECOND_MACHINE: dict[Row, tuple[str, str]] = {
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"): (
         "--machine_rank 0",
