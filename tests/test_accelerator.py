@@ -107,7 +107,7 @@ def test_half_a_process_group_is_an_error(run_script: Callable[..., subprocess.C
     done = run_script("Accelerator()", RANK="0", MASTER_ADDR="localhost")
     assert done.returncode == 1
     assert "LaunchError" in done.stderr
-    assert "WORLD_SIZE, MASTER_PORT is not" in done.stderr
+    assert "RANK=0 is set but WORLD_SIZE, MASTER_PORT are not" in done.stderr
     assert "zero-plugin launch" in done.stderr
 
 

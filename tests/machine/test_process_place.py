@@ -96,7 +96,7 @@ def test_one_process(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "parts"),
     [
-        ({"RANK": "0"}, ["RANK=0 is set but WORLD_SIZE is not", 'os.environ.pop("RANK")']),
+        ({"RANK": "0"}, ["RANK=0 is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not", 'os.environ.pop("RANK")']),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 says", "RANK is not set", "unset WORLD_SIZE"]),
         ({**POD, "RANK": "2"}, ["RANK=2, WORLD_SIZE=2 contradict each other", "from 0 to below"]),
         ({**POD, "WORLD_SIZE": "0"}, ["RANK=1, WORLD_SIZE=0 contradict"]),

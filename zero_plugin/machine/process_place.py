@@ -86,11 +86,12 @@ def _is_left_over(environ: Mapping[str, str]) -> bool:
 def _torch_place(environ: Mapping[str, str]) -> Place:
     names = TORCH if TORCH.rank in environ else _GLOBAL_RANK
     if TORCH.world_size not in environ:
+        missing = [name for name in (TORCH.world_size, TORCH.address, TORCH.port) if name not in environ]
         raise LaunchError(
-            f"{_told(environ, TORCH.rank)} is set but {TORCH.world_size} is not: the environment describes half a "
-            "process group.\nStart the script with `zero-plugin launch` or torchrun; or set "
-            f"{TORCH.world_size}, {TORCH.address} and {TORCH.port} too; or, to run one process, unset {TORCH.rank} "
-            f'(in a notebook: os.environ.pop("{TORCH.rank}")).'
+            f"{_told(environ, TORCH.rank)} is set but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not: "
+            "the environment describes half a process group.\nStart the script with `zero-plugin launch` or torchrun, "
+            f"which set them all; or, to run one process, unset {TORCH.rank} (in a notebook: "
+            f'os.environ.pop("{TORCH.rank}")).'
         )
     rank, world = number_of(environ, names.rank), number_of(environ, TORCH.world_size)
     if _TORCHRUN not in environ and _GLOBAL_RANK.rank in environ and number_of(environ, _GLOBAL_RANK.rank) != rank:
