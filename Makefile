@@ -1,6 +1,7 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the complete test suite
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
+# make test-foreign   programs of other libraries (TRL, diffusers, timm, …), in an environment of their own
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
@@ -12,12 +13,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 VENV_TPU ?= .venv-tpu
+VENV_FOREIGN ?= .venv-foreign
+
 PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
 
-.PHONY: demo test test-tpu test-older-torch check campaign mutants benchmarks clean libaio iproute2
+.PHONY: demo test test-tpu test-older-torch test-foreign check campaign mutants benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
-test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 
 # Hundreds of processes are started: none of them compiles the package and the tests anew.
@@ -50,6 +53,9 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 test-older-torch: $(VENV_TPU)/.installed libaio iproute2
 	$(VENV_TPU)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign"
 
+test-foreign: $(VENV_FOREIGN)/.installed libaio
+	$(VENV_FOREIGN)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/foreign
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,6 +66,7 @@ campaign: $(VENV)/.installed-dev libaio iproute2
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
+	$(MAKE) test-foreign
 	$(MAKE) mutants
 
 # A second start goes on from where the first one was stopped.
@@ -74,7 +81,7 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_FOREIGN) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +107,18 @@ $(VENV_TPU)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(VENV_TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
 	$(PIP_TPU) --no-deps --editable .
+	@touch $@
+
+# What .venv has is used from there. A torchvision that was built for another torch is removed again: it would keep
+# transformers from being imported, and without it timm's program alone is skipped.
+$(VENV_FOREIGN)/.installed: constraints.txt $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(VENV_FOREIGN)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(VENV_FOREIGN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
+	$(VENV_FOREIGN)/bin/python -m pip install --quiet --constraint constraints.txt \
+		datasets diffusers dvclive sentence-transformers timm trackio trl
+	$(VENV_FOREIGN)/bin/python -c 'import torchvision' 2> /dev/null \
+		|| $(VENV_FOREIGN)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.
