@@ -1,6 +1,7 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the complete test suite
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
+# make test-foreign   programs of other libraries (TRL, diffusers, timm, …), in an environment of their own
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make docs   the site, in site/; warnings are errors
@@ -15,12 +16,13 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 VENV_TPU    ?= .venv-tpu
 VENV_NEWEST ?= .venv-newest
+VENV_FOREIGN ?= .venv-foreign
 
-.PHONY: demo docs test test-tpu test-older-torch test-newest-torch check campaign mutants benchmarks clean
+.PHONY: demo docs test test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
 .PHONY: libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
-test campaign mutants: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 test-newest-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_NEWEST))/torch_extensions
 
@@ -59,6 +61,9 @@ test-newest-torch: $(VENV_NEWEST)/.installed libaio
 	$(VENV_NEWEST)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign and not processes"
 	$(VENV_NEWEST)/bin/python $(PYTEST) -m "not campaign" tests/parity
 
+test-foreign: $(VENV_FOREIGN)/.installed libaio
+	$(VENV_FOREIGN)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/foreign
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,6 +74,7 @@ campaign: $(VENV)/.installed-dev libaio iproute2
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
+	$(MAKE) test-foreign
 	$(MAKE) mutants
 
 # A second start goes on from where the first one was stopped.
@@ -86,8 +92,8 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-		demo_output examples_output site
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_FOREIGN) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis demo_output examples_output site
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -111,6 +117,18 @@ $(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --no-deps --editable .
+	@touch $@
+
+# What .venv has is used from there. A torchvision that was built for another torch is removed again: it would keep
+# transformers from being imported, and without it timm's program alone is skipped.
+$(VENV_FOREIGN)/.installed: constraints.txt $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(VENV_FOREIGN)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(VENV_FOREIGN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
+	$(VENV_FOREIGN)/bin/python -m pip install --quiet --constraint constraints.txt \
+		datasets diffusers dvclive sentence-transformers timm trackio trl
+	$(VENV_FOREIGN)/bin/python -c 'import torchvision' 2> /dev/null \
+		|| $(VENV_FOREIGN)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.
