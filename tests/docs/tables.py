@@ -15,6 +15,8 @@ Value = TypeVar("Value")
 CANNOT_RUN: dict[Row, str] = {
     ("README.md", "make demo"): ("installs from PyPI, and runs the suite that this test is a part of"),
     ("README.md", "python -m venv"): "installs torch and DeepSpeed from PyPI",
+    ("docs/launchers.md", "import ray.train"): "needs Ray: tests/launch/test_ray.py runs it where Ray is installed",
+    ("docs/launchers.md", "mpirun -n 2"): "needs MPI, and two machines: tests/launch/test_schedulers.py runs mpirun",
     ("docs/launching.md", "zero-plugin launch --deepspeed_hostfile"): (
         "needs hosts that ssh reaches; tests/launch/test_hostfile.py starts an ssh server for that"
     ),
