@@ -33,7 +33,6 @@ COMPARED_ELSEWHERE: dict[Row, str] = {
 # Exit codes other than 0, which the pages mention.
 EXIT_CODES: dict[Row, int] = {
     ("docs/configuration.md", "zero-plugin check wrong.yaml"): 2,
-    ("README.md", "zero-plugin doctor"): 1,
 }
 
 # Appended to commands that take minutes as they are printed.
@@ -46,6 +45,11 @@ SHORTER: dict[Row, str] = {
 
 # Commands that only the campaign runs to their end. Every day they are typed with --dry_run, and others like them run.
 CAMPAIGN: set[Row] = {
+    ("README.md", "zero-plugin launch --num_processes 2 --config_file ds.json"),
+    ("README.md", "zero-plugin launch --config zero2 --zero_stage 3"),
+    ("README.md", "zero-plugin launch --config_file my.yaml"),
+    ("README.md", "zero-plugin test"),
+    ("docs/demo.md", "zero-plugin demo --cpu"),
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"),
     ("docs/demo.md", "zero-plugin demo --config"),
     ("docs/demo.md", "zero-plugin demo -- --steps 2000"),
@@ -55,8 +59,7 @@ CAMPAIGN: set[Row] = {
     ("docs/tutorial/from-pytorch.md", "zero-plugin launch --config zero3"),
 }
 
-# Commands that are typed on two machines at once: what the second one's says instead. Both are in a network where this
-# machine has the address of the first one.
+# Commands that are typed on two machines at once: what the second one's says instead; see bin/on-two-machines.
 SECOND_MACHINE: dict[Row, tuple[str, str]] = {
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"): (
         "--machine_rank 0",
@@ -73,7 +76,7 @@ ENDLESS: set[Row] = {("docs/launching.md", 'python -c "import signal;')}
 # files are in the folder of each other page.
 _README = 'exec(open("train.py").read())\n'
 BEFORE: dict[Row, str] = {
-    ("docs/big-models.md", "from zero_plugin import init_empty_weights"): """
+    ("docs/big-models.md", "from transformers import AutoConfig"): """
 from transformers import AutoModelForCausalLM, GPT2Config
 config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
 AutoModelForCausalLM.from_config(config).save_pretrained("path/to/checkpoint")
@@ -111,7 +114,7 @@ train_text, held_out_text = read_text(max_bytes=100_000, held_out_bytes=20_000)
 config = GPTConfig(hidden_size=args.width, layers=args.layers, heads=args.heads, block=args.block)
 held_out = DataLoader(Blocks(held_out_text, args.block), args.batch_size)
 updates = args.steps
-losses, rates, progress = torch.zeros(args.steps), [], Progress(total=args.steps)
+losses, rates, progress = torch.zeros(args.steps), [], Progress(total=args.steps).__enter__()
 """,
     ("docs/demo.md", "nats = ["): 'prompt = torch.tensor([list(b"def ")])',
     ("docs/demo.md", "accelerator.end_training()"): """
