@@ -72,9 +72,8 @@ class Reader:
             if find_row({**CANNOT_RUN, **COMPARED_ELSEWHERE}, block.page, block.first, None):
                 continue
             try:
-                self._execute(
-                    find_row(BEFORE, block.page, block.first, ""), f"tables.py, before {block.page}:{block.line}"
-                )
+                if given := find_row(BEFORE, block.page, block.first, ""):
+                    exec(compile(given, f"tables.py, before {block.page}:{block.line}", "exec"), self._variables)
                 self._type(block)
             except BaseException:
                 print(f"{block.page}:{block.line} does not do as printed; output so far:\n{self._printed}")
@@ -110,7 +109,8 @@ class Reader:
         """Type a command in the shell as the commands before it have left it; what it prints, in both streams."""
         typed = command.partition("  #")[0] + find_row(SHORTER, page, command, "")
         if self._form == "daily" and has_row(CAMPAIGN, page, command):
-            typed = _at_the_launcher(typed, "--dry_run")
+            if not (typed := _dry(typed)):
+                return ""
         elif has_row(ENDLESS, page, command):
             return self._interrupted(typed)
         elif replaced := find_row(SECOND_MACHINE, page, command, None):
@@ -148,9 +148,10 @@ class Reader:
         assert not (absent := [name for name in names if not (folder / name).exists()]), f"not in {folder}: {absent}"
 
 
-def _at_the_launcher(command: str, flag: str) -> str:
-    """The command with a flag for `zero-plugin`, not for the script that it starts."""
-    return re.sub(r"zero-plugin \w+", rf"\g<0> {flag}", command, count=1)
+def _dry(command: str) -> str:
+    """The command with `--dry_run` for the launcher, not for the script; "" for one that starts nothing."""
+    dry, found = re.subn(r"zero-plugin (launch|demo|test)\b", r"\g<0> --dry_run", command, count=1)
+    return dry if found else ""
 
 
 if __name__ == "__main__":
