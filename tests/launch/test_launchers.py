@@ -125,7 +125,7 @@ def free_ports(free_port: Callable[[], int]) -> int:
 
 
 def test_the_same_script_trains_under_each_launcher(run_processes: Callable[..., list[str]], free_ports: int) -> None:
-    """DDP and ZeRO 2 give one list of losses; whoever waits is told for whom."""
+    """DDP and ZeRO 2 give one list of losses; a process that waits names those that are missing."""
     outputs = run_processes(__file__, 2, "train_under_each", free_ports)
     assert ["TRAINED 16" in output for output in outputs] == [True, True], outputs
     assert f"rank 1 of WORLD_SIZE=2 did not join yet; rank 0 waits at 127.0.0.1:{free_ports + 1}" in outputs[0]

@@ -161,23 +161,23 @@ def test_a_model_that_is_built_in_partitions_does_not_wait_either(swaps: bool, t
 def test_missing_tools_are_named_with_what_needs_none(tmp_path: Path) -> None:
     """A compiler for an op that is not built, ninja for any; and the key that does without the op."""
     nothing = {"PATH": str(tmp_path), "CPATH": str(tmp_path)}
-    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
-    assert told.startswith(
+    described = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
+    assert described.startswith(
         "This run compiles DeepSpeed's cpu_adam, but ninja is not on the PATH and the C++ compiler c++ "
     )
-    assert "apt-get install g++" in told
-    assert told.splitlines()[-1].startswith("Or do without: write zero_force_ds_cpu_optimizer: false")
+    assert "apt-get install g++" in described
+    assert described.splitlines()[-1].startswith("Or do without: write zero_force_ds_cpu_optimizer: false")
     for name in ("ninja", "c++", "clang++-19"):
         (tmp_path / name).touch(mode=0o755)
     assert describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-19 -g"}) is None
-    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-20"}) or ""
-    assert "the C++ compiler clang++-20 is not on the PATH." in told
+    described = describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-20"}) or ""
+    assert "the C++ compiler clang++-20 is not on the PATH." in described
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     assert describe_missing_tools(["cpu_adam"], tmp_path, nothing | {"CXX": "clang++-20"}) is None
     (tmp_path / "ninja").unlink()
-    told = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
-    assert told.startswith("This run loads DeepSpeed's cpu_adam, but ninja is not on the PATH.\npip install ninja")
+    described = describe_missing_tools(["cpu_adam"], tmp_path, nothing) or ""
+    assert described.startswith("This run loads DeepSpeed's cpu_adam, but ninja is not on the PATH.\npip install ninja")
     assert describe_missing_tools([], tmp_path, nothing) is None
 
 

@@ -88,7 +88,7 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
     if TORCH.world_size not in environ:
         missing = [name for name in (TORCH.world_size, TORCH.address, TORCH.port) if name not in environ]
         raise LaunchError(
-            f"{_told(environ, TORCH.rank)} is set but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not: "
+            f"{_show(environ, TORCH.rank)} is set but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not: "
             "the environment describes half a process group.\nStart the script with `zero-plugin launch` or torchrun, "
             f"which set them all; or, to run one process, unset {TORCH.rank} (in a notebook: "
             f'os.environ.pop("{TORCH.rank}")).'
@@ -96,7 +96,7 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
     rank, world = number_of(environ, names.rank), number_of(environ, TORCH.world_size)
     if _TORCHRUN not in environ and _GLOBAL_RANK.rank in environ and number_of(environ, _GLOBAL_RANK.rank) != rank:
         raise LaunchError(
-            f"{_told(environ, TORCH.rank, _GLOBAL_RANK.rank)} contradict each other: both number this process among "
+            f"{_show(environ, TORCH.rank, _GLOBAL_RANK.rank)} contradict each other: both number this process among "
             "all of its run.\nUnset the one that was left over, or set by hand."
         )
     all_here = _are_all_here(world, environ)
@@ -123,7 +123,7 @@ def _place_of_lightning(environ: Mapping[str, str]) -> Place | None:
         local_size = world
     else:
         raise LaunchError(
-            f"{_told(environ, TORCH.world_size, TORCH.local_rank)} say that this is one of several processes, but "
+            f"{_show(environ, TORCH.world_size, TORCH.local_rank)} say that this is one of several processes, but "
             f"neither {TORCH.rank} nor {TORCH.local_size} is set: nothing says which of all it is.\nSet "
             f"{TORCH.local_size}, how many processes run on each machine, and {TORCH.machine}, which machine this is, "
             f"from 0; or, to run one process, unset {TORCH.world_size} and {TORCH.local_rank}."
@@ -141,7 +141,7 @@ def _place_in_kubernetes(environ: Mapping[str, str]) -> Place | None:
     each = environ.get(KUBERNETES.local_size, "1")
     if each != "1" or not environ[KUBERNETES.machines].isdigit() or KUBERNETES.machine not in environ:
         raise LaunchError(
-            f"{_told(environ, KUBERNETES.machines, KUBERNETES.local_size)}: this container is one of several, in which "
+            f"{_show(environ, KUBERNETES.machines, KUBERNETES.local_size)}: this container is one of several, in which "
             "a launcher is to start the processes, and the script was started without one.\nWrite `torchrun train.py` "
             "or `zero-plugin launch train.py` in the manifest, which read these variables; or one process for each "
             "container (numProcPerNode: 1)."
@@ -171,7 +171,7 @@ def _check(place: Place, environ: Mapping[str, str]) -> Place:
     ):
         if number is not None and limit is not None and not 0 <= number < limit:
             raise LaunchError(
-                f"{_told(environ, *variables)} contradict each other: processes are counted from 0 to below their "
+                f"{_show(environ, *variables)} contradict each other: processes are counted from 0 to below their "
                 "number, and no machine has more than all.\nStart the script with `zero-plugin launch` or torchrun, "
                 "which set these variables; or correct them for all processes; or unset them, to run one process."
             )
@@ -183,7 +183,7 @@ def _refuse_contradiction(place: Place, job: Place | None, environ: Mapping[str,
     if job is not None and (job.rank, job.world_size) != (place.rank, place.world_size):
         theirs = (job.source, job.launcher.world_size)
         raise LaunchError(
-            f"{_told(environ, place.source, TORCH.world_size)} contradict {_told(environ, *theirs)}, with which this "
+            f"{_show(environ, place.source, TORCH.world_size)} contradict {_show(environ, *theirs)}, with which this "
             f"process was started.\nUnset {place.source} and {TORCH.world_size} in the script or the image of the job: "
             f"{' and '.join(theirs)} are enough. To count in another way, set {TORCH.local_rank} too."
         )
@@ -198,7 +198,7 @@ def _refuse_other_numbers(place: Place, environ: Mapping[str, str]) -> None:
     ):
         if name in environ and number_of(environ, name) != number:
             raise LaunchError(
-                f"{_told(environ, name)} contradicts {_told(environ, its_name) or number}, with which this process was "
+                f"{_show(environ, name)} contradicts {_show(environ, its_name) or number}, with which this process was "
                 f"started.\nUnset {name} in the script or the image of the job: {its_name} is enough; or start as many "
                 "processes as were meant."
             )
@@ -214,6 +214,6 @@ def _refuse_several_here(environ: Mapping[str, str]) -> None:
         )
 
 
-def _told(environ: Mapping[str, str], *names: str) -> str:
+def _show(environ: Mapping[str, str], *names: str) -> str:
     """`A=1, B=2` and so on, of those that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)
