@@ -120,6 +120,7 @@ def test_a_forgotten_state_says_so() -> None:
 
 def test_a_gradient_state_is_the_window_s_and_the_loader_s() -> None:
     """Accumulation and the running loop, seen from anywhere, nested loops too."""
+    GradientState._reset_state()  # of an earlier test's accelerator
     assert (GradientState().num_steps, GradientState().sync_gradients) == (1, True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     state = GradientState()

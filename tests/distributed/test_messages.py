@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -177,6 +178,17 @@ def test_long_work_is_logged_now_and_then_and_at_its_end(monkeypatch):
         wait_until(lambda: re.search(r"saving a: \d+ s, 1 of 4 files, about \d+ s left\n", shown.getvalue()))
     assert re.search(r"saving a: done in \d+ s, 1 of 4 files\n$", shown.getvalue())
     assert not progress_threads()
+
+
+def test_the_page_shows_the_lines_of_a_long_save():
+    """docs/training.md prints what a log has after 20 s and at the end."""
+    gib = 2**30
+    work = messages.Work("saving checkpoint_3", int(48.9 * gib), "bytes", live=False, done=int(31.2 * gib))
+    first = work.describe(20)
+    work.done = work.total
+    page = Path(__file__).parents[2] / "docs/training.md"
+    shown = f"```text\nzero_plugin: {first}\nzero_plugin: {work.describe(32, has_ended=True)}\n```"
+    assert shown in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("_soon")

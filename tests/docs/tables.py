@@ -30,6 +30,9 @@ COMPARED_ELSEWHERE: dict[Row, str] = {
     ("docs/architecture.md", "Makefile  constraints.txt"): (
         "test_docs.py::test_tree_lists_packages_and_top_modules_with_the_sentence_of_their_docstring"
     ),
+    ("docs/training.md", "zero_plugin: saving checkpoint_3"): (
+        "test_messages.py::test_the_page_shows_the_lines_of_a_long_save"
+    ),
 }
 
 # Exit codes other than 0, which the pages mention.
