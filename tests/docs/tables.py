@@ -158,6 +158,12 @@ generator, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
 g_optimizer, c_optimizer = (torch.optim.AdamW(model.parameters()) for model in (generator, critic))
 loader = DataLoader(TensorDataset(torch.zeros(4, 2)))
 """,
+    ("docs/training.md", "from zero_plugin import Progress"): f"""
+{_README}
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32))
+loader = [{{"input_ids": torch.ones(2, 3, dtype=torch.long)}}]
+""",
     ("docs/training.md", "accelerator = Accelerator(log_with="): """
 loss, tokens, step = torch.ones(()), 8, 1
 """,
