@@ -151,7 +151,7 @@ def test_limits(caplog: pytest.LogCaptureFixture) -> None:
     given = {"cpu": "1KB", 5: 7}
     with caplog.at_level(logging.WARNING):
         assert list(get_max_memory(given).items()) == [(5, 7), ("cpu", 1000)]
-    assert "GPU 5, which is not available" in caplog.text
+    assert "GPU 5, which this machine does not have; it has none." in caplog.text
     assert given == {"cpu": "1KB", 5: 7}
     with pytest.raises(ValueError, match="max_memory has 'gpu'; places are GPU indices"):
         get_max_memory({"gpu": 3})

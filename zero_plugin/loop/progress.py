@@ -49,6 +49,8 @@ class Progress:
                 ...
                 progress.update(step, loss=loss, lr=scheduler.get_last_lr()[0], units=batch.numel())
 
+    Without `with`, each line is a new one on a terminal too.
+
     Given the model, the line has the Model FLOPs Utilization (MFU): the floating-point operations per second that the
     throughput makes, as a part of the device's peak by its data sheet. See `training_flops_per_token` for how they are
     counted. A line of a device whose peak is not known, such as a CPU, has none. `launch --quiet` shows no lines.
@@ -90,11 +92,11 @@ class Progress:
         self._next = 1
         self._first: tuple[int, float] | None = None  # step and time of the first line
         self._bar: Bar | None = None
+        self._before = time.perf_counter()
 
     def __enter__(self) -> Progress:
-        self._main = (not _distributed() or distributed.get_rank() == 0) and not is_set(QUIET_VARIABLE)
         self._before = time.perf_counter()
-        if self._main and self._console.is_terminal:
+        if _shows() and self._console.is_terminal:
             shows_bar = self._console.width >= 100
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -134,7 +136,7 @@ class Progress:
         due = round(self._seconds * steps / max(reports[0].seconds, 1e-9))
         self._next = step + max(1, min(due, 2 * steps))
         self._reported, self._before, self._units = step, now, 0
-        if self._main:
+        if _shows():
             self._show(step, lr, reports, now)
 
     def _show(self, step: int, lr: float, reports: list[_Report], now: float) -> None:
@@ -186,6 +188,10 @@ def _peak_flops(model: nn.Module | None) -> float | None:
 
 def _distributed() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _shows() -> bool:
+    return (not _distributed() or distributed.get_rank() == 0) and not is_set(QUIET_VARIABLE)
 
 
 def _gather(report: _Report) -> list[_Report]:
