@@ -36,7 +36,7 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["check"]: row for row in report["checks"]}
 
 
-@pytest.mark.parametrize("config", ["cpu", "zero2"])
+@pytest.mark.parametrize("config", [pytest.param("cpu", marks=pytest.mark.campaign), "zero2"])
 def test_two_processes(config: str, tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]) -> None:
     """All passes, with numbers; what the run has no use for is left out; nothing is left on the disk."""
     (tmp_path / "shared").mkdir()

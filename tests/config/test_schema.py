@@ -117,6 +117,9 @@ NAMED = {
 }
 
 
+pytestmark = pytest.mark.xdist_group("schema")  # of one of pytest's processes, since `installed` takes seconds
+
+
 @pytest.fixture(scope="module")
 def installed() -> Mapping[str, Any]:
     """What the installed DeepSpeed and torch say, from a process of its own: DeepSpeed prints and builds on import."""

@@ -53,8 +53,8 @@ def line_of(text: str, occurrence: int = 0) -> str:
     [
         ("ddp:save_alone", "save_model"),
         ("zero3:state_alone", "get_state_dict"),
-        ("ddp:saves_alone", "save_state"),
-        ("ddp:loads_alone", "load_state"),
+        pytest.param("ddp:saves_alone", "save_state", marks=pytest.mark.campaign),
+        pytest.param("ddp:loads_alone", "load_state", marks=pytest.mark.campaign),
     ],
 )
 def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, script: str, call: str) -> None:

@@ -66,7 +66,10 @@ CAMPAIGN: set[Row] = {
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --machine_rank 0"),
     ("docs/launching.md", "zero-plugin launch --num_machines 2 --rdzv_backend"),
     ("docs/launching.md", "zero-plugin launch --num_processes 2 --num_machines 2"),
+    ("docs/launchers.md", "torchrun"),
+    ("docs/launchers.md", "srun"),
     ("docs/tutorial/from-pytorch.md", "zero-plugin launch --config zero3"),
+    ("docs/tutorial/from-trainer.md", "zero-plugin launch --zero_stage 2"),
 }
 
 # Commands that are typed on two machines at once: what the second one's says instead; see bin/on-two-machines.

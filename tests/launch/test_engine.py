@@ -275,7 +275,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason=
 
 
 @needs_proc
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.campaign)],
+)
 def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Ctrl-C, SIGTERM and a closed terminal reach the workers; none is left, and the code is 128 + n."""
     launcher, mark = start_and_wait(start, tmp_path, "")

@@ -197,6 +197,7 @@ def train(
     return train
 
 
+@pytest.mark.campaign  # every day tests/foreign launches a Trainer at ZeRO-2
 @pytest.mark.processes
 @pytest.mark.timeout(1200)  # three launches
 def test_a_trainer_script_runs_unchanged(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_launch_listens_on_loopback_alone(listeners: Callable[..., list[dict[s
     assert_on_loopback(listeners(*launch), processes=2)
 
 
-@pytest.mark.parametrize("how", ["debug_launcher", "python", "mpirun"])
+@pytest.mark.parametrize("how", ["debug_launcher", "python", pytest.param("mpirun", marks=pytest.mark.campaign)])
 def test_other_starts_listen_on_loopback_alone(
     how: str, listeners: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -101,11 +101,13 @@ def test_one_process_is_the_notebook_itself(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("def f():\n    if os.environ['RANK'] == '1': raise ValueError('its own error')\n    time.sleep(100)",
          ["process 1 failed first", "in f", "ValueError: its own error"]),
-        ("def f():\n    from zero_plugin import Accelerator\n    a = Accelerator(cpu=True)\n    bytearray(1 << 60)",
-         ["MemoryError\nCPU memory ran out on rank ", "What needs less memory, the cheapest first"]),
-        ("def f(): sys.exit(3)", ["failed first", "SystemExit: 3"]),
         ("def f(): os.kill(os.getpid(), 9)", ["was ended by signal 9 (SIGKILL)"]),
-        ("def f(): os._exit(4)", ["failed first, with exit code 4"]),
+        *(pytest.param(*row, marks=pytest.mark.campaign) for row in [
+            ("def f():\n    from zero_plugin import Accelerator\n    a = Accelerator(cpu=True)\n    bytearray(1 << 60)",
+             ["MemoryError\nCPU memory ran out on rank ", "What needs less memory, the cheapest first"]),
+            ("def f(): sys.exit(3)", ["failed first", "SystemExit: 3"]),
+            ("def f(): os._exit(4)", ["failed first, with exit code 4"]),
+        ]),
     ],
 )  # fmt: skip
 def test_a_failure_is_raised_in_the_notebook(

@@ -82,7 +82,7 @@ def results(
 
 @pytest.mark.processes
 @pytest.mark.timeout(3600)  # the first one runs all scripts with both libraries
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script: Path, world: int) -> None:
     """The same losses, applied learning rates and metrics, but for what the script says; and that does differ."""
@@ -119,6 +119,7 @@ def test_differences_are_told(script: Path) -> None:
     assert {row for world in (1, 2) for row in read_differences(script, world).values()} <= told
 
 
+@pytest.mark.campaign
 @pytest.mark.processes
 def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path) -> None:
     """Two processes by `zero-plugin launch` and by `accelerate launch`: the command's name and the import are all."""

@@ -43,6 +43,7 @@ def mutants_of_window() -> list[Mutant]:
     return list(mutants_in(WINDOW, (ROOT / PACKAGE / WINDOW).read_text()))
 
 
+@pytest.mark.campaign
 def test_the_sample_is_the_same_each_time() -> None:
     """For one seed; a larger one goes on from a smaller one, and another seed draws others."""
     mutants = mutants_of_window()
@@ -53,6 +54,7 @@ def test_the_sample_is_the_same_each_time() -> None:
     assert sample(mutants, 40, seed=2) != drawn
 
 
+@pytest.mark.campaign
 def test_each_mutant_is_another_program() -> None:
     """It can be compiled, and differs from the package's."""
     source = (ROOT / PACKAGE / WINDOW).read_text()
