@@ -23,12 +23,25 @@ from typing import Any, Final, Literal
 Severity = Literal["error", "warning", "note"]
 
 _PLACE: Final = re.compile(r"(.+):(\d+):(\d+)", re.DOTALL)
+# Control characters but newline and tab, marks that turn the direction of a text, other line ends, lone surrogates.
+_NOT_SHOWN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""A text of a file or a peer as it can be shown: what would steer a terminal is escaped, as `\u001b`.
+
+    Such an escape has the same meaning in JSON, YAML, Python, and in `$'…'` of a shell.
+    """
+    return _NOT_SHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class ZeroPluginError(Exception):
     """Base of every error this package raises on purpose. `exit_code` is what the command line exits with."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,7 @@ class ConfigError(ZeroPluginError, ValueError):
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem in the configuration:" if count == 1 else f"{count} problems in the configuration:"
-        super().__init__("\n".join([head, *(f"  {line}" for p in self.problems for line in str(p).splitlines())]))
+        super().__init__("\n".join([head, *(f"  {line}" for p in self.problems for line in printable(str(p)).splitlines())]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

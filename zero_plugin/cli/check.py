@@ -25,7 +25,7 @@ from zero_plugin.config.resolve.facts import StrategyName
 from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.schema import deepspeed_schema, yaml_schema
 from zero_plugin.config.tree import holds_auto
-from zero_plugin.errors import ConfigError, Problem, Severity
+from zero_plugin.errors import ConfigError, Problem, Severity, printable
 
 _SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
 _STYLES: Final = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -69,7 +69,7 @@ def as_text(findings: Findings) -> str:
     lines = []
     for problem in findings.problems:
         lines.append(f"{problem.where}: {problem.severity}: {problem.finding}")
-        lines += [f"    {line}" for line in problem.fix.splitlines()]
+        lines += [f"    {line}" for line in printable(problem.fix).splitlines()]
     return "\n".join([*lines, *_skipped(findings), findings.summary])
 
 
@@ -82,22 +82,22 @@ def print_excerpts(findings: Findings) -> None:
     lines_of = dict(findings.contents)
     for problem in findings.problems:
         style = _STYLES[problem.severity]
-        console.print(Text.assemble((problem.severity, style), (f": {problem.finding}", "bold")))
+        console.print(Text.assemble((problem.severity, style), (f": {printable(problem.finding)}", "bold")))
         file, row, column = problem.place
         gutter = " " * len(str(row))
-        console.print(Text.assemble((f"{gutter}--> ", "blue"), problem.where))
+        console.print(Text.assemble((f"{gutter}--> ", "blue"), printable(problem.where)))
         excerpt = _excerpt(lines_of, file, row, column)
         if excerpt is not None:
             line, start, length = excerpt
             console.print(Text.assemble((f"{gutter} |\n{row} | ", "blue"), line))
             console.print(Text.assemble((f"{gutter} | ", "blue"), " " * start, ("^" * length, style)))
-        for line in problem.fix.splitlines():
+        for line in printable(problem.fix).splitlines():
             console.print(Text.assemble((f"{gutter} = ", "blue"), line))
         console.print()
     for line in _skipped(findings):
-        console.print(line, style="dim", markup=False)
+        console.print(printable(line), style="dim", markup=False)
     worst = next((severity for severity in _SEVERITIES if findings.count(severity)), None)
-    console.print(findings.summary, style=_STYLES[worst] if worst else "bold green", markup=False)
+    console.print(printable(findings.summary), style=_STYLES[worst] if worst else "bold green", markup=False)
 
 
 def as_json(findings: Findings) -> str:
@@ -265,7 +265,7 @@ def check(
     if output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:
-        print({"text": as_text, "json": as_json, "github": as_github}[output](findings))
+        print(printable({"text": as_text, "json": as_json, "github": as_github}[output](findings)))
     if findings.count("error"):
         raise typer.Exit(2)
     if strict and findings.count("warning"):
@@ -278,7 +278,7 @@ def check_files(names: list[str]) -> Findings:
     skipped: list[str] = []
     found: list[Problem] = []
     contents: dict[str, str] = {}
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for name in names:
         if name == "-":
             data = sys.stdin.buffer.read()
@@ -295,8 +295,8 @@ def check_files(names: list[str]) -> Findings:
         if not configs:
             message = "no launch config and no DeepSpeed configuration below this folder"
             found.append(Problem(name, "", message, "Name the folder that holds them, or the file itself."))
-        new = [config for config in configs if config.resolve() not in seen]
-        seen.update(config.resolve() for config in new)
+        new = [config for config in configs if os.path.realpath(config) not in seen]  # also of links in a circle
+        seen.update(map(os.path.realpath, new))
         files += map(str, new)
         skipped += map(str, others)
         found += [problem for config in new for problem in _problems(str(config))]

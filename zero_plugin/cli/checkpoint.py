@@ -25,7 +25,7 @@ from zero_plugin.checkpoint.summary import (
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.distributed.messages import working
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, printable
 from zero_plugin.tensors.safetensors_files import read_model_folder
 
 # With a folder that is no checkpoint of this package.
@@ -94,12 +94,12 @@ def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[st
 
 
 def _show_other(folder: Path, kind: Kind, facts: Mapping[str, Any]) -> None:
-    print(f"{folder}: {facts['is']}")
+    print_line(f"{folder}: {facts['is']}")
     for name, value in list(facts.items())[1:]:
         shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
-        print(f"  {name:<10} {shown}")
+        print_line(f"  {name:<10} {shown}")
     if kind in _WHAT_TO_DO:
-        print(f"  {_WHAT_TO_DO[kind].format(folder=folder)}")
+        print_line(f"  {_WHAT_TO_DO[kind].format(folder=folder)}")
 
 
 def _deepspeed_facts(folder: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _show_checkpoint(summary: Summary) -> None:
         _show_model(model)
     _print_table("", ("file", "size"), [[path, show_bytes(size)] for path, size in summary.files.items()])
     if summary.damage:
-        print(f"\ndamaged: {summary.damage}")
+        print_line(f"\ndamaged: {summary.damage}")
 
 
 def _show_model(model: ModelSummary) -> None:
@@ -212,7 +212,7 @@ def verify_all(folder: Path) -> bool:
         good = [path for path, is_complete in found.items() if is_complete]
     else:
         good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
-    print(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
+    print_line(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
     return False
 
 
@@ -230,12 +230,12 @@ def _verify(folder: Path) -> bool:
         differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, work.advance, skipped=wrong)]
     if wrong or differing:
         return _print_differences(folder, [*wrong.values(), *differing])
-    print(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
+    print_line(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
     return True
 
 
 def _print_differences(folder: Path, damages: list[str]) -> bool:
-    print("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
+    print_line("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
     return False
 
 
@@ -356,6 +356,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _tell(line: str, notes: list[str]) -> None:
-    print(line)
+    print_line(line)
     for note in notes:
-        print(f"not converted: {note}", file=sys.stderr)
+        print(printable(f"not converted: {note}"), file=sys.stderr)

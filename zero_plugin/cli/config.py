@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from zero_plugin.cli.output import print_line
 from zero_plugin.cli.prompts import Prompts, prompts_for_terminal
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import update_config, write_config
@@ -358,7 +359,7 @@ def config(
             other = "--default" if default else "--config_file"
             raise ConfigError([Problem("--update", "", f"contradicts {other}", "Keep one of the two.")])
         else:
-            print("\n".join(update_config(Path(update))))
+            print_line("\n".join(update_config(Path(update))))
     except KeyboardInterrupt:
         print()  # what follows starts on a line of its own
         raise typer.Exit(130) from None
@@ -383,4 +384,4 @@ def _write(file: Path, default: bool) -> None:
     write_config(values, file)
     taken = find_config_file(os.environ)
     named = "" if taken is not None and taken == file else f" --config_file {file}"
-    print(f"written: {file}\nrun it:  zero-plugin launch{named} train.py")
+    print_line(f"written: {file}\nrun it:  zero-plugin launch{named} train.py")

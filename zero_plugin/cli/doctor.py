@@ -17,7 +17,7 @@ import typer
 
 import zero_plugin
 from zero_plugin.cli import doctor_machine, doctor_software
-from zero_plugin.cli.output import Finding, print_findings, print_json
+from zero_plugin.cli.output import Finding, print_findings, print_json, print_line
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
@@ -152,11 +152,12 @@ def _requested_gpus(settings: LaunchSettings) -> str:
 def env() -> None:
     """Print what a bug report needs: versions, devices and the config that `launch` uses by default."""
     for name, value in _facts():
-        print(f"{name:<13} {value}")
+        print_line(f"{name:<13} {value}")
     file = find_config_file(os.environ)
-    print(f"{'config':<13} {file or 'none'}")
+    print_line(f"{'config':<13} {file or 'none'}")
     if file is not None and file.is_file():
-        print("".join(f"    {line}\n" for line in file.read_text(errors="replace").splitlines()), end="")
+        for line in file.read_text(errors="replace").splitlines():
+            print_line(f"    {line}")
 
 
 def _facts() -> Iterator[tuple[str, str]]:

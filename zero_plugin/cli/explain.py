@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,7 +176,7 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
     elif options.output == "json":
         print_json(_as_json(ours))
     elif options.output == "deepspeed":
-        print(json.dumps(_deepspeed_config(ours), indent=2))
+        print_json(_deepspeed_config(ours))
     else:
         print_table(ours)
 
@@ -327,10 +326,10 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
         print_json({"files": names, "differences": differences})
         return
     if not pairs:
-        print(f"{names[0]} and {names[1]} resolve to the same values")
+        print_line(f"{names[0]} and {names[1]} resolve to the same values")
     widths = (max(map(len, names)) + 2, max((len(_value(row)) for _, pair in pairs for row in pair), default=0))
     for key, pair in pairs:
-        print(key)
+        print_line(key)
         print_rows(
             [(f"  {name}", _value(row), _origin(row)) for name, row in zip(names, pair, strict=True)], widths=widths
         )

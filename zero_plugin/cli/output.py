@@ -11,11 +11,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from zero_plugin.errors import printable
+
 Cell = str | tuple[str, str]  # a text, or a text and its style on a terminal
 
 
 def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
-    """Print a line, in a style on a terminal; it is broken only where it `wraps` there."""
+    """Print a line, in a style on a terminal; it is broken only where it `wraps` there.
+
+    Like all that is printed here it shows no character that steers a terminal: texts come from files of others.
+    """
+    text = printable(text)
     if not sys.stdout.isatty():
         print(text)
         return
@@ -27,7 +33,7 @@ def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, texts as they are."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def print_rows(
@@ -47,6 +53,9 @@ def print_rows(
         to_the_right: columns whose cells a terminal shows at their right side.
         unbroken: columns whose cells a terminal shows in one line.
     """
+    rows = [
+        [printable(cell) if isinstance(cell, str) else (printable(cell[0]), cell[1]) for cell in row] for row in rows
+    ]
     texts = [head, *rows] if head else rows
     lines = [[cell if isinstance(cell, str) else cell[0] for cell in line] for line in texts]
     if not sys.stdout.isatty():

@@ -17,6 +17,7 @@ from zero_plugin.cli.launch_flags import typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.distributed.messages import show_messages
+from zero_plugin.errors import printable
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
@@ -382,7 +383,7 @@ def plan(**typed: Any) -> None:
     optimizer = optimizer_sizes(options.optimizer, fused=True)
     if not is_known(options.optimizer):
         message = f"optimizer {optimizer.name} is not known: it is assumed to keep {optimizer.states} tensors, as Adam"
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     work = Workload(model, activations, optimizer)
     choice = make_plan(work, cluster, wanted)
     answers = what_if(work, cluster, wanted) if options.what_if or choice.chosen is None else None

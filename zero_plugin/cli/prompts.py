@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from zero_plugin.errors import printable
+
 T = TypeVar("T")
 
 
@@ -55,7 +57,7 @@ class Prompts:
             try:
                 return parse(line or default)
             except ValueError as error:
-                print(error)
+                print(printable(str(error)))
 
     def confirm(self, question: str, default: bool) -> bool:
         """Yes or no."""

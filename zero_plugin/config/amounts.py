@@ -10,14 +10,16 @@ from zero_plugin.errors import ConfigError, Problem
 
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
+# Characters. Python refuses to read integers of thousands of digits; so long a number is no setting.
+_LONGEST: Final = 100
+
 
 def as_number(text: str) -> int | float | None:
     """A decimal number as YAML 1.2 and JSON spell it (`2e8`, `5e-5`); None for any other text, or if it is endless."""
     if not _NUMBER.fullmatch(text):
         return None
     if text.lstrip("+-").isdigit():
-        # Python refuses to read integers of thousands of digits; so long a number is no setting
-        return int(text) if len(text) < 100 else None
+        return int(text) if len(text) < _LONGEST else None
     number = float(text)
     return number if math.isfinite(number) else None
 
@@ -40,7 +42,7 @@ def read_bytes(amount: Any, *, least: int = 1) -> int | None:
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
         size = amount
-    elif not isinstance(amount, str):
+    elif not isinstance(amount, str) or len(amount) > _LONGEST:
         return None
     elif amount.strip().isdigit():
         size = int(amount)
@@ -71,8 +73,8 @@ def require_bytes(where: str, amount: Any) -> int:
 
 def read_count(amount: Any) -> int | None:
     """A count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; None for anything else."""
-    found = _COUNT.fullmatch(str(amount))
-    if found is None or isinstance(amount, bool):
+    found = _COUNT.fullmatch(str(amount)[: _LONGEST + 1])
+    if found is None or isinstance(amount, bool) or len(found[0]) > _LONGEST:
         return None
     return round(float(found[1].replace(",", "").replace("_", "")) * 1000 ** _POWERS[found[2].upper()]) or None
 

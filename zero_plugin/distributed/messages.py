@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
+from zero_plugin.errors import printable
 
 # Set to 1, it puts the date and time before each message that `show_messages` shows.
 TIMES_VARIABLE: Final = "ZERO_PLUGIN_LOG_TIMES"
@@ -101,7 +102,7 @@ class _StderrHandler(logging.Handler):
             level, style = ("error: ", "bold red") if record.levelno >= logging.ERROR else ("warning: ", "yellow")
         formatter = logging.Formatter()
         stamp = f"{formatter.formatTime(record)} " if is_set(TIMES_VARIABLE) else ""
-        before, message = stamp + self.prefix, formatter.format(record)
+        before, message = stamp + self.prefix, printable(formatter.format(record))
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.text import Text
@@ -127,7 +128,7 @@ class _StderrHandler(logging.Handler):
         from rich.text import Text
 
         console = Console(file=sys.stderr, highlight=False)
-        line = Text(f"{self.prefix}{' '.join(text.split())}", "dim")
+        line = Text(f"{self.prefix}{' '.join(printable(text).split())}", "dim")
         line.truncate(console.width - 1, overflow="ellipsis")
         with self._locked():
             self.erase()

@@ -16,6 +16,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asked_compiler, asks_for_deepspeed
 from zero_plugin.config.resolve.facts import PLACEMENT, Resolved
 from zero_plugin.config.tree import AUTO, KeyPath
+from zero_plugin.errors import printable
 from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Setting
 from zero_plugin.machine.hardware import core_ranges
@@ -187,7 +188,7 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
 
 def shell_script(spec: LaunchSpec) -> str:
     """The launch as shell lines: every added variable with its reason, then the command. Running it runs the job."""
-    lines = [f"# configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}"]
+    lines = [_comment(f"configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}")]
     if spec.hosts is not None:
         return "\n".join([*lines, *_hosts_script(spec, spec.hosts)])
     if spec.local_processes_reason:
@@ -195,7 +196,7 @@ def shell_script(spec: LaunchSpec) -> str:
     if spec.cores_reason:
         lines.append(f"# {describe_cores(spec)}")
     for name, setting in spec.environment.items():
-        lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
+        lines += [_comment(setting.reason), f"export {name}={_quoted(setting.value)}"]
     if spec.deepspeed_config is not None:
         lines += [
             "# the DeepSpeed JSON for scripts built on Accelerate or transformers; a launch removes it at its end",
@@ -213,7 +214,20 @@ def shell_script(spec: LaunchSpec) -> str:
         lines.append("# torchrun, with a rendezvous that no other machine reaches")
     # the worker of a TPU starts by itself, without restarts
     command = torchrun_command(spec) if spec.replicas is None else worker_command(spec, "python")
-    return "\n".join([*lines, shlex.join(command)])
+    return "\n".join([*lines, " ".join(map(_quoted, command))])
+
+
+def _comment(text: str) -> str:
+    return printable(f"# {text}").replace("\n", "\n# ")
+
+
+def _quoted(word: str) -> str:
+    """The word as a shell reads it; one that would steer a terminal is spelled as bash's `$'…'`."""
+    quoted = shlex.quote(word)
+    if printable(quoted) == quoted:
+        return quoted
+    word = word.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{printable(word)}'"
 
 
 def describe_cores(spec: LaunchSpec) -> str:
@@ -229,8 +243,8 @@ def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
     slots = ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts.hosts)
     return [
         f"# started by {hosts.launcher} through DeepSpeed's launcher, on {slots}",
-        f"# every process runs: {shlex.join(program_arguments(spec.program))}",
-        *(f"# with {name}: {setting.reason}" for name, setting in spec.environment.items()),
+        _comment(f"every process runs: {' '.join(map(_quoted, program_arguments(spec.program)))}"),
+        *(_comment(f"with {name}: {setting.reason}") for name, setting in spec.environment.items()),
         f"# environment variables copied from this shell: {', '.join(hosts.sent) or 'none'}",
-        f"(cd / && {shlex.join(hosts.command)})",
+        f"(cd / && {' '.join(map(_quoted, hosts.command))})",
     ]
