@@ -104,7 +104,9 @@ class ConfigError(ZeroPluginError, ValueError):
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem in the configuration:" if count == 1 else f"{count} problems in the configuration:"
-        super().__init__("\n".join([head, *(f"  {line}" for p in self.problems for line in printable(str(p)).splitlines())]))
+        super().__init__(
+            "\n".join([head, *(f"  {line}" for p in self.problems for line in printable(str(p)).splitlines())])
+        )
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

@@ -45,10 +45,12 @@ while True:
         if fault == "exception":
             raise ValueError("boom")
         if fault == "exit":
-            os._exit(137)
+            os._exit(3)
+        if fault == "leave":
+            os._exit(0)
 """
-FAULTS = ("kill", "terminate", "stop", "exception", "exit")
-CODES = {"kill": 137, "terminate": 143, "stop": 1, "exception": 1, "exit": 137}
+FAULTS = ("kill", "terminate", "stop", "exception", "exit", "leave")
+CODES = {"kill": 137, "terminate": 143, "stop": 1, "exception": 1, "exit": 3, "leave": 1}
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Workers:
 def read(file: Path) -> str:
     """Of a process; "" where it has ended."""
     try:
-        return file.read_text()
+        return file.read_text(errors="replace")
     except OSError:
         return ""
 
@@ -117,7 +119,8 @@ def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, sec
         "terminate": "stopped by SIGTERM",
         "stop": f"rank {rank} did not run at that time: it was stopped by a signal",
         "exception": f"rank {rank} failed first, with exit code 1",
-        "exit": f"rank {rank} failed first, with exit code 137",
+        "exit": f"rank {rank} failed first, with exit code 3",
+        "leave": f"rank {rank} did not run at that time: it had ended, with exit code 0",
     }[fault] in errors, errors
     if fault == "exception":
         assert errors.count("ValueError: boom") == 1
@@ -168,9 +171,10 @@ def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any],
     assert training.result() == undisturbed[stage]
 
 
-def test_a_stopped_rank(start: Start, tmp_path: Path) -> None:
-    """It is named beside the one that waited for it in vain, and is ended although it does not run."""
-    disturb(start, tmp_path, "stop", 2, 0, 0.3)
+@pytest.mark.parametrize("fault", ["stop", "exit", "leave"])
+def test_a_rank_that_says_nothing(fault: str, start: Start, tmp_path: Path) -> None:
+    """One that is stopped, or ends without a word, is named beside the one that waited for it in vain."""
+    disturb(start, tmp_path, fault, 2, 0, 0.3)
 
 
 def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
-from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER, SAME_FAILURE
+from zero_plugin.launch.report import (
+    HAD_ENDED,
+    FirstFailure,
+    describe_failure,
+    describe_idle,
+    find_first_failure,
+    shell_code,
+)
+from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes
 
 
@@ -36,6 +43,8 @@ class Ended:
         ({0: Ended(1), 1: Ended(-11)}, "0 1", (1, -11)),
         ({0: Ended(1), 1: Ended(-6)}, f"0 1 {LOST_PEER}", (1, -6)),
         ({0: Ended(1), 1: Ended(-6)}, "0 1 ValueError", (0, 1)),
+        ({0: Ended(3), 1: Ended(1)}, f"1 1 {LOST_PEER}", (0, 3)),
+        ({0: Ended(3), 1: Ended(1)}, "1 1 ValueError", (1, 1)),
         ({0: Ended(-15), 1: Ended(-6)}, f"1 1 {LOST_PEER}", (1, 1)),
         ({0: Ended(1, timestamp=101), 1: Ended(2, timestamp=100)}, None, (1, 2)),
     ],
@@ -59,9 +68,9 @@ def test_ranks_with_the_same_error_are_named_once(tmp_path: Path) -> None:
     attempt = tmp_path / "run_x" / "attempt_0"
     attempt.mkdir(parents=True)
     (attempt / FIRST_FAILURE).write_text("1 2 ConfigError 123")
-    for rank in (10, 0, 2, 3):
-        (attempt / f"{SAME_FAILURE}.{rank}").touch()
-    first = find_first_failure({rank: Ended(2) for rank in (0, 1, 2, 3, 10)}, tmp_path)
+    for rank in (10, 0, 1, 2, 3, 4):
+        (attempt / f"{FAILURE_OF}.{rank}").write_text("456" if rank == 4 else "123")
+    first = find_first_failure({rank: Ended(2) for rank in (0, 1, 2, 3, 4, 10)}, tmp_path)
     assert (first.rank, first.exitcode, first.kind) == (1, 2, "ConfigError")
     said = describe_failure(first)
     assert "its output is above. Ranks 0, 2-3, 10 failed with the same error. All workers" in said
@@ -126,8 +135,10 @@ def test_what_an_end_means(failure: FirstFailure, part: str) -> None:
 
 def test_ranks_that_could_not_run() -> None:
     """A stopped rank is named beside the one that failed for want of it; several machines are told apart."""
-    (line,) = describe_idle({3: "stopped by a signal"})
-    assert "rank 3 did not run" in line
+    found = {3: "was stopped by a signal", 4: HAD_ENDED}
+    assert ["rank 3 did not run" in line for line in describe_idle(found, FirstFailure(0, 1))] == [True]
+    _, line = describe_idle(found, FirstFailure(0, 1, LOST_PEER))
+    assert "rank 4 did not run at that time: it had ended, with exit code 0." in line
     assert "of those on" in describe_failure(FirstFailure(0, -9), machines=2)
 
 

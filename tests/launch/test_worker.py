@@ -200,7 +200,8 @@ def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path, lines_of: 
 def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
     """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's.
 
-    A later rank prints another error in a line, which has more than its headline, and leaves but its rank of the same.
+    A later rank prints another error in a line, which has more than its headline, and nothing of the same. Each leaves
+    its error's digest.
     """
     (tmp_path / "script.py").write_text(
         "import os\nclass OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError(os.environ['SAID'])"
@@ -217,7 +218,8 @@ def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
     assert said[3].endswith("OutOfMemoryError: CUDA:\n  all\n")
     assert (said[1], said[0]) == ("rank 1 failed later: OutOfMemoryError: CUDA: half\n", "")
     assert (tmp_path / FIRST_FAILURE).read_text().split()[:3] == ["3", "1", "OutOfMemoryError"]
-    assert [file.name for file in tmp_path.glob("same_failure.*")] == ["same_failure.0"]
+    of_rank = {rank: (tmp_path / f"failure_of.{rank}").read_text() for rank in said}
+    assert of_rank[0] == of_rank[3] != of_rank[1]
 
 
 def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:

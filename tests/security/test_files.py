@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.config.amounts import read_bytes, read_count
+from zero_plugin.machine.hardware import PROC, process_stat, read_text
 
 
 @pytest.mark.parametrize("kind", ["pipe", "circle", "device", "folder"])
@@ -30,6 +31,20 @@ def test_check_does_not_wait_for_what_is_no_file(kind: str, tmp_path: Path) -> N
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     assert f"{file}: error: " in done.stdout
+
+
+def test_processes_whose_names_are_no_utf8() -> None:
+    """Any user's program may set such a name; the launcher reads all of them when it reports a failure."""
+    rename = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\\xff\\x1b'); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", rename]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert process_stat(process.pid)[0] in "RS"
+            assert read_text(PROC / str(process.pid) / "comm") == "\ufffd\x1b"
+        finally:
+            process.communicate(b"")
 
 
 @pytest.mark.parametrize("amount", ["9" * 400, "9" * 5000, f"{'9' * 400}GB", "9e999GB", f"{'9' * 400}B"])

@@ -23,6 +23,7 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import (
+    HAD_ENDED,
     Failure,
     describe_end,
     describe_failure,
@@ -54,7 +55,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
         on_failure: is called after a failure, when no worker is left, with those that had failed by themselves.
 
     Yields:
-        By rank, how a worker was found that could not run when another failed; filled while it is entered.
+        By rank, how a worker was found that did not run when another failed; filled while it is entered.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -70,7 +71,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
         if death_sig is None:
             codes = {rank: process.poll() for rank, process in processes.items()}
             idle.clear()
-            idle.update({k: why for k, code in codes.items() if code is None and (why := _why_idle(processes[k].pid))})
+            idle.update({k: why for k, code in codes.items() if (why := _why_idle(processes[k].pid, code))})
             now = int(time.time())
             failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
             close(workers, None, AFTER_FAILURE_S)
@@ -134,10 +135,12 @@ def timed_lines(role: str) -> Iterator[None]:
         yield
 
 
-def _why_idle(pid: int) -> str:
-    """What keeps a process from running, by the kernel's word; "" for nothing."""
+def _why_idle(pid: int, code: int | None) -> str:
+    """What keeps a process from running, by the kernel's word; "" for nothing, and for one that has failed."""
+    if code is not None:
+        return "" if code else HAD_ENDED
     state = (process_stat(pid) or [""])[0]
-    return {"T": "stopped by a signal (SIGSTOP, Ctrl-Z)", "t": "stopped by a debugger"}.get(state, "")
+    return {"T": "was stopped by a signal (SIGSTOP, Ctrl-Z)", "t": "was stopped by a debugger"}.get(state, "")
 
 
 # Loggers whose warnings repeat what the report says.
@@ -221,7 +224,7 @@ def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWat
         described = describe_failure(
             first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory
         )
-        _logger.error("%s", "\n".join([described, *describe_idle(idle)]))
+        _logger.error("%s", "\n".join([described, *describe_idle(idle, first)]))
         return shell_code(first.exitcode)
     return 0
 

@@ -12,14 +12,16 @@ from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.run_files import OutOfMemoryReport
-from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER, SAME_FAILURE
+from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _ABORTED: Final = (-signal.SIGABRT, 128 + signal.SIGABRT)
+_STOPPED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # by the launcher, where it is none of the sudden ends
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
+HAD_ENDED: Final = "had ended, with exit code 0"
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _WORTH_NAMING: Final = 2**28  # bytes that another process has at least
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
@@ -101,16 +103,17 @@ def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailur
         # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
         marked, code, *details = marks[-1].read_text().split()
         kind = details[0] if details else ""
-        if kind == LOST_PEER:  # an abort too is what another rank's lost connection comes from
+        of_rank = {int(file.suffix[1:]): file.read_text() for file in marks[-1].parent.glob(f"{FAILURE_OF}.*")}
+        if kind == LOST_PEER:  # it comes from one that has ended without a word: an abort, or an exit of its own
             for rank, failure in failures.items():
-                if rank != int(marked) and failure.exitcode in _ABORTED:
+                if rank not in {int(marked), *of_rank} and failure.exitcode not in _STOPPED:
                     return FirstFailure(rank, failure.exitcode)
         # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
-            also = sorted(int(file.suffix[1:]) for file in marks[-1].parent.glob(f"{SAME_FAILURE}.*"))
+            digest = details[-1] if details else ""
+            also = sorted(rank for rank, of in of_rank.items() if digest and of == digest and rank != int(marked))
             return FirstFailure(int(marked), int(code), kind, tuple(also))
-    stopped = {-signal.SIGTERM, -signal.SIGKILL}
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in stopped, item[1].timestamp, item[0]))
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in _STOPPED, item[1].timestamp, item[0]))
     return FirstFailure(rank, failure.exitcode)
 
 
@@ -172,11 +175,16 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def describe_idle(idle: Mapping[int, str]) -> list[str]:
-    """A line for each rank that could not run when another one failed, by why it could not."""
+def describe_idle(idle: Mapping[int, str], first: FirstFailure) -> list[str]:
+    """A line for each rank that did not run when another one failed, by why it did not.
+
+    That one had ended well matters only where the first failure is that of a rank which has waited for another.
+    """
+    waited = first.kind == LOST_PEER or first.exitcode in _ABORTED
     return [
-        f"rank {rank} did not run at that time: it was {why}. Others that waited for it have failed for that."
+        f"rank {rank} did not run at that time: it {why}. Others that waited for it have failed for that."
         for rank, why in sorted(idle.items())
+        if waited or why != HAD_ENDED
     ]
 
 

@@ -29,7 +29,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 FIRST_FAILURE = "first_failure"  # in the attempt's folder: the rank that failed first, exit code, exception, digest
-SAME_FAILURE = "same_failure"  # beside it, with a rank in the name: one that failed later by the same exception
+FAILURE_OF = (
+    "failure_of"  # beside it, with the rank in the name, for each that failed in Python: the digest of its error
+)
 LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
 _OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
@@ -233,7 +235,7 @@ def _report_exception(error: BaseException, rank: str) -> int:
     if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__, digest):
         trace = _without_starters(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    elif not _is_as_the_first(rank, digest):
+    elif not _is_as_the_first(digest):
         _write_error(f"rank {rank} failed later: {' '.join(text.split())[:_LONGEST_LINE]}")
     return code
 
@@ -249,13 +251,10 @@ def _without_starters(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _is_as_the_first(rank: str, digest: str) -> bool:
+def _is_as_the_first(digest: str) -> bool:
     """Whether the rank that failed first has printed the same error; the launcher's report then names this one."""
     file = _mark()
-    if file is None or file.read_text().split()[-1] != digest:
-        return False
-    file.with_name(f"{SAME_FAILURE}.{rank}").touch()
-    return True
+    return file is not None and file.read_text().split()[-1] == digest
 
 
 def _file(trace: TracebackType) -> str:
@@ -268,6 +267,7 @@ def _claim_first_failure(code: int, rank: str, *details: str) -> bool:
     if file is None:
         return True
     try:
+        file.with_name(f"{FAILURE_OF}.{rank}").write_text("".join(details[-1:]))
         return put_first(file, " ".join([rank, str(code), *details]))
     except OSError:  # no room, or no such folder: better one traceback too many than none
         return True

@@ -81,7 +81,7 @@ def read_numbers(file: Path) -> dict[str, int]:
 def read_text(file: Path) -> str:
     """The text without the blanks around it; "" where there is no such file, or it may not be read."""
     try:
-        return file.read_text().strip()
+        return file.read_text(errors="replace").strip()
     except OSError:
         return ""
 
