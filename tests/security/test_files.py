@@ -33,6 +33,13 @@ def test_check_does_not_wait_for_what_is_no_file(kind: str, tmp_path: Path) -> N
     assert f"{file}: error: " in done.stdout
 
 
+def test_a_pipe_of_the_shell_is_read() -> None:
+    """`<(…)` is one, without a name in the file system."""
+    script = f"{sys.executable} -m zero_plugin check <(sleep 0.5; echo 'zero_stage: 9')"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, ":1:1: error: zero_stage" in done.stdout) == (2, True), done
+
+
 def test_processes_whose_names_are_no_utf8() -> None:
     """Any user's program may set such a name; the launcher reads all of them when it reports a failure."""
     rename = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\\xff\\x1b'); print(flush=True); sys.stdin.read()"

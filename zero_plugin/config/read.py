@@ -6,7 +6,6 @@ import difflib
 import math
 import numbers
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -107,10 +106,10 @@ def named_file(named: str) -> Path:
 
 def _bytes(path: Path) -> bytes:
     try:
-        # A pipe that nobody writes into is opened too, and refused: to wait for it would hang.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(None, "is a folder" if path.is_dir() else "is no regular file")
+        # One of the shell's own pipes, as in `check <(…)`, has no name in the file system, and a writer.
+        if path.is_fifo() and os.path.lexists(os.path.realpath(path)):
+            raise OSError(None, "it is a pipe, which may never have an end")
+        with path.open("rb") as file:
             return file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise syntax_error(str(path), "no such file", nearest_file(path)) from None
