@@ -5,6 +5,8 @@ and a bare engine of the same configuration save, and a new engine loads what wa
 has the bytes: `save_state` waits for it by itself; after DeepSpeed's `save_checkpoint`, which does not, the processes
 call fsync on its files, and the time without that is listed too. Loading finds the files in the page cache.
 
+`load_state` is timed further, with and without the verification of what it reads, in turns; the target is at most 1.1.
+
 Beside each, as a share: what one process reaches in the same round that writes as many bytes to the same disk one after
 another and calls fsync, as `dd conv=fsync` does, and that reads them again.
 
@@ -83,10 +85,10 @@ class Round:
         call = self._accelerator.save_state if self._is_ours else self._model.save_checkpoint
         return seconds_of(lambda: call(str(folder)))
 
-    def load(self, folder: Path) -> float:
+    def load(self, folder: Path, **options: bool) -> float:
         """Seconds."""
         call = self._accelerator.load_state if self._is_ours else self._model.load_checkpoint
-        return seconds_of(lambda: call(str(folder)))
+        return seconds_of(lambda: call(str(folder), **options))
 
     def end(self) -> None:
         """Free the memory."""
@@ -155,6 +157,9 @@ def run_round(contender: str, case: str, folder: Path, gigabytes: float) -> dict
     gc.collect()
     loading = Round(contender, case, gigabytes)
     measured["load"] = loading.load(saved)
+    if contender == OURS:
+        pairs = [(loading.load(saved), loading.load(saved, verify=False)) for _ in range(5)]
+        measured["verification"] = median(verified / plain for verified, plain in pairs)
     loading.end()
     measured["bytes"] = bytes_in(saved)
     dist.barrier()
@@ -219,6 +224,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             torch.multiprocessing.spawn(measure, (options.processes, case, folder, options), nprocs=options.processes)
             rounds = torch.load(Path(folder, "rounds.pt"))
+        verification = median(one[OURS]["verification"] for one in rounds)
+        print(f"{case}: load_state with verification / without: {verification:.2f}")
         for what, raw in (("save", "raw write"), ("load", "raw read")):
             timings = Timings(
                 {

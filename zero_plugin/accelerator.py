@@ -1039,7 +1039,7 @@ class Accelerator:
         *,
         strict: bool = True,
         weights_only: bool = False,
-        verify: bool = False,
+        verify: bool = True,
         map_location: str | None = None,
         **options: Any,
     ) -> LoadReport:
@@ -1055,7 +1055,8 @@ class Accelerator:
             load_kwargs: accepted for compatibility, and ignored.
             strict: tensors that only the model or only the checkpoint has are an error.
             weights_only: load only the weights of the models.
-            verify: read all files first and compare them with their checksums.
+            verify: compare all that is read with its checksums, while it is read. The newest of several that is damaged
+                is passed over, which is logged.
             map_location: `cpu` or `on_device`, accepted for compatibility: tensors are read to the device that they
                 are used on.
             **options: refused; Accelerate passes them to DeepSpeed.
@@ -1064,8 +1065,10 @@ class Accelerator:
             A report of what was restored and what was not.
 
         Raises:
-            CheckpointError: the checkpoint is damaged (the error names the newest complete one before it) or does not
-                match what is prepared; or a save in the background failed, and nothing was loaded.
+            CheckpointError: the checkpoint does not match what is prepared; or a save in the background failed, and
+                nothing was loaded.
+            DamagedError: a CheckpointError too: the checkpoint is damaged, or all of several are. The error names the
+                newest complete one before it, and the model may have parts of what is damaged.
         """
         return self._checkpoints.load(
             input_dir,
@@ -1076,7 +1079,7 @@ class Accelerator:
             options=options,
         )
 
-    def resume(self, folder: str | os.PathLike[str] | None = None) -> LoadReport | None:
+    def resume(self, folder: str | os.PathLike[str] | None = None, *, verify: bool = True) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; collective, after `prepare`.
 
         A run resumes after a restart by the launcher (`--max_restarts`, or smaller micro-batches after memory ran out):
@@ -1094,6 +1097,7 @@ class Accelerator:
         Args:
             folder: a folder of `checkpoint_<number>` folders, or one checkpoint; None takes `project_dir/checkpoints`
                 if names are automatic.
+            verify: as for `load_state`.
 
         Returns:
             A report of what was restored; None if training starts from the beginning, because the run does not resume
@@ -1102,7 +1106,7 @@ class Accelerator:
         Raises:
             CheckpointError: all checkpoints are damaged, or do not match what is prepared.
         """
-        return self._checkpoints.resume(folder)
+        return self._checkpoints.resume(folder, verify=verify)
 
     def stop_requested(self) -> bool:
         """Whether any process has received SIGTERM, which job schedulers send; the same on every process; collective.

@@ -7,6 +7,7 @@ ZeroPluginError
 ├── StrategyError       no strategy, or not the requested one, can run here
 ├── LoopError           the training loop calls the layer in an order that has no meaning
 └── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
+    └── DamagedError    it is damaged: what was read differs from what was written
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ class CheckpointError(ZeroPluginError):
     """A checkpoint cannot be written, is damaged, or does not fit this run; the message names the file or tensor."""
 
     exit_code = 2  # the commands that meet it were named the wrong folder
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is damaged: what was read of it is not what was written."""
 
 
 # ---- how one of them ends a program ----------------------------------------------------------------------------------

@@ -1,32 +1,108 @@
-"""The checksum of tensors."""
+"""The checksums of pieces: where they are cut, what they find, and what is no complete set of them."""
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from zero_plugin.checkpoint.tensor_files import sum_words
+from zero_plugin.checkpoint.folders import checksum
+from zero_plugin.checkpoint.pieces import PIECE_BYTES, Pieces, cut, decode_rows, encode_rows
+from zero_plugin.checkpoint.tensor_files import RangeReader
+from zero_plugin.errors import CheckpointError, DamagedError
+from zero_plugin.tensors.modules import WEIGHT, Fragment
+from zero_plugin.tensors.safetensors_files import Place
+
+HEADER = b"header!!"
+SIZE = 3 * PIECE_BYTES + 100
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-def test_pieces_add_up(dtype: torch.dtype) -> None:
-    """The sums of pieces, cut anywhere, add up to those of the whole, which are what the formula says."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(150_003, generator=generator).mul(100).to(dtype)  # more than one chunk, and no whole word
-    whole = sum_words(values, 0)
-    for cut in (0, 1, 2, 3, 1023, 1024, 131_073, 150_002, 150_003):
-        assert torch.equal(sum_words(values[:cut], 0) + sum_words(values[cut:], cut), whole)
-    data = values.view(torch.uint8).numpy().tobytes()
-    words = [int.from_bytes(data[place : place + 8], "little") for place in range(0, len(data), 8)]
-    exact = [sum(words), sum((place + 1) * word for place, word in enumerate(words))]
-    assert [number % 2**64 for number in whole.tolist()] == [number % 2**64 for number in exact]
+def refuse(byte: int, twice: bool) -> CheckpointError:
+    return CheckpointError(f"{byte} {twice}")
 
 
-def test_finds_a_changed_word_and_a_changed_order() -> None:
-    """One other bit, and two words in the other order, give other sums."""
-    words = torch.arange(3000, dtype=torch.int32)
-    changed, swapped = words.clone(), words.clone()
-    changed[2999] ^= 1
-    swapped[[0, 2000]] = words[[2000, 0]]
-    assert not torch.equal(sum_words(changed, 0), sum_words(words, 0))
-    assert not torch.equal(sum_words(swapped, 0), sum_words(words, 0))
+def rows_of(data: bytes, *edges: int) -> list[tuple[int, int, int, int]]:
+    """As processes write them that have the bytes between the edges each."""
+    parts = itertools.pairwise((len(HEADER), *edges, len(data)))
+    return [(0, start, end, checksum(data[start:end])) for part in parts for start, end in cut(*part)]
+
+
+def decoded(rows: list[tuple[int, int, int, int]]) -> object:
+    return decode_rows([encode_rows(rows[:2]), None, encode_rows(rows[2:])])
+
+
+@pytest.fixture
+def data() -> bytes:
+    generator = np.random.default_rng(0)
+    return HEADER + generator.bytes(SIZE - len(HEADER))
+
+
+def test_pieces_are_cut_at_multiples() -> None:
+    """Of the size, in the file, so that who writes a part of a piece and who writes the rest agree."""
+    assert list(cut(5, 5)) == []
+    assert list(cut(5, 2 * PIECE_BYTES + 1)) == [
+        (5, PIECE_BYTES),
+        (PIECE_BYTES, 2 * PIECE_BYTES),
+        (2 * PIECE_BYTES, 2 * PIECE_BYTES + 1),
+    ]
+
+
+def test_what_is_missing_or_written_twice_is_named(data: bytes) -> None:
+    """By its first byte; the rows of several processes come in any order."""
+    rows = rows_of(data, 1000, PIECE_BYTES + 7)
+    pieces = Pieces.of(HEADER, decoded(rows[::-1]), SIZE, refuse)
+    assert pieces.ends[-1] == SIZE
+    for index, (_, start, _, _) in enumerate(rows):
+        with pytest.raises(CheckpointError, match=f"^{start} False$"):
+            Pieces.of(HEADER, decoded(rows[:index] + rows[index + 1 :]), SIZE, refuse)
+    with pytest.raises(CheckpointError, match=r"^1000 True$"):
+        Pieces.of(HEADER, decoded([*rows, rows[1]]), SIZE, refuse)
+    with pytest.raises(CheckpointError, match=r"^0 True$"):
+        Pieces.of(HEADER, decoded([(0, 0, 8, 0), *rows]), SIZE, refuse)
+    with pytest.raises(CheckpointError, match=f"^{SIZE} False$"):
+        Pieces.of(HEADER, decoded(rows), SIZE + 1, refuse)
+    with pytest.raises(DamagedError, match="not of pieces of this file"):
+        Pieces.decode(pieces.encode(), SIZE + 1)
+    with pytest.raises(DamagedError, match="no table"):
+        Pieces.decode(pieces.encode()[:, 0], SIZE)
+    again = Pieces.decode(pieces.encode(), SIZE)
+    assert (again.ends == pieces.ends).all()
+    assert (again.sums == pieces.sums).all()
+
+
+def test_pieces_that_cover_a_range(data: bytes) -> None:
+    """Those that have a byte of it, no others."""
+    pieces = Pieces.of(HEADER, decoded(rows_of(data, 1000)), SIZE, refuse)
+    edges = [0, 8, 1000, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, SIZE]
+    for start, end in itertools.combinations(sorted({*edges, 7, 9, 999, 1001, SIZE - 1}), 2):
+        found = [(begin, stop) for begin, stop, _ in pieces.covering(start, end)]
+        assert found == [pair for pair in itertools.pairwise(edges) if pair[0] < end and pair[1] > start]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_every_flipped_bit_of_what_is_read_is_found(data: bytes, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Wherever ranges begin and end; and no other process' damage is."""
+    pieces = {"file": Pieces.of(HEADER, decoded(rows_of(data, 1000, PIECE_BYTES + 8)), SIZE, refuse)}
+    count = (SIZE - len(HEADER)) // dtype.itemsize
+    place = Place("file", {torch.uint8: "U8", torch.float32: "F32"}[dtype], (count,), len(HEADER))
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        first, last = sorted(draw.integers(0, count, 2).tolist())
+        flipped = int(draw.integers(len(HEADER) * 8, SIZE * 8))
+        changed = bytearray(data)
+        changed[flipped // 8] ^= 1 << flipped % 8
+        (tmp_path / "file").write_bytes(changed)
+        begin, end = (len(HEADER) + index * dtype.itemsize for index in (first, last))
+        read = [(start, stop) for start, stop, _ in pieces["file"].covering(begin, end)] if begin < end else []
+        values = torch.empty(last - first, dtype=dtype)
+        fragment = Fragment(WEIGHT, "w", (count,), first, values, (0, 0))
+        with RangeReader(tmp_path, pieces=pieces) as reader:
+            if any(start <= flipped // 8 < stop for start, stop in read):
+                with pytest.raises(DamagedError, match="file is damaged: bytes"):
+                    reader.read(place, fragment)
+            else:
+                reader.read(place, fragment)
+                assert values.view(torch.uint8).numpy().tobytes() == data[begin:end]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint import load
 from zero_plugin.config.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 from zero_plugin.errors import CheckpointError
 
@@ -160,29 +159,6 @@ def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> No
         training.accelerator.load_state()
 
 
-def test_checksums_find_what_sizes_hide(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One changed byte is found by `verify`; tensors (the first, if many), file and the older checkpoint are named."""
-    training = make_training()
-    training.steps(training.loader, 1)
-    older = training.accelerator.save_state(tmp_path / "step_1")
-    folder = training.accelerator.save_state(tmp_path / "step_2")
-
-    def damage(file: str) -> None:
-        content = bytearray((folder / file).read_bytes())
-        content[-1] ^= 1
-        (folder / file).write_bytes(content)
-
-    damage("optimizer/exp_avg.safetensors")
-    found = r"is damaged: the checksum does not match for .*\(exp_avg\) in optimizer/exp_avg.safetensors\.\n"
-    with pytest.raises(CheckpointError, match=found) as e:
-        training.accelerator.load_state(folder, verify=True)
-    assert str(older) in str(e.value)
-    damage("optimizer/exp_avg_sq.safetensors")
-    monkeypatch.setattr(load, "_SHOWN", 1)
-    with pytest.raises(CheckpointError, match=r"does not match for [^,]*safetensors and 1 more\.\n"):
-        training.accelerator.load_state(folder, verify=True)
-
-
 def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error on the way, or a full disk, leaves the checkpoint that was there, no draft, and a training that runs."""
     training = make_training()
@@ -202,14 +178,15 @@ def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("elements", [62, 126])
 def test_what_is_not_written_once_is_no_checkpoint(make_training: Any, tmp_path: Path, elements: int) -> None:
-    """A range that nobody writes, or that is written twice, is told with the tensor's name; nothing is left."""
+    """A range that nobody writes, or that is written twice, is named with the tensor; nothing is left."""
     training = make_training()
     training.steps(training.loader, 1)
     session = training.optimizer.session
     first, *others = session.optimized_pieces()
     pieces = [replace(first, written=(0, 62)), *others] if elements < 63 else [first, first, *others]
     session.optimized_pieces = lambda: pieces
-    with pytest.raises(CheckpointError, match=rf"{elements} elements of 0\.weight \(\w+\) were written, and it has 63"):
+    times = "more than once" if elements > 63 else "by no process"
+    with pytest.raises(CheckpointError, match=rf"^byte [\d,]+ of .*, of 0\.weight \(\w+\), was written {times}\."):
         training.accelerator.save_state(tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []
 

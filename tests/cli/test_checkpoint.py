@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.convert.write import write_checkpoint
+from zero_plugin.checkpoint.folders import read_manifest
 from zero_plugin.cli.main import main
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
@@ -80,8 +82,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_inspect_says_what_is_in_a_checkpoint(checkpoint: Path) -> None:
     """Step, counts, what wrote it in which run, kinds with bytes; without importing torch."""
-    manifest = checkpoint / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "run": "0123456789abcdef"}))
+    manifest = read_manifest(checkpoint)
+    replace(manifest, about={**manifest.about, "run": "0123456789abcdef"}).write(checkpoint)
     done = run("inspect", checkpoint, cold=True)
     assert done.returncode == 0, done.stderr
     for part in (

@@ -15,19 +15,23 @@ import os
 import re
 import secrets
 import shutil
-import zlib
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
-from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.safetensors_files import TYPES, Place
+import xxhash
+
+from zero_plugin.errors import CheckpointError, DamagedError
+from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_MANIFEST_SUM: Final = re.compile(rb'\{"xxh3": "([0-9a-f]{16})", ')
 _AUTOMATIC: Final = "checkpoint_"
 
 # Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
@@ -54,14 +58,12 @@ class StoredModel:
         folder: below the checkpoint's, empty for the first model.
         tied: name → the weight whose tensor it shares.
         places: (kind, name) → where the tensor is.
-        sums: (kind, name) → its two checksums, see `sum_words`.
     """
 
     kind: str
     folder: str
     tied: Mapping[str, str]
     places: Mapping[tuple[str, str], Place]
-    sums: Mapping[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +73,69 @@ class Manifest:
     Attributes:
         about: versions, time, and what wrote it.
         models: in the order of `prepare`.
-        files: path below the folder → (bytes, checksum; None where the tensors have theirs).
+        files: path below the folder → (bytes, checksum; None of a tensor file, whose pieces have theirs).
+        is_verifiable: whether it has checksums that this version reads; earlier ones wrote others.
     """
 
     about: Mapping[str, Any]
     models: Sequence[StoredModel]
     files: Mapping[str, tuple[int, int | None]]
+    is_verifiable: bool = True
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, after all other files."""
+        """Write it into `folder`, after all other files; first comes the checksum of what follows."""
         encoded = {
             "format": _FORMAT,
             **self.about,
-            "files": {path: {"size": size, "crc32": crc} for path, (size, crc) in self.files.items()},
+            "files": {path: {"size": size, "xxh3": found} for path, (size, found) in self.files.items()},
             "models": [_encode_model(model) for model in self.models],
         }
-        (folder / MANIFEST_NAME).write_text(json.dumps(encoded, ensure_ascii=False) + "\n", encoding="utf-8")
+        rest = json.dumps(encoded, ensure_ascii=False)[1:].encode() + b"\n"
+        (folder / MANIFEST_NAME).write_bytes(b'{"xxh3": "%016x", ' % checksum(rest) + rest)
+
+    def read(self, folder: Path, file: str) -> bytes:
+        """A small file of the checkpoint in `folder`, compared with its checksum.
+
+        Raises:
+            DamagedError: it differs, or is no file of the checkpoint.
+        """
+        try:
+            content = (folder / file).read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{folder / file} cannot be read ({error.strerror}).") from error
+        if self.is_verifiable and self.files.get(file, (0, None))[1] != checksum(content):
+            raise DamagedError(f"{folder / file} is damaged: it differs from its checksum.")
+        return content
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, or it cannot be read, or is damaged.
     """
     file = folder / MANIFEST_NAME
     try:
-        encoded = json.loads(file.read_text(encoding="utf-8"))
-        if encoded["format"] > _FORMAT:
-            raise CheckpointError(f"{file} is of format {encoded['format']}; this version reads up to {_FORMAT}.")
-        files = {path: (entry["size"], entry["crc32"]) for path, entry in encoded.pop("files").items()}
-        models = [_decode_model(model) for model in encoded.pop("models")]
+        content = file.read_bytes()
+        encoded = parse_json(content)
+        version = encoded.pop("format")
+        if version > _FORMAT:
+            raise CheckpointError(f"{file} is of format {version}; this version reads up to {_FORMAT}.")
+        has_sum = _MANIFEST_SUM.match(content)
+        if version > 1 and (has_sum is None or int(has_sum[1], 16) != checksum(memoryview(content)[has_sum.end() :])):
+            raise DamagedError(f"{file} is damaged: it differs from its checksum.")
+        encoded.pop("xxh3", None)
+        files = {path: (_count(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
+        for path in files:
+            _refuse_outside(path)
+        models = [_decode_model(model, files) for model in encoded.pop("models")]
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error}).") from error
-    return Manifest(encoded, models, files)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{file} cannot be read ({type(error).__name__}: {error}).") from error
+    return Manifest(encoded, models, files, version > 1)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -124,18 +153,30 @@ def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     return {path: problem for path, problem in found.items() if problem is not None}
 
 
+def checksum(data: Any) -> int:
+    """xxh3 of bytes, or of anything with a buffer; from 0 to 2⁶⁴ - 1.
+
+    It finds what a disk, a network or a program has damaged, not what somebody has changed on purpose: anyone can
+    compute it.
+    """
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
 def checksum_of_file(path: Path) -> int:
-    """CRC-32 of a small file."""
-    checksum = 0
+    """Of a file of any size, which is read in pieces."""
+    found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(2**20):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+            found.update(chunk)
+    return int(found.intdigest())
 
 
 def _wrong_size(path: Path, size: int) -> str | None:
     try:
-        found = path.stat().st_size
+        status = path.stat()
+        found = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path} is no regular file."
     except FileNotFoundError:
         return f"{path} is missing."
     except OSError as error:
@@ -151,25 +192,36 @@ def _encode_model(model: StoredModel) -> dict[str, Any]:
             "dtype": place.type_name,
             "shape": list(place.shape),
             "start": place.start,
-            "sums": list(model.sums[kind, name]),
         }
     return {"class": model.kind, "folder": model.folder, "tied": dict(model.tied), "tensors": tensors}
 
 
-def _decode_model(encoded: Mapping[str, Any]) -> StoredModel:
+def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int | None]]) -> StoredModel:
     entries = {(kind, name): entry for kind, named in encoded["tensors"].items() for name, entry in named.items()}
     places = {
-        key: Place(entry["file"], _known_type(entry["dtype"]), tuple(entry["shape"]), entry["start"])
+        key: Place(entry["file"], entry["dtype"], tuple(map(_count, entry["shape"])), _count(entry["start"]))
         for key, entry in entries.items()
     }
-    sums = {key: (entry["sums"][0], entry["sums"][1]) for key, entry in entries.items()}
-    return StoredModel(encoded["class"], encoded["folder"], encoded["tied"], places, sums)
+    for (kind, name), place in places.items():
+        if place.type_name not in TYPES:
+            raise ValueError(f"a tensor of type {place.type_name}")
+        if place.file not in files or place.start + place.size > files[place.file][0]:
+            raise ValueError(f"{name} ({kind}) is not inside {place.file}")
+    _refuse_outside(encoded["folder"])
+    return StoredModel(str(encoded["class"]), encoded["folder"], dict(encoded["tied"]), places)
 
 
-def _known_type(name: str) -> str:
-    if name not in TYPES:
-        raise ValueError(f"a tensor of type {name}")
-    return name
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} in place of a number")
+    return number
+
+
+def _refuse_outside(name: str) -> None:
+    """Refuse a path that leads out of the checkpoint."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no path inside the checkpoint")
 
 
 def hold(folder: Path) -> None:
@@ -394,7 +446,9 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     return removed
 
 
-def choose_checkpoint(folder: Path, run: str | None = None) -> tuple[Path, list[str]]:
+def choose_checkpoint(
+    folder: Path, run: str | None = None, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> tuple[Path, list[str]]:
     """The checkpoint to load: `folder` itself, or the newest complete `checkpoint_<number>` in it.
 
     It only looks, since another run may be writing there.
@@ -402,6 +456,7 @@ def choose_checkpoint(folder: Path, run: str | None = None) -> tuple[Path, list[
     Args:
         folder: see above.
         run: of those in it, only this run's; None for every run's.
+        damaged: those that were found to be damaged when they were read, each with what was found.
 
     Returns:
         The folder, and the damage of newer ones that were passed over.
@@ -415,12 +470,12 @@ def choose_checkpoint(folder: Path, run: str | None = None) -> tuple[Path, list[
     numbered = [one.path for one in known if run is None or one.run == run or not one.is_readable]
     damages: list[str] = []
     for path in numbered or [folder]:
-        damage = find_damage(path)
-        if damage is None:
-            return path, damages
-        damages.append(damage)
-        if find_damage(_beside(path, "replaced")) is None:
-            return _beside(path, "replaced"), damages
+        for one in (path, _beside(path, "replaced")):
+            damage = damaged.get(one) or find_damage(one)
+            if damage is None:
+                return one, damages
+            if one == path or one in damaged:
+                damages.append(damage)
     if numbered:
         lines = [f"no checkpoint in {folder} is complete:", *(f"  {line}" for line in damages)]
         raise CheckpointError("\n".join(lines))

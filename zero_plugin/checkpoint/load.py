@@ -1,8 +1,7 @@
-"""Reads a checkpoint into sessions of any layout, every process just the ranges that it needs; and its checksums."""
+"""Reads a checkpoint into sessions of any layout, every process just the ranges that it needs, and verifies them."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +13,17 @@ from zero_plugin.checkpoint.folders import (
     MANIFEST_NAME,
     Manifest,
     StoredModel,
+    checksum,
     checksum_of_file,
-    offer_previous,
     read_manifest,
 )
-from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
+from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.checkpoint.pieces import Pieces
+from zero_plugin.checkpoint.tensor_files import CHECKSUMS, RangeReader, session_fragments, tensor_at
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.collectives import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none
 from zero_plugin.distributed.messages import working
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
@@ -63,6 +64,7 @@ def load_tensors(
     stored: StoredModel,
     scalars: Scalars,
     *,
+    pieces: Mapping[str, Pieces] | None,
     weights: bool,
     optimizer: bool,
     strict: bool,
@@ -74,6 +76,7 @@ def load_tensors(
         session: of the model.
         stored: what the checkpoint has of it.
         scalars: the optimizer's states that are numbers.
+        pieces: of the tensor files, to verify what is read of them; None to read it as it is.
         weights: else the module keeps its weights, and the optimizer's copies are taken from them.
         optimizer: whether its states are read.
         strict: names that only the model or only the checkpoint has are an error.
@@ -83,6 +86,7 @@ def load_tensors(
 
     Raises:
         CheckpointError: on every process: names or shapes do not fit, or a file cannot be read.
+        DamagedError: on every process: what was read differs from what was written. The model has parts of it.
     """
     missing = all_or_none(lambda: _compare(session, stored, strict=strict) if weights else [])
 
@@ -93,7 +97,7 @@ def load_tensors(
             if optimizer:
                 missing.extend(create_states(pieces, states, scalars))
 
-        with RangeReader(folder, progress) as reader:
+        with RangeReader(folder, progress, pieces) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):
                 is_state = fragment.kind not in (WEIGHT, MASTER_WEIGHT)
                 if (is_state and not optimizer) or (not is_state and not weights):
@@ -112,64 +116,88 @@ def load_tensors(
     return missing
 
 
-def verify_checksums(folder: Path, manifest: Manifest) -> None:
-    """Compare all files and tensors with their checksums; each process reads a part. Collective.
+def read_pieces(folder: Path, manifest: Manifest) -> dict[str, Pieces] | None:
+    """The checksums of the pieces of the tensor files; None where the checkpoint has none that this version reads.
 
     Raises:
-        CheckpointError: a checksum does not match; the error names the first ten such files and tensors.
+        DamagedError: they are damaged themselves, or are not of these files.
     """
-    share = collectives.process_index(), collectives.num_processes()
-    with working(f"verifying the checksums of {folder.name}") as work:
-        own = all_or_none(lambda: list(_find_damaged(folder, manifest, work.advance, share=share)))
-    if found := collectives.gather_object(own):
-        damaged = ", ".join(f"{tensor} in {file}" if tensor else file for file, tensor in found[:_SHOWN])
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        offer = on_main(lambda: offer_previous(folder))
-        raise CheckpointError(f"{folder} is damaged: the checksum does not match for {damaged}{more}.\n{offer}")
+    if not manifest.is_verifiable:
+        return None
+    tables = read_nested(folder / CHECKSUMS, lambda file: manifest.read(folder, file.name))
+    found = {}
+    for file, (size, own) in manifest.files.items():
+        if own is None:
+            try:
+                found[file] = Pieces.decode(tables[file].numpy(), size)
+            except (LookupError, TypeError, AttributeError, DamagedError) as error:
+                raise DamagedError(f"{folder / file} has no checksums in {CHECKSUMS}.safetensors ({error}).") from error
+    return found
+
+
+def verify_headers(folder: Path, manifest: Manifest, pieces: Mapping[str, Pieces]) -> None:
+    """Verify the tensor files' headers, which loading has no use for, and other readers have.
+
+    Raises:
+        DamagedError: one is damaged.
+    """
+    ends: dict[str, int] = {file: manifest.files[file][0] for file in pieces}
+    for model in manifest.models:
+        for place in model.places.values():
+            ends[place.file] = min(ends[place.file], place.start)
+    with RangeReader(folder) as reader:
+        for file, end in ends.items():
+            if any(True for _ in reader.damaged_pieces(file, pieces[file], end)):
+                raise DamagedError(f"{folder / file} is damaged: its header differs from its checksum.")
 
 
 def find_differences(
-    folder: Path, manifest: Manifest, progress: Callable[[int], None], *, skipped: Collection[str] = ()
-) -> Iterator[str]:
-    """Every tensor and every other file that differs from its checksum, read by this process alone.
-
-    A staging buffer is all that is in memory.
-
-    Args:
-        folder: of a checkpoint.
-        manifest: its.
-        progress: called with the bytes that were read since the last call.
-        skipped: files that are not read, since they have other sizes.
-    """
-    for file, tensor in _find_damaged(folder, manifest, progress, skipped=skipped):
-        yield f"{file}: {tensor} differs from its checksum" if tensor else f"{file} differs from its checksum"
-
-
-def _find_damaged(
     folder: Path,
     manifest: Manifest,
     progress: Callable[[int], None],
     *,
     skipped: Collection[str] = (),
     share: tuple[int, int] = (0, 1),
-) -> Iterator[tuple[str, str]]:
-    """File and tensor of all that differs from its checksum; no tensor where the checksum is the file's.
+    tensors: bool = True,
+) -> Iterator[str]:
+    """Every file that differs from its checksums, with the tensors that do; read by this process alone.
+
+    A piece is all that is in memory.
 
     Args:
-        folder, manifest, progress, skipped: as above.
-        share: which process' part of the work, of how many.
+        folder: of a checkpoint.
+        manifest: its.
+        progress: called with the bytes that were read since the last call.
+        skipped: files that are not read, since they have other sizes.
+        share: which process' part of the files, of how many.
+        tensors: whether tensor files are read too.
+
+    Raises:
+        CheckpointError: an earlier version has written it, with other checksums.
     """
+    if not manifest.is_verifiable:
+        raise CheckpointError(
+            f"{folder} was written by an earlier version, with checksums that this one does not read.\nLoad it, and "
+            "save it again."
+        )
     rank, world_size = share
-    tensors = [(*entry, model.sums) for model in manifest.models for entry in model.places.items()]
+    files = [(file, size, own) for file, (size, own) in manifest.files.items() if file not in skipped]
+    pieces: Mapping[str, Pieces] = {}
+    if tensors and any(own is None for _, _, own in files):
+        try:
+            pieces = read_pieces(folder, manifest) or {}
+        except DamagedError as error:
+            yield str(error).removeprefix(f"{folder}/").removesuffix(".")
+    places = {(kind, name): place for model in manifest.models for (kind, name), place in model.places.items()}
     with RangeReader(folder, progress) as reader:
-        for (kind, name), place, sums in tensors[rank::world_size]:
-            if place.file not in skipped and reader.sums(place) != sums[kind, name]:
-                yield place.file, f"{name} ({kind})"
-    for path, (size, checksum) in list(manifest.files.items())[rank::world_size]:
-        if checksum is not None and path not in skipped:
-            if checksum_of_file(folder / path) != checksum:
-                yield path, ""
-            progress(size)
+        for file, size, own in files[rank::world_size]:
+            if own is not None:
+                if checksum_of_file(folder / file) != own:
+                    yield f"{file} differs from its checksum"
+                progress(size)
+            elif file in pieces:
+                damaged = [tensor_at(places, file, byte) for byte in reader.damaged_pieces(file, pieces[file], size)]
+                yield from (f"{file}: {of} differs from its checksum" for of in dict.fromkeys(damaged))
 
 
 def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str]:
@@ -227,8 +255,8 @@ def read_common_manifest(folder: Path) -> Manifest:
     """
     sums = collectives.gather_object([_manifest_sum(folder)])
     for what, ranks in (
-        ("no checkpoint", [rank for rank, checksum in enumerate(sums) if checksum is None]),
-        ("another checkpoint", [rank for rank, checksum in enumerate(sums) if checksum not in (None, sums[0])]),
+        ("no checkpoint", [rank for rank, found in enumerate(sums) if found is None]),
+        ("another checkpoint", [rank for rank, found in enumerate(sums) if found not in (None, sums[0])]),
     ):
         if ranks and sums[0] is not None:
             raise CheckpointError(
@@ -240,6 +268,6 @@ def read_common_manifest(folder: Path) -> Manifest:
 
 def _manifest_sum(folder: Path) -> int | None:
     try:
-        return zlib.crc32((folder / MANIFEST_NAME).read_bytes())
+        return checksum((folder / MANIFEST_NAME).read_bytes())
     except OSError:
         return None

@@ -23,11 +23,12 @@ from typing import IO, Any, Final
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from zero_plugin.distributed.seeding import set_seed
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.nested import map_leaves
 from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
@@ -181,11 +182,30 @@ def encode_nested(tree: Any, *, what: str) -> EncodedTree:
     return EncodedTree(json.dumps(encoded, ensure_ascii=False) + "\n", tensors)
 
 
-def read_nested(stem: Path) -> Any:
-    """What `EncodedTree.write` wrote; tensors are on the CPU."""
-    encoded = json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))
-    file = stem.with_name(f"{stem.name}.safetensors")
-    return _decode(encoded, load_file(file) if file.exists() else {})
+def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Any:
+    """What `EncodedTree.write` wrote; tensors are on the CPU.
+
+    Args:
+        stem: as it was given there.
+        read: gives the content of a file.
+
+    Raises:
+        DamagedError: it is something else.
+    """
+    text, file = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.safetensors")
+    try:
+        tensors = load(read(file)) if file.exists() else {}
+        return _decode(json.loads(read(text).decode("utf-8")), tensors)
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
+        raise DamagedError(f"{text} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -243,10 +263,17 @@ def _typed(name: str, content: Any) -> dict[str, Any]:
     return {_TYPE: name, "value": content}
 
 
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
 # Name, class, what JSON has in its place, and back; a Counter is a dict, so that the order matters.
 _FORMS: Final[tuple[tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]], ...]] = (
     ("torch.Size", torch.Size, list, torch.Size),
-    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype_of),
     ("torch.device", torch.device, str, torch.device),
     ("complex", complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
     ("bytes", bytes | bytearray, lambda data: base64.b64encode(data).decode("ascii"), base64.b64decode),

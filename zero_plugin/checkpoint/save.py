@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from zero_plugin.checkpoint.folders import (
     Manifest,
@@ -22,13 +21,15 @@ from zero_plugin.checkpoint.folders import (
     publish_draft,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
+from zero_plugin.checkpoint.pieces import decode_rows, encode_rows
 from zero_plugin.checkpoint.tensor_files import (
+    CHECKSUMS,
     Layout,
+    complete_pieces,
     create_files,
     describe,
     described_fragments,
     plan_layout,
-    refuse_gaps,
     write_fragments,
 )
 from zero_plugin.distributed import collectives
@@ -81,8 +82,8 @@ class OpenCheckpoint:
             )
             with working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work:
                 written = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
-                summed = [peers.sum(rows) for rows in written]
-                all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
+                texts = peers.gather(encode_rows(written))
+                all_or_none(lambda: self._complete(texts) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
             raise
@@ -92,8 +93,8 @@ class OpenCheckpoint:
         if peers.is_main:
             discard_draft(self.draft)
 
-    def _complete(self, written: Sequence[Tensor]) -> None:
-        complete_draft(self.draft, self.about, zip(self.layouts, written, strict=True), self.trees)
+    def _complete(self, written: Sequence[str | None]) -> None:
+        complete_draft(self.draft, self.about, self.layouts, decode_rows(written), self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -173,7 +174,8 @@ def agree_on(layouts: Sequence[Layout]) -> None:
 def complete_draft(
     draft: Path,
     about: Mapping[str, Any],
-    written: Iterable[tuple[Layout, Tensor]],
+    layouts: Sequence[Layout],
+    written: Any,
     trees: Mapping[str, EncodedTree],
 ) -> None:
     """Write what is small, and the manifest last, into a draft that has the models' tensors.
@@ -181,19 +183,17 @@ def complete_draft(
     Args:
         draft: the folder.
         about: for the manifest.
-        written: of each model, its layout and what all processes wrote, as `write_fragments` returns it.
+        layouts: of each model.
+        written: what all processes wrote, as `decode_rows` returns it.
         trees: file's path without ending → what goes into it.
 
     Raises:
         CheckpointError: the tensors are not complete.
     """
-    stored = []
-    sizes: dict[str, int] = {}
-    for layout, table in written:
-        refuse_gaps(layout, table[:, 2])
-        sums = {key: (plain, placed) for key, (plain, placed, _) in zip(layout.places, table.tolist(), strict=True)}
-        stored.append(StoredModel(layout.model_class, layout.folder, layout.tied, layout.places, sums))
-        sizes |= layout.sizes
+    pieces = {file: torch.from_numpy(own.encode()) for file, own in complete_pieces(layouts, written).items()}
+    trees = {**trees, CHECKSUMS: encode_nested(pieces, what=CHECKSUMS)}
+    stored = [StoredModel(layout.model_class, layout.folder, layout.tied, layout.places) for layout in layouts]
+    sizes = {file: size for layout in layouts for file, size in layout.sizes.items()}
     for stem, tree in trees.items():
         tree.write(draft / stem)
     files: dict[str, tuple[int, int | None]] = {}

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync
+from zero_plugin.checkpoint.pieces import Row, decode_rows, encode_rows
 from zero_plugin.checkpoint.save import agree_on, is_one_folder
 from zero_plugin.checkpoint.tensor_files import (
     Description,
     Layout,
+    complete_pieces,
     create_files,
     describe,
     is_weight_file,
     plan_layout,
-    refuse_gaps,
     write_fragments,
 )
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.collectives import all_or_none, announce, on_main
+from zero_plugin.distributed.collectives import SCRIPT, all_or_none, announce, on_main
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Session
@@ -215,8 +216,8 @@ def write_model(
         fragments = weights.fragments() if is_shared else weights.unpartitioned()
         total = sum(layout.sizes.values()) // (collectives.num_processes() if weights.in_ranges and is_shared else 1)
         with working(f"saving {target.name}", total) as work:
-            counts = all_or_none(lambda: _write(draft, fragments, layout, work.advance))
-            written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts
+            rows = all_or_none(lambda: _write(draft, fragments, layout, work.advance))
+            written = decode_rows(SCRIPT.gather(encode_rows(rows)))
             on_main(lambda: _complete(draft, target, layout, written, write_more))
     finally:
         if collectives.process_index() == 0:
@@ -244,18 +245,18 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
-def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> Tensor:
-    """For each place, the elements that this process wrote."""
+def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> list[Row]:
+    """What this process wrote, as `write_fragments` returns it."""
     try:
-        return write_fragments(draft, [(fragments, layout)], progress, summed=False)[0][:, 2]
+        return write_fragments(draft, [(fragments, layout)], progress, summed=False)
     except Exception:
         for _ in fragments:  # to the last: other processes may be sending theirs
             pass
         raise
 
 
-def _complete(draft: Path, target: Path, layout: Layout, written: Tensor, write_more: Callable[[Path], None]) -> None:
-    refuse_gaps(layout, written)
+def _complete(draft: Path, target: Path, layout: Layout, written: Any, write_more: Callable[[Path], None]) -> None:
+    complete_pieces([layout], written)  # every byte is there
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
     for name in names:

@@ -1,8 +1,7 @@
 """The tensor files of a checkpoint or a model folder: which file holds which tensor, and where.
 
-Every process writes and reads just the ranges of them that it owns or needs. The layout is the same on every process,
-because it is computed from the tensors' descriptions. The checksum is one that processes can compute in pieces, in any
-order, and add up.
+Every process writes and reads just the ranges of them that it owns or needs, and verifies the bytes that it reads. The
+layout is the same on every process, because it is computed from the tensors' descriptions.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import reserve, start_writing
-from zero_plugin.errors import CheckpointError
+from zero_plugin.checkpoint.folders import checksum, reserve, start_writing
+from zero_plugin.checkpoint.pieces import PIECE_BYTES, Pieces, Row, cut
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, with_master_weights
@@ -31,11 +31,10 @@ from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPE_
 
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _STAGING_BYTES: Final = 2**25  # what is on a GPU, of another dtype or not contiguous passes through so much CPU memory
-_WORD: Final = 8  # bytes
-_PLACES: Final = np.arange(2**17, dtype=np.uint64)  # of words in a chunk of 1 MiB, which stays in the cache
 
 _Opened = TypeVar("_Opened", bound="_Files")
 
+CHECKSUMS: Final = "checksums"  # the file, without its ending, with the pieces of all tensor files
 ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
 
 
@@ -222,7 +221,7 @@ def write_fragments(
     progress: Callable[[int], None],
     *,
     summed: bool = True,
-) -> list[Tensor]:
+) -> list[Row]:
     """Write what of some models' fragments is this process' to write; the disk has it at the return.
 
     Args:
@@ -232,68 +231,48 @@ def write_fragments(
         summed: whether checksums are computed; else they are zeros.
 
     Returns:
-        For each model one row for each of its places: the two sums (`sum_words`) and the number of elements of what was
-        written.
+        The pieces that were written, a row each; files are numbered through all layouts.
     """
-    written = []
+    number: dict[str, int] = {}
     with RangeWriter(draft, progress) as writer:
         for fragments, layout in parts:
-            rows = {key: row for row, key in enumerate(layout.places)}
-            table = torch.zeros(len(rows), 3, dtype=torch.int64)
+            number.update((file, len(number)) for file in layout.headers)
             for fragment in placed_fragments(fragments, layout):
-                key = fragment.kind, fragment.name
-                table[rows[key], :2] += writer.write(fragment, layout.places[key], summed=summed)
-                table[rows[key], 2] += fragment.written[1] - fragment.written[0]
-            written.append(table)
+                writer.write(fragment, layout.places[fragment.kind, fragment.name], summed=summed)
         writer.sync()
-    return written
+    return [(number[file], start, end, own) for file, start, end, own in writer.written]
 
 
-def refuse_gaps(layout: Layout, written: Tensor) -> None:
-    """Refuse a draft in which not every element of every tensor was written once.
+def complete_pieces(layouts: Iterable[Layout], rows: Any) -> dict[str, Pieces]:
+    """The pieces of each tensor file of a draft in which every byte was written once.
 
     Args:
-        layout: of the tensors.
-        written: int64, one for each of its places: how many elements all processes wrote.
+        layouts: of all models.
+        rows: what all processes wrote, as `decode_rows` returns it.
 
     Raises:
-        CheckpointError: it names the tensor.
+        CheckpointError: a part of a tensor is missing, or was written twice; it names the tensor.
     """
-    for ((kind, name), place), count in zip(layout.places.items(), written.tolist(), strict=True):
-        if count != math.prod(place.shape):
-            raise CheckpointError(
-                f"{count:,} elements of {name} ({kind}) were written, and it has {math.prod(place.shape):,}. "
-                f"{ASK_TO_REPORT}"
-            )
+    found: dict[str, Pieces] = {}
+    for layout in layouts:
+        for file, header in layout.headers.items():
+            own = rows[rows[:, 0] == len(found)]
+            found[file] = Pieces.of(header, own, layout.sizes[file], partial(_refuse_part, layout, file))
+    return found
 
 
-def sum_words(flat: Tensor, first: int) -> Tensor:
-    """Σ w and Σ (i + 1) w over the 8-byte words w of a tensor's memory, at places i, modulo 2⁶⁴.
+def _refuse_part(layout: Layout, file: str, byte: int, twice: bool) -> CheckpointError:
+    of = tensor_at(layout.places, file, byte)
+    times = "more than once" if twice else "by no process"
+    return CheckpointError(f"byte {byte:,} of {file}, of {of}, was written {times}. {ASK_TO_REPORT}")
 
-    The first sum changes with any one word, the second with their order too, as in Fletcher's checksum (Fletcher 1982).
-    Both are linear: the pieces' sums add up to those of all of it. A word that a piece has a part of counts with zeros
-    for its other bytes.
 
-    Args:
-        flat: 1-D on the CPU: a piece of the flattened tensor.
-        first: place of its first element.
-
-    Returns:
-        int64 of shape (2,).
-    """
-    data = flat.view(torch.uint8).numpy()
-    place, inside = divmod(first * flat.element_size(), _WORD)
-    beyond = -(inside + data.size) % _WORD
-    if inside or beyond:
-        data = np.pad(data, (inside, beyond))
-    words = data.view(np.uint64)
-    plain = placed = 0
-    for begin in range(0, words.size, _PLACES.size):
-        chunk = words[begin : begin + _PLACES.size]
-        total = int(chunk.sum())
-        plain += total
-        placed += (place + begin + 1) * total + int(np.dot(chunk, _PLACES[: chunk.size]))
-    return torch.from_numpy(np.array([plain % 2**64, placed % 2**64], np.uint64).view(np.int64))
+def tensor_at(places: Mapping[tuple[str, str], Place], file: str, byte: int) -> str:
+    """Name and kind of the tensor that has a byte of a file; `the header` where none has."""
+    for (kind, name), place in places.items():
+        if place.file == file and place.start <= byte < place.start + place.size:
+            return f"{name} ({kind})"
+    return "the header"
 
 
 class _Files:
@@ -340,38 +319,42 @@ class _Files:
 
 
 class RangeWriter(_Files):
-    """Writes into files that exist at full size."""
+    """Writes into files that exist at full size.
+
+    Attributes:
+        written: file, first byte, end and checksum of each piece that was written.
+    """
 
     _flags = os.O_WRONLY
 
-    def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> Tensor:
+    def __init__(self, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(folder, progress)
+        self.written: list[tuple[str, int, int, int]] = []
+
+    def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> None:
         """Write what of a fragment is this process' to write, in the dtype of `place`.
 
         Args:
             fragment: whose values are in memory, on any device and of any dtype.
             place: of the unpartitioned tensor.
-            summed: whether the checksum is wanted.
-
-        Returns:
-            The checksum of what was written (`sum_words`); zeros for nothing, or where it is not wanted.
+            summed: whether checksums are wanted; else they are zeros.
 
         Raises:
             CheckpointError: they are not in memory.
         """
-        sums = torch.zeros(2, dtype=torch.int64)
         flat = fragment.part_to_write()
         step = _STAGING_BYTES // max(flat.element_size(), place.dtype.itemsize)
         for offset in range(0, flat.numel(), step):
             chunk = flat[offset : offset + step].to("cpu", place.dtype).contiguous()
             first = fragment.start + fragment.written[0] + offset
+            data, position = _bytes_of(chunk), place.start + first * chunk.element_size()
+            for start, end in cut(position, position + chunk.nbytes):
+                own = checksum(data[start - position : end - position]) if summed else 0
+                self.written.append((place.file, start, end, own))
             with self.named(place.file) as descriptor:
-                position = place.start + first * chunk.element_size()
-                _write_all(descriptor, _bytes_of(chunk), position)
+                _write_all(descriptor, data, position)
                 start_writing(descriptor, position, chunk.nbytes)
             self._progress(chunk.nbytes)
-            if summed:
-                sums += sum_words(chunk, first)
-        return sums
 
     def sync(self) -> None:
         """Wait until the disk has everything that this process wrote."""
@@ -381,7 +364,23 @@ class RangeWriter(_Files):
 
 
 class RangeReader(_Files):
-    """Reads from files, or computes checksums of what is in them."""
+    """Reads from files.
+
+    Args:
+        folder: the folder.
+        progress: called with the bytes that were read since its last call.
+        pieces: of each file, which every byte that is used is verified with; None to use them as they are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        progress: Callable[[int], None] = lambda _: None,
+        pieces: Mapping[str, Pieces] | None = None,
+    ) -> None:
+        super().__init__(folder, progress)
+        self._pieces = pieces
+        self._edge: tuple[tuple[str, int], memoryview] | None = None  # the last piece of which a part was wanted
 
     def read(self, place: Place, fragment: Fragment) -> None:
         """Fill a fragment from the unpartitioned tensor that is stored at `place`, of the same shape and any dtype."""
@@ -403,23 +402,45 @@ class RangeReader(_Files):
             self._fill(place, fragment.start + offset, staging[: part.numel()])
             part.copy_(staging[: part.numel()])
 
-    def sums(self, place: Place) -> tuple[int, ...]:
-        """The checksum of a stored tensor."""
-        total = torch.zeros(2, dtype=torch.int64)
-        count = math.prod(place.shape)
-        staging = torch.empty(min(max(count, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
-        for first in range(0, count, staging.numel()):
-            chunk = staging[: count - first]
-            self._fill(place, first, chunk)
-            total += sum_words(chunk, first)
-        return tuple(total.tolist())
+    def damaged_pieces(self, file: str, pieces: Pieces, end: int) -> Iterator[int]:
+        """The first bytes of the pieces that differ from their checksums, of a file from its beginning to `end`."""
+        staging = memoryview(bytearray(PIECE_BYTES))
+        for start, stop, expected in pieces.covering(0, end):
+            piece = staging[: stop - start]
+            self._read(file, piece, start)
+            if checksum(piece) != expected:
+                yield start
 
     def _fill(self, place: Place, first: int, flat: Tensor) -> None:
         data, offset = _bytes_of(flat), place.start + first * flat.element_size()
+        if self._pieces is None:
+            self._read(place.file, data, offset)
+            return
+        for start, end, expected in self._pieces[place.file].covering(offset, offset + data.nbytes):
+            wanted = data[max(start - offset, 0) : end - offset]
+            if wanted.nbytes == end - start:
+                self._read_verified(place.file, wanted, start, expected)
+                continue
+            if self._edge is None or self._edge[0] != (place.file, start):
+                piece = memoryview(bytearray(end - start))
+                self._read_verified(place.file, piece, start, expected)
+                self._edge = (place.file, start), piece
+            inside = max(offset - start, 0)
+            wanted[:] = self._edge[1][inside : inside + wanted.nbytes]
+
+    def _read_verified(self, file: str, data: memoryview, offset: int, expected: int) -> None:
+        self._read(file, data, offset)
+        if checksum(data) != expected:
+            raise DamagedError(
+                f"{self.folder / file} is damaged: bytes {offset:,} to {offset + data.nbytes:,} differ from their "
+                "checksum."
+            )
+
+    def _read(self, file: str, data: memoryview, offset: int) -> None:
         while data.nbytes:
-            read = os.preadv(self.descriptor(place.file), [data], offset)
+            read = os.preadv(self.descriptor(file), [data], offset)
             if read == 0:
-                raise CheckpointError(f"{self.folder / place.file} ends before byte {offset + data.nbytes}.")
+                raise DamagedError(f"{self.folder / file} ends before byte {offset + data.nbytes:,}.")
             data, offset = data[read:], offset + read
             self._progress(read)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.errors import CheckpointError, LoopError, ZeroPluginError
+from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 _log = logging.getLogger(__name__)
@@ -214,16 +214,14 @@ class Peers(Protocol):
         """Every process' text, process 0's first."""
         return gather_object([text])
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of all processes' tensors, which have one shape and dtype."""
-        total: Tensor = reduce(numbers, "sum")
-        return total
-
 
 class _Script(Peers): ...
 
 
 SCRIPT: Final[Peers] = _Script()
+
+
+_DAMAGED: Final = "\0"  # before the message of a DamagedError, for the other processes
 
 
 def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
@@ -232,20 +230,24 @@ def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
     Raises:
         CheckpointError: on every process, with the first failing one's message. That process raises its own error,
             unless it is the system's, which becomes a CheckpointError there too.
+        DamagedError: on every process, where one has raised that.
     """
     error: Exception | None = None
     try:
         result = step()
     except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
         error = caught
-    messages = peers.gather(None if error is None else describe_error(error))
+    own = None if error is None else f"{_DAMAGED * isinstance(error, DamagedError)}{describe_error(error)}"
+    failed = [(rank, message) for rank, message in enumerate(peers.gather(own)) if message is not None]
+    damaged = [(rank, message.removeprefix(_DAMAGED)) for rank, message in failed if message.startswith(_DAMAGED)]
+    if damaged and not isinstance(error, DamagedError):
+        raise DamagedError("process {}: {}".format(*damaged[0])) from error
     if isinstance(error, OSError):
         raise CheckpointError(describe_error(error)) from error
     if error is not None:
         raise error
-    failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
     if failed:
-        raise CheckpointError(f"process {failed[0][0]}: {failed[0][1]}")
+        raise CheckpointError("process {}: {}".format(*failed[0]))
     return result
 
 

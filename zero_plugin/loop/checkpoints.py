@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ from zero_plugin.checkpoint.folders import (
     rotate_checkpoints,
     split_number,
 )
-from zero_plugin.checkpoint.load import LoadReport, load_tensors, read_common_manifest, verify_checksums
+from zero_plugin.checkpoint.load import (
+    LoadReport,
+    find_differences,
+    load_tensors,
+    read_common_manifest,
+    read_pieces,
+    verify_headers,
+)
 from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
@@ -39,7 +47,7 @@ from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.training import (
@@ -246,14 +254,17 @@ class Checkpoints:
         place = on_main(lambda: self._find_checkpoint(input_dir))
         own = self._lineages.known(place)
         run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
-        folder, passed_over = on_main(lambda: choose_checkpoint(place, run))
         loaders_resume = self._run.options.loading.use_stateful_dataloader
-        return self._resume_from(
-            folder, passed_over, strict=strict, weights_only=weights_only, verify=verify, loaders_resume=loaders_resume
+        return self._resume_from_newest(
+            lambda damaged: choose_checkpoint(place, run, damaged),
+            strict=strict,
+            weights_only=weights_only,
+            verify=verify,
+            loaders_resume=loaders_resume,
         )
 
     @collective("resume", waits_for_all=True)
-    def resume(self, folder: str | os.PathLike[str] | None) -> LoadReport | None:
+    def resume(self, folder: str | os.PathLike[str] | None, *, verify: bool) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()
         place = on_main(lambda: self._find_checkpoint(folder))
@@ -279,7 +290,30 @@ class Checkpoints:
             return None
         if not is_own:
             _log.info(f"resume(): this run resumes from {found[0]}, which run {named} saved")
-        return self._resume_from(*found, loaders_resume=True)
+        return self._resume_from_newest(
+            lambda damaged: choose_checkpoint(place, only, damaged), verify=verify, loaders_resume=True
+        )
+
+    def _resume_from_newest(
+        self, choose: Callable[[Mapping[Path, str]], tuple[Path, list[str]]], **how: bool
+    ) -> LoadReport:
+        """Load what `choose` chooses on the main process, which gets those that were found to be damaged."""
+        damaged: dict[Path, str] = {}
+        while True:
+            try:
+                folder, passed_over = on_main(lambda: choose(damaged))
+            except CheckpointError as error:
+                if not damaged:
+                    raise
+                lines = [
+                    str(error),
+                    "What was read of it may be in the model: load another one before training goes on.",
+                ]
+                raise DamagedError("\n".join(lines)) from error
+            try:
+                return self._resume_from(folder, passed_over, **how)
+            except DamagedError as error:
+                damaged[folder] = str(error)
 
     def _resume_from(
         self,
@@ -288,14 +322,26 @@ class Checkpoints:
         *,
         strict: bool = True,
         weights_only: bool = False,
-        verify: bool = False,
+        verify: bool,
         loaders_resume: bool,
     ) -> LoadReport:
         """See `Accelerator.load_state`; with `loaders_resume` the loaders continue inside the interrupted epoch."""
         manifest = read_common_manifest(folder)
-        if verify:
-            verify_checksums(folder, manifest)
-        saved = all_or_none(lambda: {**read_nested(folder / "training"), "objects": read_nested(folder / "objects")})
+        if verify and not manifest.is_verifiable:
+            _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
+        verify = verify and manifest.is_verifiable
+        read = partial(_read_verified, folder, manifest) if verify else Path.read_bytes
+        saved, random_states, pieces = all_or_none(
+            lambda: (
+                {**read_nested(folder / "training", read), "objects": read_nested(folder / "objects", read)},
+                read_nested(folder / "random", read),
+                read_pieces(folder, manifest) if verify else None,
+            )
+        )
+        if pieces is not None:
+            on_main(lambda: verify_headers(folder, manifest, pieces))
+            if self.load_hooks:
+                all_or_none(lambda: self._verify_files(folder, manifest))
         report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
         all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
         if any(is_inside_window(training) for training in self._prepared.trainings):
@@ -315,6 +361,7 @@ class Checkpoints:
                 training.session,
                 stored,
                 optimizer.get("scalars", {}),
+                pieces=pieces,
                 weights=index not in loaded_by_hooks,
                 optimizer=not weights_only and bool(optimizer),
                 strict=strict,
@@ -322,13 +369,19 @@ class Checkpoints:
             report.steps = report.steps or optimizer.get("applied_steps", 0)
         report.restored.append("weights")
         if not weights_only:
-            all_or_none(lambda: self._restore(folder, saved, report, loaders_resume=loaders_resume))
+            all_or_none(lambda: self._restore(saved, random_states, report, loaders_resume=loaders_resume))
             restore_reductions(self._prepared.trainings, saved["models"])
             if on_main(lambda: self._lineages.is_newest(folder, manifest)):
                 self._lineages.join(folder.parent, manifest.about["run"])
         self._run.must_resume = False
-        _log.info(str(report))
+        _log.log(logging.WARNING if passed_over else logging.INFO, str(report))
         return report
+
+    def _verify_files(self, folder: Path, manifest: Manifest) -> None:
+        """Verify this process' part of the files that hooks may read."""
+        share = self._run.processes.rank, self._run.processes.world_size
+        for difference in find_differences(folder, manifest, lambda _: None, share=share, tensors=False):
+            raise DamagedError(f"{folder}/{difference}.")
 
     def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
@@ -363,7 +416,7 @@ class Checkpoints:
                 refuse_other_optimizer(training, record)
             self._refuse_other_objects(saved["objects"])
 
-    def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport, *, loaders_resume: bool) -> None:
+    def _restore(self, saved: dict[str, Any], random_states: Any, report: LoadReport, *, loaders_resume: bool) -> None:
         """Restore all but the models' tensors; random states last, since restoring may draw random numbers."""
         project = self._project
         for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
@@ -384,9 +437,8 @@ class Checkpoints:
         self._restore_objects(saved["objects"], report)
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
-        states = read_nested(folder / "random")
-        problem = restore_random_state(states, self._run.processes.rank)
-        report.restored.extend(["random states"] if states else [])
+        problem = restore_random_state(random_states, self._run.processes.rank)
+        report.restored.extend(["random states"] if random_states else [])
         report.not_restored.extend([] if problem is None else [problem])
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
@@ -418,6 +470,10 @@ class Checkpoints:
         for o, entry in zip(self.objects, stored, strict=True):
             o.load_state_dict(entry["state"])
         report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+
+
+def _read_verified(folder: Path, manifest: Manifest, file: Path) -> bytes:
+    return manifest.read(folder, file.name)
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

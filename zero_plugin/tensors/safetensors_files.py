@@ -138,14 +138,14 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LARGEST_HEADER, path.stat().st_size):
             raise ValueError(f"a header of {length:,} bytes")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     try:
         metadata = {name: str(text) for name, text in (header.pop("__metadata__", None) or {}).items()}
         places: dict[str, Place] = {}
         last = 0
         for tensor, entry in header.items():
-            begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
-            place = Place(name or path.name, entry["dtype"], tuple(map(int, entry["shape"])), begin)
+            begin, end = (8 + length + _count(offset) for offset in entry["data_offsets"])
+            place = Place(name or path.name, str(entry["dtype"]), tuple(map(_count, entry["shape"])), begin)
             if place.type_name in TYPES and place.size != end - begin:
                 raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
             places[tensor] = place
@@ -153,6 +153,12 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
     return places, metadata, last
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} in place of a number")
+    return number
 
 
 def encode_header(
@@ -186,10 +192,22 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it is none.
     """
-    content = json.loads(path.read_text("utf-8"))
-    if not isinstance(content, dict):
+    return parse_json(path.read_bytes())
+
+
+def parse_json(content: bytes) -> dict[str, Any]:
+    """A JSON text of keys, of whoever's making.
+
+    Raises:
+        ValueError: it is none, or its values nest deeper than Python reads.
+    """
+    try:
+        found = json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("its values nest too deeply") from None
+    if not isinstance(found, dict):
         raise ValueError("it holds no keys")
-    return content
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

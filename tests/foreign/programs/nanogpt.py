@@ -37,7 +37,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(x) + self.places.weight[: x.shape[1]]
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             hidden = block(hidden)
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())

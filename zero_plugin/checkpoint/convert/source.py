@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import choose_checkpoint, read_manifest
+from zero_plugin.checkpoint.folders import choose_checkpoint, offer_previous, read_manifest
+from zero_plugin.checkpoint.load import find_differences
 from zero_plugin.checkpoint.objects import read_nested
-from zero_plugin.errors import CheckpointError
+from zero_plugin.distributed.messages import working
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 from zero_plugin.tensors.safetensors_files import Place, read_model_folder
 
@@ -137,6 +139,10 @@ def open_checkpoint(folder: Path, model: int | None = None) -> Source:
     """
     folder, damages = choose_checkpoint(folder)
     manifest = read_manifest(folder)
+    if manifest.is_verifiable:
+        with working(f"verifying {folder.name}", sum(size for size, _ in manifest.files.values())) as work:
+            for difference in find_differences(folder, manifest, work.advance):
+                raise DamagedError(f"{folder}/{difference}.\n{offer_previous(folder)}")
     count = len(manifest.models)
     if (model is None and count != 1) or (model is not None and not 0 <= model < count):
         kinds = ", ".join(f"{index}: {stored.kind}" for index, stored in enumerate(manifest.models)) or "none"

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync
 from zero_plugin.checkpoint.objects import encode_nested
+from zero_plugin.checkpoint.pieces import Row, decode_rows, encode_rows
 from zero_plugin.checkpoint.save import complete_draft
 from zero_plugin.checkpoint.summary import recognise
 from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments
@@ -98,7 +98,7 @@ def _plan(source: Source, tensors: Mapping[tuple[str, str], Stored], max_shard_b
 
 def _write_tensors(
     draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress, *, summed: bool
-) -> Tensor:
+) -> list[Row]:
     """Make the tensor files; no more than a staging buffer of them is ever in memory. Returns as `write_fragments`."""
 
     def fragments() -> Iterator[Fragment]:
@@ -109,7 +109,7 @@ def _write_tensors(
                 start += part.numel()
 
     create_files(draft, [layout])
-    return write_fragments(draft, [(fragments(), layout)], progress, summed=summed)[0]
+    return write_fragments(draft, [(fragments(), layout)], progress, summed=summed)
 
 
 def copy_configuration(source: Path, draft: Path) -> None:
@@ -208,7 +208,7 @@ def write_checkpoint(
         }
         trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
         encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
-        complete_draft(draft, about, [(layout, written)], encoded)
+        complete_draft(draft, about, [layout], decode_rows([encode_rows(written)]), encoded)
 
 
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
