@@ -142,7 +142,7 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
         str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()
     }
     manifest = json.loads(content.pop("manifest.json"))
-    return {**content, "manifest.json": {**manifest, "created": None, "run": None, "order": None}}
+    return {**content, "manifest.json": {**manifest, "created": None, "run": None, "order": None, "xxh3": None}}
 
 
 def names_in(folder: Path) -> set[str]:
