@@ -26,13 +26,13 @@ def main(out: Path, stage: int, pause: float, rank: int = -1, at: int = -1) -> N
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(32, 4))
     x = torch.randn(64, 8)
-    loader = DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=4, shuffle=True)
+    y = x[:, :4].sin()
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     resumed = accelerator.resume()
     steps = resumed.steps if resumed else 0
     os.write(1, f"started at {steps}\n".encode())
-    loss = torch.zeros(())
     for _ in range(resumed.epochs[0] if resumed else 0, 2):
         for features, targets in loader:
             loss = torch.nn.functional.mse_loss(model(features), targets)
@@ -50,7 +50,9 @@ def main(out: Path, stage: int, pause: float, rank: int = -1, at: int = -1) -> N
                 return
             if steps % 3 == 0:
                 accelerator.save_state()
-    final = accelerator.gather(loss.detach()).tolist()
+    model.eval()
+    with torch.no_grad():  # a start may find no step left to take
+        final = accelerator.gather(torch.nn.functional.mse_loss(model(x), y)).tolist()
     whole = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         weights = [p.double().sum().item() for p in whole.values()]
