@@ -1226,7 +1226,10 @@ class Accelerator:
         Raises:
             CheckpointError: a save in the background failed; everything was closed nevertheless.
         """
-        self._run.end()
+        try:
+            self._run.end()
+        finally:
+            self._checkpoints.close()
 
     # ---- Accelerate's private attributes, which scripts and libraries read -------------------------------------------
 

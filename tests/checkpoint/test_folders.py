@@ -17,6 +17,7 @@ from zero_plugin.checkpoint.folders import (
     discard_draft,
     find_damage,
     is_held,
+    let_go,
     open_draft,
     publish_draft,
     reserve,
@@ -71,6 +72,8 @@ def is_killed(moment: int, call: Callable[[], object]) -> bool:
         try:
             call()
         except Killed:
+            for held in list(folders._descriptors):
+                let_go(held)
             return True
     return False
 

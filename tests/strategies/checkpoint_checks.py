@@ -187,7 +187,7 @@ def check_failure_on_one_is_everyones(path: str, folder: Path) -> None:
         with pytest.raises(CheckpointError, match="No space left"):
             accelerator.save_state(folder / "saved")
         dist.barrier()
-        assert list(folder.iterdir()) == []
+        assert not [path for path in folder.iterdir() if path.is_dir()]
         patch.undo()
         step(accelerator, model, optimizer, own_batch(1))
         accelerator.save_state(folder / "saved")

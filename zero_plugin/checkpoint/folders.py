@@ -15,7 +15,9 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +43,10 @@ _AUTOMATIC: Final = "checkpoint_"
 #   .name.removing           going
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
+_claims: Final[dict[tuple[int, Path], list[int]]] = {}  # process, lock → descriptor and count; a fork has no locks
+_OTHERS_END_S = 10.0  # that a job may overlap with the one before it, which is ending
+_LOOK_S: Final = 0.1
+_LONGEST_HOLDER: Final = 300
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD: Final = -100
@@ -263,6 +269,82 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def lock_of(target: Path, *, automatic: bool) -> Path:
+    """The file by which the job that saves a checkpoint keeps others away.
+
+    Args:
+        target: the checkpoint.
+        automatic: whether its name is, and so are those of all that is saved in its folder.
+    """
+    return target.with_name(".lock" if automatic else f".{target.name}.lock")
+
+
+def claim(lock: Path) -> None:
+    """Keep other jobs from saving where this one does, until `give_up` or until this process ends, however it ends.
+
+    The lock is POSIX's, which NFS has too. Nothing is kept away where the file system has no locks, or no room.
+
+    Raises:
+        CheckpointError: a process of another job has it.
+    """
+    key = os.getpid(), lock
+    if key in _claims:
+        _claims[key][1] += 1
+        return
+    try:
+        make_folder(lock.parent)
+        lock.touch()
+    except OSError:
+        return  # what is saved fails too, and says why
+    deadline = time.monotonic() + _OTHERS_END_S
+    while (descriptor := _try_to_lock(lock)) is None:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{_holder(lock)} saves checkpoints in {lock.parent} too, and two jobs would replace and remove each "
+                "other's.\nSave into another folder, or end that job. The lock of a machine that is gone ends with its "
+                "lease at the file server, within minutes."
+            )
+        time.sleep(_LOOK_S)
+    _claims[key] = [descriptor, 1]
+
+
+def give_up(lock: Path) -> None:
+    """End one `claim` of this process."""
+    held = _claims.get((os.getpid(), lock))
+    if held is None:
+        return
+    held[1] -= 1
+    if held[1] == 0:
+        del _claims[os.getpid(), lock]
+        with suppress(OSError):  # the folder may be gone
+            lock.unlink()
+        os.close(held[0])
+
+
+def _try_to_lock(lock: Path) -> int | None:
+    """A descriptor of the file that is locked, or None where another process has it."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), lock.stat()):  # its last holder has removed it just now
+            raise BlockingIOError
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        os.close(descriptor)
+        return None
+    except OSError:  # it has no locks
+        pass
+    return descriptor
+
+
+def _holder(lock: Path) -> str:
+    try:
+        return lock.read_text(errors="replace")[:_LONGEST_HOLDER] or "a process"
+    except OSError:
+        return "a process"
+
+
 @dataclass(frozen=True, slots=True)
 class KnownCheckpoint:
     """A numbered checkpoint, complete or not.
@@ -350,6 +432,7 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
         sync(target.parent)
         _settle(target)
     except OSError as error:
+        let_go(draft)
         with suppress(OSError):
             _settle(target)
         raise CheckpointError(
@@ -520,7 +603,7 @@ def _settle(target: Path) -> None:
             replaced.rename(target)
             sync(target.parent)
     for path in target.parent.iterdir():
-        if (match := _ASIDE.fullmatch(path.name)) and match[1] == target.name:
+        if (match := _ASIDE.fullmatch(path.name)) and match[1] == target.name and not is_held(path):
             shutil.rmtree(path)
 
 

@@ -105,6 +105,7 @@ def open_checkpoint(
     *,
     max_shard_bytes: int,
     run_hooks: Callable[[Path], Sequence[int]],
+    claim_place: Callable[[], None] = lambda: None,
     replaces: bool = True,
 ) -> OpenCheckpoint:
     """Begin a checkpoint: everything but the models' tensors is decided and collected. Collective.
@@ -117,6 +118,7 @@ def open_checkpoint(
         max_shard_bytes: of a weight file.
         run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
             by itself.
+        claim_place: called on the main process before anything is written.
         replaces: whether a checkpoint that has the name of `target` in the end is replaced.
 
     Raises:
@@ -136,7 +138,12 @@ def open_checkpoint(
     layouts = all_or_none(lambda: [plan(index) for index in range(len(sessions))])
     agree_on(layouts)
     tensor_bytes = sum(size for layout in layouts for size in layout.sizes.values())
-    draft = on_main(lambda: open_draft(target, tensor_bytes + _SMALL_BYTES))
+
+    def open_own() -> Path:
+        claim_place()
+        return open_draft(target, tensor_bytes + _SMALL_BYTES)
+
+    draft = on_main(open_own)
     opened = OpenCheckpoint(target, draft, layouts, replaces)
 
     def begin() -> None:

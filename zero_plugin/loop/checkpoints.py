@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,9 +22,12 @@ from zero_plugin.checkpoint.folders import (
     Manifest,
     automatic_folder,
     choose_checkpoint,
+    claim,
     find_damage,
+    give_up,
     has_checkpoints,
     known_checkpoints,
+    lock_of,
     next_number,
     read_manifest,
     rotate_checkpoints,
@@ -87,6 +91,8 @@ class Checkpoints:
         self._project = run.options.project
         self._collect_weights = collect_weights
         self._lineages = _Lineages()
+        self._claimed: list[Path] = []  # locks; on the main process
+        weakref.finalize(self, _give_up_all, self._claimed)
         self.objects: list[Any] = []
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -136,6 +142,7 @@ class Checkpoints:
             lambda folder: self._collect(folder, states, {"run": run, "order": self._lineages.next_order(target)}),
             max_shard_bytes=require_bytes("save_state(max_shard_size=…)", max_shard_size),
             run_hooks=self._run_save_hooks,
+            claim_place=lambda: self._claim(target),
             replaces=not project.automatic_checkpoint_naming,
         )
         copies = self._run.background.copy(opened, sessions) if asynchronous else None
@@ -162,6 +169,19 @@ class Checkpoints:
     def _wait_for_background(self) -> None:
         if self._run.background.running is not None:
             self._run.background.wait()
+
+    def _claim(self, target: Path) -> None:
+        """Keep other jobs from saving there, as long as this one saves nowhere else."""
+        lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
+        if self._claimed != [lock]:
+            claim(lock)
+            self.close()
+            self._claimed.append(lock)
+
+    def close(self) -> None:
+        """Let other jobs save where this one has."""
+        while self._claimed:
+            give_up(self._claimed.pop())
 
     def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
         def rotate() -> None:
@@ -267,7 +287,7 @@ class Checkpoints:
     def resume(self, folder: str | os.PathLike[str] | None, *, verify: bool) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()
-        place = on_main(lambda: self._find_checkpoint(folder))
+        place = on_main(lambda: self._find_own(folder))
         is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
         only = None if is_one else run
@@ -390,6 +410,15 @@ class Checkpoints:
             return automatic_folder(self._project.project_dir)
         raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
 
+    def _find_own(self, folder: str | os.PathLike[str] | None) -> Path:
+        """The checkpoints that this run continues; another job must not."""
+        place = self._find_checkpoint(folder)
+        if self._project.automatic_checkpoint_naming and place.is_dir():
+            own = automatic_folder(self._project.project_dir)
+            if place == own.resolve():
+                self._claim(own / "checkpoint")
+        return place
+
     def _run_load_hooks(self, folder: Path) -> Sequence[int]:
         sessions = [training.session for training in self._prepared.trainings]
         models = [session.module for session in sessions]
@@ -470,6 +499,11 @@ class Checkpoints:
         for o, entry in zip(self.objects, stored, strict=True):
             o.load_state_dict(entry["state"])
         report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+
+
+def _give_up_all(claimed: list[Path]) -> None:
+    for lock in claimed:
+        give_up(lock)
 
 
 def _read_verified(folder: Path, manifest: Manifest, file: Path) -> bytes:

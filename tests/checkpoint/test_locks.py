@@ -1,0 +1,146 @@
+"""Two jobs that save in one folder: the second is refused, by the name of the first, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.checkpoint import folders
+from zero_plugin.checkpoint.folders import claim, find_damage, give_up, known_checkpoints, lock_of, open_draft
+
+JOB = """
+import sys
+import torch
+from zero_plugin import Accelerator, ProjectConfiguration
+from zero_plugin.checkpoint import folders
+folders._OTHERS_END_S = 0.5
+how, folder = sys.argv[1:]
+project = ProjectConfiguration(folder, automatic_checkpoint_naming=how == "automatic")
+accelerator = Accelerator(cpu=True, project_config=project)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+if how == "automatic":
+    accelerator.resume()
+for line in sys.stdin:
+    print(accelerator.save_state(None if how == "automatic" else folder + line.strip()), flush=True)
+"""
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from zero_plugin.checkpoint.folders import open_draft
+print(open_draft(Path(sys.argv[1]), 1))
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two, each of which saves when it is told to, in the folder of the other."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for job in started:
+        job.kill()
+        job.communicate()
+
+
+def start(jobs: list[subprocess.Popen[str]], how: str, folder: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", JOB, how, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    jobs.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
+    return jobs[-1]
+
+
+def save(job: subprocess.Popen[str], name: str = "") -> str:
+    """What the job prints: the folder, or nothing where it has failed."""
+    assert job.stdin is not None
+    assert job.stdout is not None
+    print(name, file=job.stdin, flush=True)
+    return job.stdout.readline().strip()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["automatic", "named"])
+def test_the_second_is_refused(how: str, jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """While the first lives, at any name that it uses; after a kill the next one takes over."""
+    first = start(jobs, how, tmp_path)
+    saved = [Path(save(first, "/last")) for _ in range(3)]
+    second = start(jobs, how, tmp_path)
+    assert save(second, "/last") == ""
+    errors = second.communicate()[1]
+    assert f"process {first.pid} on {socket.gethostname()} saves checkpoints in {saved[0].parent} too" in errors
+    assert second.returncode != 0
+    assert all(find_damage(folder) is None for folder in saved)
+    assert find_damage(Path(save(first, "/last"))) is None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    third = start(jobs, how, tmp_path)
+    assert find_damage(Path(save(third, "/last"))) is None
+    assert third.communicate()[1].count("CheckpointError") == 0
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+@pytest.mark.processes
+def test_jobs_with_names_of_their_own(jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """A sweep saves into `run_1` and `run_2` of one folder, and leaves one lock each, however often it saves."""
+    for number in (1, 2):
+        job = start(jobs, "named", tmp_path)
+        for step in range(3):
+            assert save(job, f"/run_{number}/step_{step}").endswith(f"step_{step}")
+        assert save(job, f"/run_{number}")
+    assert len(list(tmp_path.rglob("*.lock"))) == 2
+
+
+def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
+    """Of two runs in one process; a third process waits for a job that is ending."""
+    lock = lock_of(tmp_path / "new" / "checkpoint_1", automatic=True)
+    for _ in range(2):
+        claim(lock)
+    give_up(lock)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            folders._OTHERS_END_S = 30.0
+            claim(lock)
+            give_up(lock)
+            code = 0
+        finally:
+            os._exit(code)
+    time.sleep(0.3)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    give_up(lock)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert not lock.exists()
+
+
+def test_a_draft_that_another_job_writes_stays(tmp_path: Path) -> None:
+    """Who saves under the same name removes what a killed run has left, and no more."""
+    (tmp_path / ".last.00000000.writing").mkdir()
+    draft = open_draft(tmp_path / "last", 1)
+    other = subprocess.run([sys.executable, "-c", OPENS, tmp_path / "last"], capture_output=True, text=True, check=True)
+    assert draft.is_dir()
+    assert Path(other.stdout.strip()).is_dir()
+    assert not (tmp_path / ".last.00000000.writing").exists()
+
+
+def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has none."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
+    lock = lock_of(tmp_path / "last", automatic=False)
+    claim(lock)
+    give_up(lock)
+    assert lock.name == ".last.lock"
+    assert not known_checkpoints(tmp_path)
