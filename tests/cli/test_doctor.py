@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.config.installed import is_at_least
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,6 +70,7 @@ def test_without_compiler_and_ninja(tmp_path: Path) -> None:
     assert {findings(done)[check]["level"] for check in ("C++ compiler", "ninja")} == {"warning"}
 
 
+@pytest.mark.skipif(is_at_least("torch", "2.14"), reason="since torch 2.14 a lock that is left hinders nobody")
 def test_a_killed_builds_lock(tmp_path: Path) -> None:
     """It is wrong for a config that loads the op, and for no other; the command removes it."""
     lock = tmp_path / "ops" / "cpu_adam" / "lock"
