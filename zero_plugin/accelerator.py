@@ -1226,10 +1226,7 @@ class Accelerator:
         Raises:
             CheckpointError: a save in the background failed; everything was closed nevertheless.
         """
-        try:
-            self._run.end()
-        finally:
-            self._checkpoints.close()
+        self._run.end()
 
     # ---- Accelerate's private attributes, which scripts and libraries read -------------------------------------------
 

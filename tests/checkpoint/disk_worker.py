@@ -118,7 +118,7 @@ def check_failing(
     training.asynchronous = asynchronous
     moments = Moments()
     if how == "read-only":  # no file may be open then
-        checkpoints.claim = lambda lock: None
+        checkpoints.claim = lambda lock, place: None
     if not reserves:
         tensor_files.reserve = lambda file, size: file.truncate(size)
     rank, main = dist.get_rank(), dist.get_rank() == 0

@@ -103,14 +103,14 @@ def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
     """Of two runs in one process; a third process waits for a job that is ending."""
     lock = lock_of(tmp_path / "new" / "checkpoint_1", automatic=True)
     for _ in range(2):
-        claim(lock)
+        claim(lock, tmp_path)
     give_up(lock)
     child = os.fork()
     if not child:
         code = 1
         try:
             folders._OTHERS_END_S = 30.0
-            claim(lock)
+            claim(lock, tmp_path)
             give_up(lock)
             code = 0
         finally:
@@ -140,7 +140,7 @@ def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(folders.fcntl, "lockf", refuse)
     lock = lock_of(tmp_path / "last", automatic=False)
-    claim(lock)
+    claim(lock, tmp_path)
     give_up(lock)
     assert lock.name == ".last.lock"
     assert not known_checkpoints(tmp_path)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint.folders import open_draft
+from zero_plugin.checkpoint.folders import let_go, open_draft
 from zero_plugin.checkpoint.objects import write_tensors
 from zero_plugin.checkpoint.save_model import parse_dtype, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
@@ -198,6 +198,7 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     """What a killed run had begun to write goes with the next save."""
     left = open_draft(tmp_path / "weights", 0)
     (left / SINGLE_NAME).write_bytes(b"half")
+    let_go(left)
     write(model_tensors(0.0).items, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE_NAME]
 

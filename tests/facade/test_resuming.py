@@ -85,7 +85,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 def names(folder: Path) -> set[str]:
     """Of the checkpoints."""
-    return {path.name for path in (folder / "checkpoints").iterdir() if path.name != ".lock"}
+    return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["auto_resume", "restarted"])

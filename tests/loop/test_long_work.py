@@ -61,7 +61,6 @@ WORK = (
     "skipping batches",
     "saving checkpoint",
     "saving behind",
-    "verifying the checksums of checkpoint",
     "loading checkpoint",
     "saving model",
     "loading model",

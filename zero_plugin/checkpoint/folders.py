@@ -276,11 +276,16 @@ def lock_of(target: Path, *, automatic: bool) -> Path:
         target: the checkpoint.
         automatic: whether its name is, and so are those of all that is saved in its folder.
     """
-    return target.with_name(".lock" if automatic else f".{target.name}.lock")
+    kept = target.parent if automatic else target
+    return kept.with_name(f".{kept.name}.lock")
 
 
-def claim(lock: Path) -> None:
+def claim(lock: Path, place: Path) -> None:
     """Keep other jobs from saving where this one does, until `give_up` or until this process ends, however it ends.
+
+    Args:
+        lock: of `lock_of`.
+        place: the folder, for the message.
 
     The lock is POSIX's, which NFS has too. Nothing is kept away where the file system has no locks, or no room.
 
@@ -300,7 +305,7 @@ def claim(lock: Path) -> None:
     while (descriptor := _try_to_lock(lock)) is None:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{_holder(lock)} saves checkpoints in {lock.parent} too, and two jobs would replace and remove each "
+                f"{_holder(lock)} saves checkpoints in {place} too, and two jobs would replace and remove each "
                 "other's.\nSave into another folder, or end that job. The lock of a machine that is gone ends with its "
                 "lease at the file server, within minutes."
             )

@@ -192,8 +192,11 @@ def find_differences(
     with RangeReader(folder, progress) as reader:
         for file, size, own in files[rank::world_size]:
             if own is not None:
-                if checksum_of_file(folder / file) != own:
-                    yield f"{file} differs from its checksum"
+                try:
+                    if checksum_of_file(folder / file) != own:
+                        yield f"{file} differs from its checksum"
+                except PermissionError as error:
+                    yield f"{file} cannot be read ({error.strerror})"
                 progress(size)
             elif file in pieces:
                 damaged = [tensor_at(places, file, byte) for byte in reader.damaged_pieces(file, pieces[file], size)]

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 
-def replace_text(file: Path, text: str) -> None:
+def replace_text(file: Path, text: str, *, private: bool = False) -> None:
     """Write a text file so that every reader, also after a crash, finds either the old text or the new one, complete.
+
+    Args:
+        file: where it goes.
+        text: all of it.
+        private: whether nobody but the user may read it, whatever the umask is; else it keeps the mode that it has.
 
     Raises:
         OSError: the file cannot be written, or its folder is missing.
@@ -24,12 +29,22 @@ def replace_text(file: Path, text: str) -> None:
     target = Path(os.path.realpath(file))  # a link stays a link
     beside = target.with_name(f".{target.name}.{os.getpid()}")  # several processes may write the same
     try:
+        beside.touch(mode=0o600 if private else 0o666)
         beside.write_text(text, encoding="utf-8")
-        if target.exists():
+        if target.exists() and not private:
             shutil.copymode(target, beside)
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, and those above it, which nobody but the user may look into, whatever the umask is.
+
+    What is there already stays as it is.
+    """
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -64,7 +79,7 @@ def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping
     name = f"resolved-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(log_dir or environ.get(FOLDER_VARIABLE) or cache_folder(environ) / "zero_plugin" / "runs")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         taken = sum(1 for _ in folder.glob(f"{name}*"))  # several models prepared in one second
         file = folder / f"{name}{f'-{taken + 1}' if taken else ''}.json"
         _write(record, file)
@@ -77,7 +92,8 @@ def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping
 
 
 def _write(record: Mapping[str, Any], file: Path) -> None:
-    replace_text(file, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
+    replace_text(file, text, private=True)  # a configuration may hold a key of a monitor's service
 
 
 CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave

@@ -18,7 +18,12 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.run_files import CUT_VARIABLE, OutOfMemoryReport, take_out_of_memory_report
+from zero_plugin.config.run_files import (
+    CUT_VARIABLE,
+    OutOfMemoryReport,
+    make_private_folder,
+    take_out_of_memory_report,
+)
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
@@ -284,7 +289,7 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     else:
-        Path(spec.settings.log_dir).mkdir(parents=True, exist_ok=True)
+        make_private_folder(Path(spec.settings.log_dir))
         yield Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=spec.settings.log_dir))
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,6 @@ from zero_plugin.checkpoint.folders import (
     choose_checkpoint,
     claim,
     find_damage,
-    give_up,
     has_checkpoints,
     known_checkpoints,
     lock_of,
@@ -46,7 +44,7 @@ from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.run_files import keep_run, kept_run, write_record
+from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
@@ -91,8 +89,6 @@ class Checkpoints:
         self._project = run.options.project
         self._collect_weights = collect_weights
         self._lineages = _Lineages()
-        self._claimed: list[Path] = []  # locks; on the main process
-        weakref.finalize(self, _give_up_all, self._claimed)
         self.objects: list[Any] = []
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -173,15 +169,10 @@ class Checkpoints:
     def _claim(self, target: Path) -> None:
         """Keep other jobs from saving there, as long as this one saves nowhere else."""
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
-        if self._claimed != [lock]:
-            claim(lock)
-            self.close()
-            self._claimed.append(lock)
-
-    def close(self) -> None:
-        """Let other jobs save where this one has."""
-        while self._claimed:
-            give_up(self._claimed.pop())
+        if self._run.claimed != [lock]:
+            claim(lock, target.parent)
+            self._run.give_up_locks()
+            self._run.claimed.append(lock)
 
     def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
         def rotate() -> None:
@@ -400,7 +391,8 @@ class Checkpoints:
     def _verify_files(self, folder: Path, manifest: Manifest) -> None:
         """Verify this process' part of the files that hooks may read."""
         share = self._run.processes.rank, self._run.processes.world_size
-        for difference in find_differences(folder, manifest, lambda _: None, share=share, tensors=False):
+        own = {file for file in manifest.files if Path(file).name == RECORD_NAME}  # which others may not read
+        for difference in find_differences(folder, manifest, lambda _: None, skipped=own, share=share, tensors=False):
             raise DamagedError(f"{folder}/{difference}.")
 
     def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
@@ -499,11 +491,6 @@ class Checkpoints:
         for o, entry in zip(self.objects, stored, strict=True):
             o.load_state_dict(entry["state"])
         report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
-
-
-def _give_up_all(claimed: list[Path]) -> None:
-    for lock in claimed:
-        give_up(lock)
 
 
 def _read_verified(folder: Path, manifest: Manifest, file: Path) -> bytes:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from zero_plugin.checkpoint.background import BackgroundWriter
+from zero_plugin.checkpoint.folders import give_up
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
@@ -110,6 +111,7 @@ class Run(ProcessCalls):
         )
         self.device = self.processes.device
         self.background = BackgroundWriter()
+        self.claimed: list[Path] = []  # locks of the folder that this run saves in; on the main process
         self.trackers = Trackers(options.project, self.processes.rank)
         self.stop = StopRequest()
         self.leaving_files: list[Session] = []
@@ -265,13 +267,21 @@ class Run(ProcessCalls):
             ends.callback(self._loading.close)
             ends.callback(self.trackers.finish)
             ends.callback(self.stop.forget)
+            ends.callback(self.give_up_locks)
             ends.callback(self.background.close)
         self.leaving_files.clear()
 
     def _forget_dropped(self) -> None:
         """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
+        if self.background.running is None:
+            self.give_up_locks()
         self.background.forget()
         self.strategy.forget_dropped()
+
+    def give_up_locks(self) -> None:
+        """Let other jobs save where this run has; not collective."""
+        while self.claimed:
+            give_up(self.claimed.pop())
 
     def _sessions(self) -> list[Session]:
         """The sessions to close, in reverse order; of a released `Accelerator` only those that have files to remove."""

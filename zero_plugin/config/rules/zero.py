@@ -235,11 +235,13 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
 
 def _aio(asked: Asked) -> Iterator[Problem]:
     devices = [asked.offload(what) for what in ("optimizer", "param")]
+    # DeepSpeed looks for CUDA whatever is offloaded.
+    refused = list(_needs_gpu(asked, "aio.use_gds")) if asked.is_on("aio.use_gds") else []
+    yield from refused
     if all(device in ("none", "cpu") for device in devices) and not asked.has("checkpoint.writer"):
-        keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
-        yield from asked.idle([f"aio.{key}" for key in keys], "nothing is offloaded to nvme")
-    elif asked.is_on("aio.use_gds"):
-        yield from _needs_gpu(asked, "aio.use_gds")
+        keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
+        idle = keys if refused else (*keys, "use_gds")
+        yield from asked.idle([f"aio.{key}" for key in idle], "nothing is offloaded to nvme")
 
 
 def check_zenflow(asked: Asked) -> Iterator[Problem]:
