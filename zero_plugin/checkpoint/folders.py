@@ -21,14 +21,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 import xxhash
 
 from zero_plugin.errors import CheckpointError, DamagedError
-from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json
+from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refuse_outside
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
         encoded.pop("xxh3", None)
         files = {path: (_count(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
         for path in files:
-            _refuse_outside(path)
+            refuse_outside(path)
         models = [_decode_model(model, files) for model in encoded.pop("models")]
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
@@ -211,9 +211,10 @@ def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int
     for (kind, name), place in places.items():
         if place.type_name not in TYPES:
             raise ValueError(f"a tensor of type {place.type_name}")
-        if place.file not in files or place.start + place.size > files[place.file][0]:
+        size, own = files.get(place.file, (0, 0))
+        if own is not None or place.start + place.size > size:  # a tensor file has no sum but those of its pieces
             raise ValueError(f"{name} ({kind}) is not inside {place.file}")
-    _refuse_outside(encoded["folder"])
+    refuse_outside(encoded["folder"])
     return StoredModel(str(encoded["class"]), encoded["folder"], dict(encoded["tied"]), places)
 
 
@@ -221,13 +222,6 @@ def _count(number: Any) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} in place of a number")
     return number
-
-
-def _refuse_outside(name: str) -> None:
-    """Refuse a path that leads out of the checkpoint."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"{name!r} is no path inside the checkpoint")
 
 
 def hold(folder: Path) -> None:

@@ -202,7 +202,7 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
         TypeError,
         AttributeError,
         ArithmeticError,
-        RecursionError,
+        RuntimeError,
         SafetensorError,
     ) as error:
         raise DamagedError(f"{text} cannot be read ({type(error).__name__}: {error}).") from error

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from zero_plugin.errors import CheckpointError
@@ -23,6 +24,8 @@ SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
+_VALUE_BYTES: Final = 100
+_FREE_BYTES: Final = 2**26
 TYPES: Final[Mapping[str, tuple[str, int]]] = {  # the format's name → torch's, and the bytes of an element
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -120,7 +123,20 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     named = read_keys(index).get("weight_map")
     if not isinstance(named, dict):
         raise ValueError(f"{index} has no weight_map")
+    for file in named.values():
+        refuse_outside(file)
     return sorted(set(named.values())), named
+
+
+def refuse_outside(name: Any) -> None:
+    """Refuse the name of a file, in a file that somebody wrote, that leads out of the folder where that one is.
+
+    Raises:
+        ValueError: it does, or is no name.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) else None
+    if path is None or path.is_absolute() or ".." in path.parts or "\0" in str(name):
+        raise ValueError(f"{name!r} is no path inside the folder")
 
 
 def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str, str], int]:
@@ -138,7 +154,11 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LARGEST_HEADER, path.stat().st_size):
             raise ValueError(f"a header of {length:,} bytes")
-        header = parse_json(file.read(length))
+        text = file.read(length)
+        # What it becomes in memory is bounded by the file: a value takes a hundred bytes, or fewer.
+        if _VALUE_BYTES * sum(map(text.count, (b",", b"{", b"["))) > 2 * path.stat().st_size + _FREE_BYTES:
+            raise ValueError("a header of more values than tensors")
+        header = parse_json(text)
     try:
         metadata = {name: str(text) for name, text in (header.pop("__metadata__", None) or {}).items()}
         places: dict[str, Place] = {}
@@ -261,7 +281,10 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
         CheckpointError: the file is missing, truncated, not a safetensors file, or has an unsupported dtype.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
         places, metadata, end = read_header(path, name)
         for tensor, place in places.items():
             if place.type_name not in TYPES:
