@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import os
 import subprocess
@@ -76,6 +77,8 @@ def signatures() -> Iterator[str]:
 
 
 def _signature(thing: object) -> str:
+    if isinstance(thing, enum.EnumMeta):
+        return f": {', '.join(f'{member.name}={member.value!r}' for member in thing)}"
     try:
         return str(inspect.signature(thing))  # type: ignore[arg-type]
     except (TypeError, ValueError):
