@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,3 +257,15 @@ def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
     code, output = run("--gpu_memory", "2GiB", "--host_memory", "8GiB")
     assert code == 1
     assert "nothing fits with 10% of each memory left free" in output
+
+
+def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two lines for each strategy: what it is and why it is not taken, then its numbers."""
+    monkeypatch.setattr("zero_plugin.cli.plan.terminal_width", lambda: 80)
+    monkeypatch.setattr(sys, "argv", ["zero-plugin", "plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"])
+    with contextlib.suppress(SystemExit):
+        main()
+    lines = capsys.readouterr().out.splitlines()
+    chosen = next(number for number, line in enumerate(lines) if line.startswith("→ "))
+    assert re.fullmatch(r"    batch .*, device .* GiB, CPU memory .*, step .* s, samples/s .*", lines[chosen + 1])
+    assert any(re.fullmatch(r"  DDP: .* GiB on the device, budget .*", line) for line in lines)

@@ -574,3 +574,14 @@ def test_a_file_without_permission() -> None:
     Path("other.json").chmod(0)
     with pytest.raises(ConfigError, match="cannot be read: permission denied"):
         read_document("other.json")
+
+
+def test_the_configuration_of_another_tool() -> None:
+    """One finding, of the file: that it is none of these; but one such key beside one of ours is that key's."""
+    (problem,) = problems_of("pl.yaml", "trainer: {max_epochs: 3}\nmodel: {hidden: 3}\ndata: {path: x}\n")
+    assert problem.headline == (
+        "pl.yaml: holds no key of a launch config or of a DeepSpeed configuration, but trainer, model, data"
+    )
+    assert "`zero-plugin config` writes a launch config" in problem.fix
+    (problem,) = problems_of("one.yaml", "trainer: {max_epochs: 3}\nnum_processes: 2\n")
+    assert problem.headline == "one.yaml:1:1: trainer: unknown key"

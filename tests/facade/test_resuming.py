@@ -348,3 +348,64 @@ def test_signals_reach_the_main_thread_only(make: Make) -> None:
     thread.start()
     thread.join()
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("kind", ["lambda", "cosine", "one cycle", "warm-up", "steps", "the script's own"])
+@pytest.mark.parametrize("same_global_batch", [True, False])
+def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: bool, tmp_path: Path) -> None:
+    """A schedule that advanced twice per step, and here once, is where a run of one process is at that sample."""
+
+    def make_schedule(optimizer: torch.optim.Optimizer, total: int) -> Any:
+        lrs = torch.optim.lr_scheduler
+        if kind == "lambda":
+            return lrs.LambdaLR(optimizer, lambda count: 1 - count / total)
+        if kind == "cosine":
+            return lrs.CosineAnnealingLR(optimizer, total)
+        if kind == "one cycle":
+            return lrs.OneCycleLR(optimizer, 0.1, total_steps=total)
+        if kind == "steps":
+            return lrs.StepLR(optimizer, total // 3, 0.5)
+        if kind == "warm-up":
+            warm = total // 4
+            parts = [lrs.LinearLR(optimizer, 0.1, 1.0, warm), lrs.CosineAnnealingLR(optimizer, total - warm)]
+            return lrs.SequentialLR(optimizer, parts, [warm])
+
+        class Own(lrs.LRScheduler):
+            def get_lr(self) -> list[float]:
+                return [rate * 0.9**self.last_epoch for rate in self.base_lrs]
+
+        return Own(optimizer)
+
+    def train(times: int, batch: int, steps: int, total: int, load: Path | None = None) -> tuple[Any, Any, list[float]]:
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=batch)
+        schedule = make_schedule(optimizer, total)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        schedule.times = times
+        report = None if load is None else accelerator.load_state(load)
+        rates = []
+        for _ in range(steps):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return accelerator, report, rates
+
+    # 24 counts of two processes are 12 steps; here they are 12 counts of as large steps, or 24 steps of half the size.
+    first, _, _ = train(2, 8, 6, 24)
+    folder = first.save_state(tmp_path / "saved")
+    first.end_training()
+    batch, left, total = (8, 6, 12) if same_global_batch else (4, 12, 24)
+    second, report, rates = train(1, batch, left, total, folder)
+    second.end_training()
+    whole, _, expected = train(1, batch, 2 * left, total)
+    whole.end_training()
+    told = "\n".join(report.not_restored)
+    if kind == "the script's own" and same_global_batch:
+        assert "the position of Own: it advanced another number of times per optimizer step when it was saved" in told
+        return
+    assert told == ""
+    assert rates == pytest.approx(expected[left:], abs=1e-9)

@@ -298,10 +298,12 @@ def claim(lock: Path, place: Path) -> None:
     deadline = time.monotonic() + _OTHERS_END_S
     while (descriptor := _try_to_lock(lock)) is None:
         if time.monotonic() > deadline:
+            holder = _holder(lock)
+            is_here = holder.endswith(f" on {socket.gethostname()}")
+            lease = "" if is_here else " If its machine is gone, the file server gives the lock up within minutes."
             raise CheckpointError(
-                f"{_holder(lock)} saves checkpoints in {place} too, and two jobs would replace and remove each "
-                "other's.\nSave into another folder, or end that job. The lock of a machine that is gone ends with its "
-                "lease at the file server, within minutes."
+                f"{holder} saves checkpoints in {place} too, and two jobs would replace and remove each other's.\n"
+                f"Save into another folder, or end that job.{lease}"
             )
         time.sleep(_LOOK_S)
     _claims[key] = [descriptor, 1]

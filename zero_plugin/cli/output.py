@@ -31,6 +31,15 @@ def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
     Console(highlight=False).print(Text(text, style), soft_wrap=not wraps)
 
 
+def terminal_width() -> int | None:
+    """Columns of the terminal that is printed to; None where it is none."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    return Console().width
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON, texts as they are."""
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))

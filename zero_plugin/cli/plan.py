@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_options, with_options
-from zero_plugin.cli.output import print_json, print_line, print_rows
+from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import printable
@@ -28,6 +28,7 @@ from zero_plugin.plan.situation import Cluster, Workload, describe_budget, is_kn
 
 _HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
+_WIDE: Final = 110  # columns of a terminal that the table fits into
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
     "offload_optimizer": "offload_optimizer_device",
@@ -80,7 +81,7 @@ def _number(value: float) -> str:
 
 
 def print_report(report: Report, written: Sequence[Path]) -> None:
-    """Print it: wrapped in a table on a terminal, aligned plain lines elsewhere.
+    """Print it: in a table on a terminal that is wide, in two lines each on another, aligned plain lines elsewhere.
 
     Args:
         report: what to print.
@@ -90,8 +91,14 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
     styles = ["bold green" if row[0] else "dim" if row[-1] else "" for row in rows]
     print_line(report.headline, "bold")
     print_line(_memories(report.cluster, report.wanted.margin))
-    styled = [[(cell, style) for cell in row] for row, style in zip(rows, styles, strict=True)]
-    print_rows(styled, _HEAD, unbroken=_HEAD[2:-1])
+    if (width := terminal_width()) is not None and width < _WIDE:
+        for (mark, strategy, *numbers, why), style in zip(rows, styles, strict=True):
+            print_line(f"{mark or ' '} {strategy}{f': {why}' if why else ''}", style, wraps=True)
+            named = zip(_HEAD[2:-1], numbers, strict=True)
+            print_line(f"    {', '.join(f'{name} {number}' for name, number in named if number)}", style, wraps=True)
+    else:
+        styled = [[(cell, style) for cell in row] for row, style in zip(rows, styles, strict=True)]
+        print_rows(styled, _HEAD, unbroken=_HEAD[2:-1])
     for note in [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]:
         print_line(note, "bold green" if note.startswith(_CHOSEN) else "", wraps=True)
 

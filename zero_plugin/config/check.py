@@ -229,9 +229,15 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
     yield from compiler_problems(document.launch)
     known = [*LAUNCH_KEYS, "deepspeed_config"]
-    for name in dict.fromkeys(path[0] for path in document.launch):
-        if name not in known:
-            yield Problem(document.place((name,)), name, "unknown key", explain_launch_key(name, known, schema))
+    names = list(dict.fromkeys(path[0] for path in document.launch))
+    fixes = {name: explain_launch_key(name, known, schema) for name in names if name not in known}
+    if len(names) > 1 and list(fixes.values()) == [_DELETE] * len(names) and not document.deepspeed:
+        message = f"holds no key of a launch config or of a DeepSpeed configuration, but {', '.join(names)}"
+        fix = "Give one of these: `zero-plugin config` writes a launch config, docs/configuration.md lists the keys."
+        yield Problem(document.sources[0] if document.sources else document.place((names[0],)), "", message, fix)
+        return
+    for name, fix in fixes.items():
+        yield Problem(document.place((name,)), name, "unknown key", fix)
 
 
 def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:

@@ -231,7 +231,9 @@ def _report_exception(error: BaseException, rank: str) -> int:
     sys.last_value = error  # as python sets it, for what runs at exit
     lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_LOST_PEER)
     text = f"{type(error).__name__}: {error}"
-    digest = str(zlib.crc32(text.encode(errors="replace")))
+    own = str(error).partition(": ")  # "process 1: …" where another process has raised the rest of it
+    said = own[2] if own[0].startswith("process ") else str(error)
+    digest = str(zlib.crc32(said.encode(errors="replace")))
     if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__, digest):
         trace = _without_starters(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -52,6 +52,7 @@ from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_m
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
+from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import (
     describe_training,
     is_inside_window,
@@ -192,7 +193,12 @@ class Checkpoints:
                 )
             return Path(output_dir).expanduser().resolve()  # replace the target of a symbolic link, not the link
         folder = automatic_folder(project.project_dir)
-        if (free := on_main(lambda: next_number(folder))) > project.iteration:
+
+        def find_free() -> int:
+            self._claim(folder / "checkpoint")  # before another job that ends now has saved its last one
+            return next_number(folder)
+
+        if (free := on_main(find_free)) > project.iteration:
             _log.info(f"save_state: {folder} has checkpoints up to number {free - 1}; this run continues with {free}")
             project.iteration = free
         target = folder / f"checkpoint_{project.iteration}"
@@ -221,9 +227,10 @@ class Checkpoints:
         training = {
             "models": [describe_training(training) for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
-            "schedules": [
-                scheduler.state_dict() for scheduler in schedulers_of(self._prepared.trainings, self._prepared.waiting)
-            ],
+            "schedules": [scheduler.state_dict() for scheduler in self._schedulers()],
+            # How often each advances per applied step, and how many samples that step has.
+            "schedules_advance": [scheduler.times for scheduler in self._schedulers()],
+            "samples_per_step": self._samples_per_step(),
             "loaders": [loader.state_dict() for loader in self._prepared.dataloaders],
             "iteration": self._project.iteration,
         }
@@ -320,7 +327,7 @@ class Checkpoints:
                     str(error),
                     "What was read of it may be in the model: load another one before training goes on.",
                 ]
-                raise DamagedError("\n".join(lines)) from error
+                raise DamagedError("\n".join(lines)) from None
             try:
                 return self._resume_from(folder, passed_over, **how)
             except DamagedError as error:
@@ -385,7 +392,10 @@ class Checkpoints:
             if on_main(lambda: self._lineages.is_newest(folder, manifest)):
                 self._lineages.join(folder.parent, manifest.about["run"])
         self._run.must_resume = False
-        _log.log(logging.WARNING if passed_over else logging.INFO, str(report))
+        if passed_over and SCRIPT.is_main:
+            _log.warning(str(report))
+        else:
+            _log.info(str(report))
         return report
 
     def _verify_files(self, folder: Path, manifest: Manifest) -> None:
@@ -445,14 +455,17 @@ class Checkpoints:
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
         parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
             ("optimizers without a prepared model", self._prepared.waiting, saved["waiting_optimizers"]),
-            ("schedules", schedulers_of(self._prepared.trainings, self._prepared.waiting), saved["schedules"]),
+            ("schedules", self._schedulers(), saved["schedules"]),
         )
         for what, running, states in parts:
             if len(running) != len(states):
                 report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
                 continue
-            for one, state in zip(running, states, strict=True):
-                one.load_state_dict(state)
+            for index, (one, state) in enumerate(zip(running, states, strict=True)):
+                if what == "schedules" and (factor := self._counts_by(index, one, saved)) != 1:
+                    self._count_anew(one, state, factor, report)
+                else:
+                    one.load_state_dict(state)
             report.restored.extend([what] if states else [])
         self._restore_loaders(saved["loaders"], report, go_on=loaders_resume)
         self._restore_objects(saved["objects"], report)
@@ -461,6 +474,42 @@ class Checkpoints:
         problem = restore_random_state(random_states, self._run.processes.rank)
         report.restored.extend(["random states"] if random_states else [])
         report.not_restored.extend([] if problem is None else [problem])
+
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return schedulers_of(self._prepared.trainings, self._prepared.waiting)
+
+    def _samples_per_step(self) -> int | None:
+        """Samples of an optimizer step of the first model; None where the loaders do not tell."""
+        if not self._prepared.dataloaders or not self._prepared.trainings:
+            return None
+        size = self._prepared.dataloaders[0].total_batch_size
+        return None if size is None else size * self._prepared.trainings[0].window.steps
+
+    def _counts_by(self, index: int, scheduler: AcceleratedScheduler, saved: Mapping[str, Any]) -> float | None:
+        """By what the count of a scheduler is multiplied, which advanced otherwise when it was saved; None: not known.
+
+        A step then and a step now may have different numbers of samples too: with as many for each process, what
+        counts once for each process counts samples, and goes on.
+        """
+        before: int = saved.get("schedules_advance", [scheduler.times] * (index + 1))[index]  # of before: not known
+        if before == scheduler.times:
+            return 1
+        then, now = saved.get("samples_per_step"), self._samples_per_step()
+        return None if not then or not now else scheduler.times / before * then / now
+
+    def _count_anew(
+        self, scheduler: AcceleratedScheduler, state: dict[str, Any], factor: float | None, report: LoadReport
+    ) -> None:
+        name = type(scheduler.scheduler).__name__
+        if factor is None or not scheduler.load_counted_anew(state, factor):
+            if factor is None:
+                scheduler.load_state_dict(state)
+            report.not_restored.append(
+                f"the position of {name}: it advanced another number of times per optimizer step when it was saved, "
+                f"{scheduler.times} here (scheduler_counts: processes), and continues at the count that it had"
+            )
+        else:
+            report.restored.append(f"{name} by its part of the training: it advances {scheduler.times} per step here")
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         if len(states) != len(self._prepared.dataloaders):

@@ -129,6 +129,29 @@ class AcceleratedScheduler:
         self.length.resume(getattr(self.scheduler, "last_epoch", 0))  # a ChainedScheduler has none
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]
 
+    def load_counted_anew(self, state_dict: dict[str, Any], factor: float) -> bool:
+        """Load the state of one whose steps counted otherwise: it comes to `factor` times its count.
+
+        It is brought there from its beginning, as its length may be another one here.
+
+        Returns:
+            Whether it was. Else its state is loaded as it is: it has begun already, or is of the script's own class.
+        """
+        count = state_dict.get("last_epoch")
+        can = isinstance(self.scheduler, LambdaLR) or _is_closed(self.scheduler)
+        if not can or not isinstance(count, int) or getattr(self.scheduler, "last_epoch", None) != 0:
+            self.load_state_dict(state_dict)
+            return False
+        twin, groups = _twin(self.scheduler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(round(count * factor)):
+                twin.step()
+        self.load_state_dict(twin.state_dict())
+        for group, reached in zip(self.scheduler.optimizer.param_groups, groups, strict=True):
+            group.update({key: reached[key] for key in ("lr", "momentum", "betas") if key in group})
+        return True
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "scheduler":
             raise AttributeError(name)
@@ -317,7 +340,8 @@ def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | 
     if not _is_closed(scheduler):
         start = scheduler.optimizer.param_groups[0]["lr"]
         return _points(type(scheduler).__name__, lambda _: float(start), None, None, None) + _epoch(steps_per_epoch)
-    rates = _simulate(scheduler, last)
+    # Several steps at a time do not pass the end of OneCycleLR, whose rate is no longer meant there.
+    rates = _simulate(scheduler, last - isinstance(scheduler, OneCycleLR))
     total = -(-last // times)
     peak = rates.index(max(rates))
     name = type(scheduler).__name__
@@ -370,17 +394,22 @@ def _is_closed(scheduler: Any) -> bool:
 
 def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:
     """The first group's learning rate before each of `steps` steps and after the last, from a copy of the scheduler."""
-    optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-    optimizer.param_groups = [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": []}
-        for group in scheduler.optimizer.param_groups
-    ]
-    optimizer._opt_called = True
-    twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-    rates = [float(optimizer.param_groups[0]["lr"])]
+    twin, groups = _twin(scheduler)
+    rates = [float(groups[0]["lr"])]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(steps):
             twin.step()
-            rates.append(float(optimizer.param_groups[0]["lr"]))
+            rates.append(float(groups[0]["lr"]))
     return rates
+
+
+def _twin(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
+    """A copy of a scheduler that has not advanced, and the parameter groups, without parameters, that it drives."""
+    optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    optimizer.param_groups = [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": [], "lr": rate}
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True)
+    ]
+    optimizer._opt_called = True
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer}), optimizer.param_groups

@@ -142,8 +142,15 @@ class Asked:
         return f"Write {self.name(key)}: {value}"
 
     def name(self, key: str) -> str:
-        """The key's name in this document: in a launch config its short field, if it has one."""
-        return _FIELDS.get(key, key) if self.launch else key
+        """The key's name in this document: in a launch config its short field, if it has one.
+
+        Flags alone make no launch config of a DeepSpeed JSON.
+        """
+        kinds = {entry.origin.kind for entry in self.launch.entries.values()}
+        is_json = not kinds & {"file", "code"} and any(
+            entry.origin.kind == "file" for entry in self.document.deepspeed.entries.values()
+        )
+        return _FIELDS.get(key, key) if kinds and not is_json else key
 
     def _finding(self, key: str, message: str, fix: str, severity: Severity) -> Problem:
         path, value = tuple(key.split(".")), self.value(key)
