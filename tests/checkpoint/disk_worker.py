@@ -243,17 +243,23 @@ def fail(disk: Path) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+def run_out(disk: Path) -> None:
+    """Of the user's quota, which file servers tell of at any write."""
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
 def mend(disk: Path) -> None:
     """Have the disk writable, with room."""
     _LIBC.mount(b"none", os.fsencode(disk), None, _MS_REMOUNT, None)
     (disk / "filler").unlink(missing_ok=True)
 
 
-FAILURES = {"full": fill, "read-only": make_read_only, "broken": fail}
+FAILURES = {"full": fill, "read-only": make_read_only, "broken": fail, "over quota": run_out}
 WORDS = {
     "full": ("No space left on device", "does not fit"),
     "read-only": ("Read-only file system",),
     "broken": ("Input/output error",),
+    "over quota": ("Disk quota exceeded",),
 }
 CHECKS: dict[str, Callable[..., None]] = {
     "nothing": check_nothing,

@@ -17,7 +17,9 @@ CHECKS: dict[str, tuple[str, dict[str, Any]]] = {
     "full, asynchronously": ("ddp", {"how": "full", "asynchronous": True}),
     "read-only": ("ddp", {"how": "read-only"}),
     "broken": ("zero2", {"how": "broken"}),
+    "over quota": ("zero3", {"how": "over quota"}),
 }
+RARE = ("full, without reserving", "over quota")
 STEPS = 300  # more than any check takes
 
 
@@ -36,9 +38,7 @@ def whole_losses(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.campaign] * (name == "full, without reserving")) for name in CHECKS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.campaign] * (name in RARE)) for name in CHECKS])
 def test_failing_disk(
     name: str, forks: Any, whole_losses: Callable[[str], list[float]], small_disk: Path, tmp_path: Path
 ) -> None:
