@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
+from zero_plugin.checkpoint.tensor_files import RangeReader
 from zero_plugin.config.plugins import ProjectConfiguration
 from zero_plugin.errors import CheckpointError, DamagedError
 
@@ -87,6 +89,10 @@ def two_signs(content: bytes) -> bytes:
     return content[:-5] + bytes([content[-5] ^ 128]) + content[-4:-1] + bytes([content[-1] ^ 128])
 
 
+def other_format(content: bytes) -> bytes:
+    return content.replace(b'"format": 2', b'"format": 0')
+
+
 def replaced(file: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / file).unlink()
@@ -127,6 +133,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a bit of the manifest": ("manifest.json", overwrite("manifest.json", flip(200))),
     "the manifest's own sum": ("manifest.json", overwrite("manifest.json", flip(12))),
     "the manifest's beginning": ("manifest.json", overwrite("manifest.json", flip(3))),
+    "the manifest's format": ("manifest.json", overwrite("manifest.json", other_format)),
     "no manifest": ("manifest.json", lambda folder: (folder / "manifest.json").unlink()),
     "garbage for the manifest": ("manifest.json", overwrite("manifest.json", lambda _: b"[" * 100_000)),
     "a pipe": ("model.safetensors", replaced("model.safetensors", os.mkfifo)),
@@ -160,6 +167,58 @@ def test_the_one_before_is_loaded(kind: str, training: Any, caplog: pytest.LogCa
     damage(older)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete"):
         accelerator.load_state()
+
+
+def test_a_disk_that_fails(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system while it is read is damage too."""
+    accelerator, _, (older, newer) = training
+    read = os.preadv
+
+    def fail(descriptor: int, *args: Any) -> int:
+        if str(newer) in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(5, "Input/output error")
+        return read(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert accelerator.load_state().folder == older
+    with pytest.raises(DamagedError, match=r"safetensors cannot be read \(Input/output error\)"):
+        accelerator.load_state(newer)
+
+
+def test_what_is_damaged_is_rotated_by_who_goes_on_from_the_one_before(training: Any, tmp_path: Path) -> None:
+    """A launch that had to load an older checkpoint of a run continues that run."""
+    accelerator, _, (older, newer) = training
+    overwrite("model.safetensors", flip(-100))(newer)
+    accelerator.end_training()
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    again = Accelerator(cpu=True, project_config=project)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 1))
+    again.prepare(model, torch.optim.AdamW(model.parameters()))
+    again.register_for_checkpointing(Counter())
+    assert again.load_state().folder == older
+    for _ in range(2):
+        again.save_state()
+    assert {path.name for path in older.parent.iterdir()} == {"checkpoint_2", "checkpoint_3"}
+    again.end_training()
+
+
+def test_loading_while_another_job_saves(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced, or removed, while it is read is looked for again."""
+    accelerator, loaded, (older, newer) = training
+    accelerator.load_state(older)
+    expected = loaded()
+    fill, looks = RangeReader.read, 0
+
+    def replace(reader: RangeReader, *args: Any) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            shutil.rmtree(newer)
+        fill(reader, *args)
+
+    monkeypatch.setattr(RangeReader, "read", replace)
+    accelerator.load_state()
+    assert same(loaded(), expected)
 
 
 def test_unverified_where_asked(training: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint import folders
 from zero_plugin.checkpoint.folders import claim, find_damage, give_up, known_checkpoints, lock_of, open_draft
 
@@ -29,7 +32,7 @@ model = accelerator.prepare(torch.nn.Linear(2, 2))
 if how == "automatic":
     accelerator.resume()
 for line in sys.stdin:
-    print(accelerator.save_state(None if how == "automatic" else folder + line.strip()), flush=True)
+    print("saved:", accelerator.save_state(None if how == "automatic" else folder + line.strip()), flush=True)
 """
 
 
@@ -64,7 +67,10 @@ def save(job: subprocess.Popen[str], name: str = "") -> str:
     assert job.stdin is not None
     assert job.stdout is not None
     print(name, file=job.stdin, flush=True)
-    return job.stdout.readline().strip()
+    for line in job.stdout:
+        if line.startswith("saved: "):  # torch 2.9's gloo says there whom it is connected to
+            return line.removeprefix("saved: ").strip()
+    return ""
 
 
 @pytest.mark.processes
@@ -138,9 +144,47 @@ def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folders.fcntl, "lockf", refuse)
+    monkeypatch.setattr(folders, "_lock", refuse)
     lock = lock_of(tmp_path / "last", automatic=False)
     claim(lock, tmp_path)
     give_up(lock)
     assert lock.name == ".last.lock"
     assert not known_checkpoints(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["a copy is made", "a link is saved to", "the folder is removed"])
+def test_what_a_script_does_meanwhile(what: str, jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """The other job is refused all the same."""
+    project = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
+    if what == "a copy is made":
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "run" / ".checkpoints.lock").read_bytes()
+    elif what == "a link is saved to":
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        linked = ProjectConfiguration(str(tmp_path / "link"), automatic_checkpoint_naming=True)
+        again = Accelerator(cpu=True, project_config=linked)
+        again.prepare(torch.nn.Linear(2, 2))
+        again.save_state()
+        again.end_training()
+    else:
+        shutil.rmtree(tmp_path / "run")
+        accelerator.save_state()
+    other = start(jobs, "automatic", tmp_path / "run")
+    assert save(other) == ""
+    assert f"process {os.getpid()} on " in other.communicate()[1]
+    accelerator.end_training()
+    assert save(start(jobs, "automatic", tmp_path / "run")) != ""
+
+
+def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:
+    """Which has taken the folder after it was removed."""
+    lock = lock_of(tmp_path / "run" / "last", automatic=False)
+    claim(lock, tmp_path)
+    lock.unlink()
+    lock.write_text("another job's")
+    give_up(lock)
+    assert lock.read_text() == "another job's"

@@ -379,19 +379,21 @@ def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: b
     def train(times: int, batch: int, steps: int, total: int, load: Path | None = None) -> tuple[Any, Any, list[float]]:
         accelerator = Accelerator(cpu=True)
         model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=batch)
+        # A rate that is a tensor, for a capturable optimizer, is no other program's to write to.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if kind != "cosine" else torch.tensor(0.1), momentum=0.9)
+        data = TensorDataset(torch.ones(64, 4))
+        held_out, loader = DataLoader(data, batch_size=5), DataLoader(data, batch_size=batch, shuffle=True)
         schedule = make_schedule(optimizer, total)
-        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        _, model, optimizer, loader, schedule = accelerator.prepare(held_out, model, optimizer, loader, schedule)
         schedule.times = times
-        report = None if load is None else accelerator.load_state(load)
+        report = None if load is None else [accelerator.load_state(load) for _ in range(2)][-1]
         rates = []
         for _ in range(steps):
             accelerator.backward(model(torch.ones(1, 4)).sum())
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(optimizer.param_groups[0]["lr"]))
         return accelerator, report, rates
 
     # 24 counts of two processes are 12 steps; here they are 12 counts of as large steps, or 24 steps of half the size.

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,10 @@ dist.destroy_process_group()
 
 
 def test_workers_of_a_restart_meet_at_the_port_that_was_named(
-    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, free_port: Callable[[], int]
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    lines_of: Callable[..., Iterator[str]],
 ) -> None:
     """In a store of their own: in the old one they would find the addresses of processes that are gone."""
     (tmp_path / "restarted.py").write_text(RESTARTED)
@@ -168,4 +171,4 @@ def test_workers_of_a_restart_meet_at_the_port_that_was_named(
     flags = ["--num_processes", "2", "--max_restarts", "1", "--main_process_port", port]
     done = launch("--cpu", *flags, "restarted.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"127.0.0.1:{port}"] * 2
+    assert list(lines_of(done.stdout.splitlines())) == [f"127.0.0.1:{port}"] * 2

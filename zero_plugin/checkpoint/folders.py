@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -96,7 +97,7 @@ class Manifest:
             "files": {path: {"size": size, "xxh3": found} for path, (size, found) in self.files.items()},
             "models": [_encode_model(model) for model in self.models],
         }
-        rest = json.dumps(encoded, ensure_ascii=False)[1:].encode() + b"\n"
+        rest = json.dumps(encoded)[1:].encode() + b"\n"  # ASCII: a file's name may be any bytes
         (folder / MANIFEST_NAME).write_bytes(b'{"xxh3": "%016x", ' % checksum(rest) + rest)
 
     def read(self, folder: Path, file: str) -> bytes:
@@ -125,10 +126,12 @@ def read_manifest(folder: Path) -> Manifest:
         content = file.read_bytes()
         encoded = parse_json(content)
         version = encoded.pop("format")
-        if version > _FORMAT:
+        if _count(version) > _FORMAT:
             raise CheckpointError(f"{file} is of format {version}; this version reads up to {_FORMAT}.")
-        has_sum = _MANIFEST_SUM.match(content)
-        if version > 1 and (has_sum is None or int(has_sum[1], 16) != checksum(memoryview(content)[has_sum.end() :])):
+        found = _MANIFEST_SUM.match(content)
+        own = found and checksum(memoryview(content)[found.end() :])
+        # Format 1 has no such sum, and there is no other without.
+        if (version != 1 or "xxh3" in encoded) and (found is None or int(found[1], 16) != own):
             raise DamagedError(f"{file} is damaged: it differs from its checksum.")
         encoded.pop("xxh3", None)
         files = {path: (_count(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
@@ -270,7 +273,7 @@ def lock_of(target: Path, *, automatic: bool) -> Path:
         target: the checkpoint.
         automatic: whether its name is, and so are those of all that is saved in its folder.
     """
-    kept = target.parent if automatic else target
+    kept = Path(os.path.realpath(target.parent if automatic else target))
     return kept.with_name(f".{kept.name}.lock")
 
 
@@ -287,7 +290,7 @@ def claim(lock: Path, place: Path) -> None:
         CheckpointError: a process of another job has it.
     """
     key = os.getpid(), lock
-    if key in _claims:
+    if holds(lock):
         _claims[key][1] += 1
         return
     try:
@@ -306,7 +309,22 @@ def claim(lock: Path, place: Path) -> None:
                 f"Save into another folder, or end that job.{lease}"
             )
         time.sleep(_LOOK_S)
-    _claims[key] = [descriptor, 1]
+    if (removed := _claims.get(key)) is not None:  # with its folder
+        os.close(removed[0])
+    _claims[key] = [descriptor, 1 if removed is None else removed[1] + 1]
+
+
+def holds(lock: Path) -> bool:
+    """Whether this process has claimed it, and its file is still there."""
+    held = _claims.get((os.getpid(), lock))
+    return held is not None and _is_file(held[0], lock)
+
+
+def _is_file(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except OSError:
+        return False
 
 
 def give_up(lock: Path) -> None:
@@ -317,17 +335,20 @@ def give_up(lock: Path) -> None:
     held[1] -= 1
     if held[1] == 0:
         del _claims[os.getpid(), lock]
-        with suppress(OSError):  # the folder may be gone
-            lock.unlink()
+        with suppress(OSError):
+            if _is_file(held[0], lock):  # else the folder was removed, and another job may have one of that name
+                lock.unlink()
         os.close(held[0])
 
 
 def _try_to_lock(lock: Path) -> int | None:
     """A descriptor of the file that is locked, or None where another process has it."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), lock.stat()):  # its last holder has removed it just now
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o666)  # so that another user's job in the folder is kept away too
+        _lock(descriptor)
+        if not _is_file(descriptor, lock):  # its last holder has removed it just now
             raise BlockingIOError
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -337,6 +358,15 @@ def _try_to_lock(lock: Path) -> int | None:
     except OSError:  # it has no locks
         pass
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Of the open file, where the system has such: a plain lock ends when the process closes the file anywhere."""
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock; fcntl(2)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
+    else:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _holder(lock: Path) -> str:

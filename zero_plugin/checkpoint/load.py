@@ -256,7 +256,7 @@ def read_common_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: on every process; which processes have none, or another one, in their folder of that name.
     """
-    sums = collectives.gather_object([_manifest_sum(folder)])
+    sums = collectives.gather_object([manifest_sum(folder)])
     for what, ranks in (
         ("no checkpoint", [rank for rank, found in enumerate(sums) if found is None]),
         ("another checkpoint", [rank for rank, found in enumerate(sums) if found not in (None, sums[0])]),
@@ -269,7 +269,8 @@ def read_common_manifest(folder: Path) -> Manifest:
     return all_or_none(lambda: read_manifest(folder))
 
 
-def _manifest_sum(folder: Path) -> int | None:
+def manifest_sum(folder: Path) -> int | None:
+    """By which one tells whether a checkpoint is still the same; None where there is none."""
     try:
         return checksum((folder / MANIFEST_NAME).read_bytes())
     except OSError:

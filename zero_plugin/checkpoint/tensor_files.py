@@ -302,7 +302,7 @@ class _Files:
             try:
                 self.open[file] = os.open(self.folder / file, self._flags)
             except FileNotFoundError:
-                raise CheckpointError(
+                raise DamagedError(
                     f"The main process can see {self.folder / file}, but this process cannot. Checkpoints need a file "
                     "system that all machines share."
                 ) from None
@@ -438,7 +438,10 @@ class RangeReader(_Files):
 
     def _read(self, file: str, data: memoryview, offset: int) -> None:
         while data.nbytes:
-            read = os.preadv(self.descriptor(file), [data], offset)
+            try:
+                read = os.preadv(self.descriptor(file), [data], offset)
+            except OSError as error:  # as of a disk that fails
+                raise DamagedError(f"{self.folder / file} cannot be read ({error.strerror}).") from error
             if read == 0:
                 raise DamagedError(f"{self.folder / file} ends before byte {offset + data.nbytes:,}.")
             data, offset = data[read:], offset + read

@@ -7,13 +7,14 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.checkpoint.folders import (
@@ -24,6 +25,7 @@ from zero_plugin.checkpoint.folders import (
     claim,
     find_damage,
     has_checkpoints,
+    holds,
     known_checkpoints,
     lock_of,
     next_number,
@@ -35,6 +37,7 @@ from zero_plugin.checkpoint.load import (
     LoadReport,
     find_differences,
     load_tensors,
+    manifest_sum,
     read_common_manifest,
     read_pieces,
     verify_headers,
@@ -63,6 +66,8 @@ from zero_plugin.loop.training import (
 )
 
 _log = logging.getLogger(__name__)
+
+_MOST_REPLACED = 20  # times that what is loaded is replaced or removed meanwhile
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -170,7 +175,7 @@ class Checkpoints:
     def _claim(self, target: Path) -> None:
         """Keep other jobs from saving there, as long as this one saves nowhere else."""
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
-        if self._run.claimed != [lock]:
+        if self._run.claimed != [lock] or not holds(lock):
             claim(lock, target.parent)
             self._run.give_up_locks()
             self._run.claimed.append(lock)
@@ -191,7 +196,7 @@ class Checkpoints:
                     "save_state() needs a folder: save_state(output_dir=…), or "
                     "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
                 )
-            return Path(output_dir).expanduser().resolve()  # replace the target of a symbolic link, not the link
+            return _resolved(output_dir)  # replace the target of a symbolic link, not the link
         folder = automatic_folder(project.project_dir)
 
         def find_free() -> int:
@@ -317,9 +322,18 @@ class Checkpoints:
     ) -> LoadReport:
         """Load what `choose` chooses on the main process, which gets those that were found to be damaged."""
         damaged: dict[Path, str] = {}
+        replaced = 0
+
+        def find() -> tuple[Path, list[str], int | None]:
+            folder, passed_over = choose(damaged)
+            return folder, passed_over, manifest_sum(folder)
+
+        def is_replaced(folder: Path, found: int | None) -> bool:
+            return manifest_sum(folder) != found
+
         while True:
             try:
-                folder, passed_over = on_main(lambda: choose(damaged))
+                folder, passed_over, found = on_main(find)
             except CheckpointError as error:
                 if not damaged:
                     raise
@@ -329,14 +343,20 @@ class Checkpoints:
                 ]
                 raise DamagedError("\n".join(lines)) from None
             try:
-                return self._resume_from(folder, passed_over, **how)
-            except DamagedError as error:
-                damaged[folder] = str(error)
+                return self._resume_from(folder, passed_over, damaged, **how)
+            except CheckpointError as error:
+                if replaced < _MOST_REPLACED and on_main(partial(is_replaced, folder, found)):
+                    replaced += 1  # by a job that saves there
+                elif isinstance(error, DamagedError):
+                    damaged[folder] = str(error)
+                else:
+                    raise
 
     def _resume_from(
         self,
         folder: Path,
         passed_over: Sequence[str],
+        damaged: Collection[Path],
         *,
         strict: bool = True,
         weights_only: bool = False,
@@ -389,7 +409,7 @@ class Checkpoints:
         if not weights_only:
             all_or_none(lambda: self._restore(saved, random_states, report, loaders_resume=loaders_resume))
             restore_reductions(self._prepared.trainings, saved["models"])
-            if on_main(lambda: self._lineages.is_newest(folder, manifest)):
+            if on_main(lambda: self._lineages.is_newest(folder, manifest, damaged)):
                 self._lineages.join(folder.parent, manifest.about["run"])
         self._run.must_resume = False
         if passed_over and SCRIPT.is_main:
@@ -407,7 +427,7 @@ class Checkpoints:
 
     def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return Path(input_dir).expanduser().resolve()
+            return _resolved(input_dir)
         if self._project.automatic_checkpoint_naming:
             return automatic_folder(self._project.project_dir)
         raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
@@ -480,9 +500,11 @@ class Checkpoints:
 
     def _samples_per_step(self) -> int | None:
         """Samples of an optimizer step of the first model; None where the loaders do not tell."""
-        if not self._prepared.dataloaders or not self._prepared.trainings:
+        loaders = self._prepared.dataloaders
+        if not loaders or not self._prepared.trainings:
             return None
-        size = self._prepared.dataloaders[0].total_batch_size
+        trains = next((one for one in loaders if isinstance(getattr(one, "sampler", None), RandomSampler)), loaders[0])
+        size = trains.total_batch_size
         return None if size is None else size * self._prepared.trainings[0].window.steps
 
     def _counts_by(self, index: int, scheduler: AcceleratedScheduler, saved: Mapping[str, Any]) -> float | None:
@@ -540,6 +562,13 @@ class Checkpoints:
         for o, entry in zip(self.objects, stored, strict=True):
             o.load_state_dict(entry["state"])
         report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+
+
+def _resolved(named: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(named).expanduser().resolve()
+    except (ValueError, RuntimeError) as error:  # a NUL; a home that there is none of
+        raise CheckpointError(f"{os.fspath(named)!r} is no path: {error}.") from None
 
 
 def _read_verified(folder: Path, manifest: Manifest, file: Path) -> bytes:
@@ -609,7 +638,7 @@ class _Lineages:
         self._runs[folder] = run
         keep_run(folder, run, os.environ)
 
-    def is_newest(self, path: Path, manifest: Manifest) -> bool:
+    def is_newest(self, path: Path, manifest: Manifest, damaged: Collection[Path]) -> bool:
         """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
 
         On the main process.
@@ -619,7 +648,7 @@ class _Lineages:
             return False
         order = manifest.about.get("order")  # None where the name had no number when it was saved
         order = number[1] if order is None else order
-        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run]
+        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run and one.path not in damaged]
         return not any(one.order > order and find_damage(one.path) is None for one in own)
 
     def next_order(self, target: Path) -> int | None:

@@ -275,6 +275,8 @@ class Run(ProcessCalls):
         """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
         if self.background.running is None:
             self.give_up_locks()
+        else:
+            self.background.running[1].add_done_callback(lambda _: self.give_up_locks())
         self.background.forget()
         self.strategy.forget_dropped()
 

@@ -74,6 +74,9 @@ class AcceleratedScheduler:
         # ReduceLROnPlateau counts measurements, and each call has one, independently of `scheduler_counts`.
         self.times = 1 if self._measures or not step_with_optimizer else times
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
+        can_begin_again = isinstance(scheduler, LambdaLR) or _is_closed(scheduler)
+        is_fresh = getattr(scheduler, "last_epoch", None) == 0
+        self._beginning = _twin(scheduler)[0] if can_begin_again and is_fresh else None
         self.length = SchedulerLength(scheduler, self.times, typed_per_step or self.times)
         for optimizer in self.optimizers:
             optimizer.schedulers.append(self)
@@ -135,21 +138,22 @@ class AcceleratedScheduler:
         It is brought there from its beginning, as its length may be another one here.
 
         Returns:
-            Whether it was. Else its state is loaded as it is: it has begun already, or is of the script's own class.
+            Whether it was. Else its state is loaded as it is: it had begun before `prepare`, or is of the script's own
+            class, or one whose rates depend on more than its count.
         """
-        count = state_dict.get("last_epoch")
-        can = isinstance(self.scheduler, LambdaLR) or _is_closed(self.scheduler)
-        if not can or not isinstance(count, int) or getattr(self.scheduler, "last_epoch", None) != 0:
+        count, groups = state_dict.get("last_epoch"), self.scheduler.optimizer.param_groups
+        beginning = self._beginning
+        if beginning is None or not isinstance(count, int) or len(groups) != len(beginning.optimizer.param_groups):
             self.load_state_dict(state_dict)
             return False
-        twin, groups = _twin(self.scheduler)
+        twin, reached = _twin(beginning)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(round(count * factor)):
                 twin.step()
         self.load_state_dict(twin.state_dict())
-        for group, reached in zip(self.scheduler.optimizer.param_groups, groups, strict=True):
-            group.update({key: reached[key] for key in ("lr", "momentum", "betas") if key in group})
+        for group, there in zip(groups, reached, strict=True):
+            group.update({key: there[key] for key in ("lr", "momentum", "betas") if key in group and key in there})
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -408,7 +412,7 @@ def _twin(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
     """A copy of a scheduler that has not advanced, and the parameter groups, without parameters, that it drives."""
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     optimizer.param_groups = [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": [], "lr": rate}
+        copy.deepcopy({**{key: value for key, value in group.items() if key != "params"}, "params": [], "lr": rate})
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True)
     ]
     optimizer._opt_called = True
