@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,15 +22,12 @@ from zero_plugin.checkpoint.folders import (
     automatic_folder,
     choose_checkpoint,
     claim,
-    find_damage,
     has_checkpoints,
     holds,
-    known_checkpoints,
     lock_of,
     next_number,
     read_manifest,
     rotate_checkpoints,
-    split_number,
 )
 from zero_plugin.checkpoint.load import (
     LoadReport,
@@ -43,19 +39,21 @@ from zero_plugin.checkpoint.load import (
     verify_headers,
 )
 from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
+from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
+from zero_plugin.config.run_files import RECORD_NAME, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError, DamagedError
+from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.scheduler import AcceleratedScheduler, load_schedulers
 from zero_plugin.loop.training import (
     describe_training,
     is_inside_window,
@@ -94,7 +92,7 @@ class Checkpoints:
         self._prepared = prepared
         self._project = run.options.project
         self._collect_weights = collect_weights
-        self._lineages = _Lineages()
+        self._lineages = Lineages()
         self.objects: list[Any] = []
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -367,19 +365,9 @@ class Checkpoints:
         manifest = read_common_manifest(folder)
         if verify and not manifest.is_verifiable:
             _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
-        verify = verify and manifest.is_verifiable
-        read = partial(_read_verified, folder, manifest) if verify else Path.read_bytes
-        saved, random_states, pieces = all_or_none(
-            lambda: (
-                {**read_nested(folder / "training", read), "objects": read_nested(folder / "objects", read)},
-                read_nested(folder / "random", read),
-                read_pieces(folder, manifest) if verify else None,
-            )
+        saved, random_states, pieces = self._read_small_files(
+            folder, manifest, verify=verify and manifest.is_verifiable
         )
-        if pieces is not None:
-            on_main(lambda: verify_headers(folder, manifest, pieces))
-            if self.load_hooks:
-                all_or_none(lambda: self._verify_files(folder, manifest))
         report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
         all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
         if any(is_inside_window(training) for training in self._prepared.trainings):
@@ -417,6 +405,27 @@ class Checkpoints:
         else:
             _log.info(str(report))
         return report
+
+    def _read_small_files(
+        self, folder: Path, manifest: Manifest, *, verify: bool
+    ) -> tuple[dict[str, Any], Any, Mapping[str, Pieces] | None]:
+        """All but the tensor files, whose headers are verified; the training's record, random states, and pieces."""
+        if verify and not manifest.is_verifiable:
+            _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
+            verify = False
+        read = partial(_read_verified, folder, manifest) if verify else Path.read_bytes
+        saved, random_states, pieces = all_or_none(
+            lambda: (
+                {**read_nested(folder / "training", read), "objects": read_nested(folder / "objects", read)},
+                read_nested(folder / "random", read),
+                read_pieces(folder, manifest) if verify else None,
+            )
+        )
+        if pieces is not None:
+            on_main(lambda: verify_headers(folder, manifest, pieces))
+            if self.load_hooks:
+                all_or_none(lambda: self._verify_files(folder, manifest))
+        return saved, random_states, pieces
 
     def _verify_files(self, folder: Path, manifest: Manifest) -> None:
         """Verify this process' part of the files that hooks may read."""
@@ -481,10 +490,10 @@ class Checkpoints:
             if len(running) != len(states):
                 report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
                 continue
-            for index, (one, state) in enumerate(zip(running, states, strict=True)):
-                if what == "schedules" and (factor := self._counts_by(index, one, saved)) != 1:
-                    self._count_anew(one, state, factor, report)
-                else:
+            if what == "schedules":
+                report.not_restored += load_schedulers(running, saved, self._samples_per_step())
+            else:
+                for one, state in zip(running, states, strict=True):
                     one.load_state_dict(state)
             report.restored.extend([what] if states else [])
         self._restore_loaders(saved["loaders"], report, go_on=loaders_resume)
@@ -506,32 +515,6 @@ class Checkpoints:
         trains = next((one for one in loaders if isinstance(getattr(one, "sampler", None), RandomSampler)), loaders[0])
         size = trains.total_batch_size
         return None if size is None else size * self._prepared.trainings[0].window.steps
-
-    def _counts_by(self, index: int, scheduler: AcceleratedScheduler, saved: Mapping[str, Any]) -> float | None:
-        """By what the count of a scheduler is multiplied, which advanced otherwise when it was saved; None: not known.
-
-        A step then and a step now may have different numbers of samples too: with as many for each process, what
-        counts once for each process counts samples, and goes on.
-        """
-        before: int = saved.get("schedules_advance", [scheduler.times] * (index + 1))[index]  # of before: not known
-        if before == scheduler.times:
-            return 1
-        then, now = saved.get("samples_per_step"), self._samples_per_step()
-        return None if not then or not now else scheduler.times / before * then / now
-
-    def _count_anew(
-        self, scheduler: AcceleratedScheduler, state: dict[str, Any], factor: float | None, report: LoadReport
-    ) -> None:
-        name = type(scheduler.scheduler).__name__
-        if factor is None or not scheduler.load_counted_anew(state, factor):
-            if factor is None:
-                scheduler.load_state_dict(state)
-            report.not_restored.append(
-                f"the position of {name}: it advanced another number of times per optimizer step when it was saved, "
-                f"{scheduler.times} here (scheduler_counts: processes), and continues at the count that it had"
-            )
-        else:
-            report.restored.append(f"{name} by its part of the training: it advances {scheduler.times} per step here")
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         if len(states) != len(self._prepared.dataloaders):
@@ -601,66 +584,3 @@ def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
         return 0
     then, now = state["total_batch_size"], loader.total_batch_size
     return int(state["batches"] if then is None or now is None else state["batches"] * then // now)
-
-
-class _Lineages:
-    """The run's id in each folder that it saves checkpoints into.
-
-    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
-    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
-    """
-
-    def __init__(self) -> None:
-        self._runs: dict[Path, str] = {}
-        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
-
-    def known(self, folder: Path) -> str | None:
-        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
-        folder = folder.resolve()
-        if folder not in self._runs:
-            known = collectives.gather_object([kept_run(folder, os.environ)])
-            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
-                return None
-            self.join(folder, run)
-        return self._runs[folder]
-
-    def own(self, folder: Path) -> str:
-        """The id, made where there is none yet. Collective."""
-        run = self.known(folder)
-        if run is None:
-            run = collectives.broadcast_object_list([secrets.token_hex(8)])[0]
-            self.join(folder, run)
-        return run
-
-    def join(self, folder: Path, run: str) -> None:
-        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
-        folder = folder.resolve()
-        self._runs[folder] = run
-        keep_run(folder, run, os.environ)
-
-    def is_newest(self, path: Path, manifest: Manifest, damaged: Collection[Path]) -> bool:
-        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
-
-        On the main process.
-        """
-        run, number = manifest.about.get("run"), split_number(path.name)
-        if run is None or number is None:
-            return False
-        order = manifest.about.get("order")  # None where the name had no number when it was saved
-        order = number[1] if order is None else order
-        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run and one.path not in damaged]
-        return not any(one.order > order and find_damage(one.path) is None for one in own)
-
-    def next_order(self, target: Path) -> int | None:
-        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
-
-        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
-        """
-        number = split_number(target.name)
-        if number is None:
-            return None
-        key = target.parent.resolve(), number[0]
-        if key not in self._orders:
-            self._orders[key] = max((one.order for one in known_checkpoints(*key)), default=-1)
-        self._orders[key] = max(number[1], self._orders[key] + 1)
-        return self._orders[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,42 @@ class AcceleratedScheduler:
         if name.startswith("_") or name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def load_schedulers(
+    schedulers: Sequence[AcceleratedScheduler], saved: Mapping[str, Any], samples_per_step: int | None
+) -> list[str]:
+    """Load the states of a checkpoint, on any number of processes.
+
+    A step then and a step now may have different numbers of samples, and advance a scheduler differently often. With as
+    many samples for each process, what counts once for each process counts samples, and goes on; else it comes to the
+    same part of the training.
+
+    Args:
+        schedulers: as many as there were.
+        saved: the training's record: `schedules`, `schedules_advance` and `samples_per_step`.
+        samples_per_step: of a step here; None if it is not known.
+
+    Returns:
+        What could not be restored.
+    """
+    lost = []
+    before = saved.get("schedules_advance") or [scheduler.times for scheduler in schedulers]  # of earlier versions
+    then = saved.get("samples_per_step")
+    for scheduler, state, times in zip(schedulers, saved["schedules"], before, strict=True):
+        if times == scheduler.times:
+            scheduler.load_state_dict(state)
+            continue
+        factor = scheduler.times / times * then / samples_per_step if then and samples_per_step else None
+        if factor == 1:
+            scheduler.load_state_dict(state)
+        elif factor is None or not scheduler.load_counted_anew(state, factor):
+            scheduler.load_state_dict(state)
+            lost.append(
+                f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced {times} "
+                f"times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts: processes)"
+            )
+    return lost
 
 
 # The rates of torch's schedulers are computed by running a copy, which takes some 20 µs a step.
