@@ -192,8 +192,8 @@ def load_schedulers(
         elif factor is None or not scheduler.load_counted_anew(state, factor):
             scheduler.load_state_dict(state)
             lost.append(
-                f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced {times} "
-                f"times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts: processes)"
+                f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced "
+                f"{times} times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts: processes)"
             )
     return lost
 
