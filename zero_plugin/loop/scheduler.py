@@ -193,7 +193,7 @@ def load_schedulers(
             scheduler.load_state_dict(state)
             lost.append(
                 f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced "
-                f"{times} times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts: processes)"
+                f"{times} times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts)"
             )
     return lost
 
