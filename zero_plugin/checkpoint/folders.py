@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final
 import xxhash
 
 from zero_plugin.errors import CheckpointError, DamagedError
-from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refuse_outside
+from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refuse_outside, whole_number
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = file.read_bytes()
         encoded = parse_json(content)
         version = encoded.pop("format")
-        if _count(version) > _FORMAT:
+        if whole_number(version) > _FORMAT:
             raise CheckpointError(f"{file} is of format {version}; this version reads up to {_FORMAT}.")
         found = _MANIFEST_SUM.match(content)
         own = found and checksum(memoryview(content)[found.end() :])
@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
         if (version != 1 or "xxh3" in encoded) and (found is None or int(found[1], 16) != own):
             raise DamagedError(f"{file} is damaged: it differs from its checksum.")
         encoded.pop("xxh3", None)
-        files = {path: (_count(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
+        files = {path: (whole_number(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
         for path in files:
             refuse_outside(path)
         models = [_decode_model(model, files) for model in encoded.pop("models")]
@@ -208,7 +208,9 @@ def _encode_model(model: StoredModel) -> dict[str, Any]:
 def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int | None]]) -> StoredModel:
     entries = {(kind, name): entry for kind, named in encoded["tensors"].items() for name, entry in named.items()}
     places = {
-        key: Place(entry["file"], entry["dtype"], tuple(map(_count, entry["shape"])), _count(entry["start"]))
+        key: Place(
+            entry["file"], entry["dtype"], tuple(map(whole_number, entry["shape"])), whole_number(entry["start"])
+        )
         for key, entry in entries.items()
     }
     for (kind, name), place in places.items():
@@ -219,12 +221,6 @@ def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int
             raise ValueError(f"{name} ({kind}) is not inside {place.file}")
     refuse_outside(encoded["folder"])
     return StoredModel(str(encoded["class"]), encoded["folder"], dict(encoded["tied"]), places)
-
-
-def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} in place of a number")
-    return number
 
 
 def hold(folder: Path) -> None:

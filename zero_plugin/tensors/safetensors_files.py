@@ -164,8 +164,8 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
         places: dict[str, Place] = {}
         last = 0
         for tensor, entry in header.items():
-            begin, end = (8 + length + _count(offset) for offset in entry["data_offsets"])
-            place = Place(name or path.name, str(entry["dtype"]), tuple(map(_count, entry["shape"])), begin)
+            begin, end = (8 + length + whole_number(offset) for offset in entry["data_offsets"])
+            place = Place(name or path.name, str(entry["dtype"]), tuple(map(whole_number, entry["shape"])), begin)
             if place.type_name in TYPES and place.size != end - begin:
                 raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
             places[tensor] = place
@@ -175,7 +175,8 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
     return places, metadata, last
 
 
-def _count(number: Any) -> int:
+def whole_number(number: Any) -> int:
+    """A size or a place that a file names; a ValueError for anything else."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} in place of a number")
     return number
