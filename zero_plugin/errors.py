@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 Severity = Literal["error", "warning", "note"]
 
 _PLACE: Final = re.compile(r"(.+):(\d+):(\d+)", re.DOTALL)
-# Control characters but newline and tab, marks that turn the direction of a text, other line ends, lone surrogates.
+# Control characters but newline and tab, marks that turn the direction of a text, other line ends, unpaired surrogates.
 _NOT_SHOWN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.checkpoint import folders
+from zero_plugin.checkpoint import folders, locks
 from zero_plugin.checkpoint.folders import (
     choose_checkpoint,
     discard_draft,
     find_damage,
-    is_held,
-    let_go,
     open_draft,
     publish_draft,
     reserve,
     rotate_checkpoints,
 )
+from zero_plugin.checkpoint.locks import is_held, let_go
 from zero_plugin.errors import CheckpointError
 
 
@@ -72,7 +71,7 @@ def is_killed(moment: int, call: Callable[[], object]) -> bool:
         try:
             call()
         except Killed:
-            for held in list(folders._descriptors):
+            for held in list(locks._descriptors):
                 let_go(held)
             return True
     return False
@@ -142,7 +141,7 @@ def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
     draft = tmp_path / ".step_9.0a1b2c3d.writing"
     draft.mkdir()
     other_job = (
-        "import sys, pathlib; from zero_plugin.checkpoint.folders import hold\n"
+        "import sys, pathlib; from zero_plugin.checkpoint.locks import hold\n"
         "hold(pathlib.Path(sys.argv[1])); print('holds', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", other_job, str(draft)]

@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.checkpoint import folders
-from zero_plugin.checkpoint.folders import claim, find_damage, give_up, known_checkpoints, lock_of, open_draft
+from zero_plugin.checkpoint import locks
+from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_draft
+from zero_plugin.checkpoint.locks import claim, give_up, lock_of
 
 JOB = """
 import sys
 import torch
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.checkpoint import folders
-folders._OTHERS_END_S = 0.5
+from zero_plugin.checkpoint import locks
+locks._OTHERS_END_S = 0.5
 how, folder = sys.argv[1:]
 project = ProjectConfiguration(folder, automatic_checkpoint_naming=how == "automatic")
 accelerator = Accelerator(cpu=True, project_config=project)
@@ -107,6 +108,7 @@ def test_jobs_with_names_of_their_own(jobs: list[subprocess.Popen[str]], tmp_pat
 
 def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
     """Of two runs in one process; a third process waits for a job that is ending."""
+    (tmp_path / "new").mkdir()
     lock = lock_of(tmp_path / "new" / "checkpoint_1", automatic=True)
     for _ in range(2):
         claim(lock, tmp_path)
@@ -115,7 +117,7 @@ def test_a_lock_ends_with_its_last_holder(tmp_path: Path) -> None:
     if not child:
         code = 1
         try:
-            folders._OTHERS_END_S = 30.0
+            locks._OTHERS_END_S = 30.0
             claim(lock, tmp_path)
             give_up(lock)
             code = 0
@@ -144,7 +146,7 @@ def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folders, "_lock", refuse)
+    monkeypatch.setattr(locks, "_lock", refuse)
     lock = lock_of(tmp_path / "last", automatic=False)
     claim(lock, tmp_path)
     give_up(lock)
@@ -182,6 +184,7 @@ def test_what_a_script_does_meanwhile(what: str, jobs: list[subprocess.Popen[str
 
 def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:
     """Which has taken the folder after it was removed."""
+    (tmp_path / "run").mkdir()
     lock = lock_of(tmp_path / "run" / "last", automatic=False)
     claim(lock, tmp_path)
     lock.unlink()

@@ -73,7 +73,7 @@ def test_a_dry_run_is_the_same_words_for_a_shell(tmp_path: Path) -> None:
 
 
 def test_messages_errors_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever raises, logs or prints need not think of it."""
+    """Code that raises, logs or prints need not think of it."""
     import logging
 
     show_messages()
@@ -86,7 +86,7 @@ def test_messages_errors_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert_clean(str(ConfigError([Problem(NASTY, NASTY, NASTY, NASTY)])))
 
 
-def test_lone_surrogates_and_readable_text() -> None:
+def test_unpaired_surrogates_and_readable_text() -> None:
     """Half a character, of a file name that is no UTF-8, can be printed; other languages and emoji stay."""
     assert printable("a\udc80b") == "a\\udc80b"
     readable = "naïve 中文 עברית 👩\u200d💻\ttab\nline"

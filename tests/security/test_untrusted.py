@@ -1,6 +1,6 @@
 """Folders that somebody else made are read as data, or refused by a CheckpointError: no crash, no hang, little memory.
 
-The sums are those of the changed files, as whoever makes a folder would make them: what follows is not about damage.
+The sums are those of the changed files, as an attacker would make them: what follows is not about damage.
 """
 
 from __future__ import annotations

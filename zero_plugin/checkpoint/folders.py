@@ -1,24 +1,20 @@
 """The folders of checkpoints and their manifests: written aside, published by a rename, found, and rotated.
 
 The manifest of a checkpoint says what it holds, where, and how to tell that it is complete; it is its last file to be
-written. While one is written, it is locked, which other jobs see, for as long as this process lives. Also here: files
-and folders that the disk has when the call returns, and what the C library adds to Python's calls for them.
+written. Also here: files and folders that the disk has when the call returns, and what the C library adds to Python's
+calls for them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-import socket
 import stat
-import struct
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +24,7 @@ from typing import Any, BinaryIO, Final
 
 import xxhash
 
+from zero_plugin.checkpoint.locks import hold, is_held, let_go
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refuse_outside, whole_number
 
@@ -43,11 +40,6 @@ _AUTOMATIC: Final = "checkpoint_"
 #   .name.replaced           complete: the older one, or the newer one just before it takes the name
 #   .name.removing           going
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
-_descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
-_claims: Final[dict[tuple[int, Path], list[int]]] = {}  # process, lock → descriptor and count; a fork has no locks
-_OTHERS_END_S = 10.0  # that a job may overlap with the one before it, which is ending
-_LOOK_S: Final = 0.1
-_LONGEST_HOLDER: Final = 300
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD: Final = -100
@@ -221,155 +213,6 @@ def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int
             raise ValueError(f"{name} ({kind}) is not inside {place.file}")
     refuse_outside(encoded["folder"])
     return StoredModel(str(encoded["class"]), encoded["folder"], dict(encoded["tied"]), places)
-
-
-def hold(folder: Path) -> None:
-    """Have `is_held` be true everywhere, also when the folder gets another name, until `let_go` or this process ends.
-
-    Nothing happens where the file system cannot lock a folder (NFS).
-    """
-    descriptor = _descriptors[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def let_go(folder: Path) -> None:
-    """End `hold`, if it holds.
-
-    Args:
-        folder: as it was called there.
-    """
-    if (descriptor := _descriptors.pop(folder, None)) is not None:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # else processes forked meanwhile would hold it further
-        os.close(descriptor)
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a process that lives holds it. False where nobody can know."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def lock_of(target: Path, *, automatic: bool) -> Path:
-    """The file by which the job that saves a checkpoint keeps others away.
-
-    Args:
-        target: the checkpoint.
-        automatic: whether its name is, and so are those of all that is saved in its folder.
-    """
-    kept = Path(os.path.realpath(target.parent if automatic else target))
-    return kept.with_name(f".{kept.name}.lock")
-
-
-def claim(lock: Path, place: Path) -> None:
-    """Keep other jobs from saving where this one does, until `give_up` or until this process ends, however it ends.
-
-    Args:
-        lock: of `lock_of`.
-        place: the folder, for the message.
-
-    The lock is POSIX's, which NFS has too. Nothing is kept away where the file system has no locks, or no room.
-
-    Raises:
-        CheckpointError: a process of another job has it.
-    """
-    key = os.getpid(), lock
-    if holds(lock):
-        _claims[key][1] += 1
-        return
-    try:
-        make_folder(lock.parent)
-        lock.touch()
-    except OSError:
-        return  # what is saved fails too, and says why
-    deadline = time.monotonic() + _OTHERS_END_S
-    while (descriptor := _try_to_lock(lock)) is None:
-        if time.monotonic() > deadline:
-            holder = _holder(lock)
-            is_here = holder.endswith(f" on {socket.gethostname()}")
-            lease = "" if is_here else " If its machine is gone, the file server gives the lock up within minutes."
-            raise CheckpointError(
-                f"{holder} saves checkpoints in {place} too, and two jobs would replace and remove each other's.\n"
-                f"Save into another folder, or end that job.{lease}"
-            )
-        time.sleep(_LOOK_S)
-    if (removed := _claims.get(key)) is not None:  # with its folder
-        os.close(removed[0])
-    _claims[key] = [descriptor, 1 if removed is None else removed[1] + 1]
-
-
-def holds(lock: Path) -> bool:
-    """Whether this process has claimed it, and its file is still there."""
-    held = _claims.get((os.getpid(), lock))
-    return held is not None and _is_file(held[0], lock)
-
-
-def _is_file(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except OSError:
-        return False
-
-
-def give_up(lock: Path) -> None:
-    """End one `claim` of this process."""
-    held = _claims.get((os.getpid(), lock))
-    if held is None:
-        return
-    held[1] -= 1
-    if held[1] == 0:
-        del _claims[os.getpid(), lock]
-        with suppress(OSError):
-            if _is_file(held[0], lock):  # else the folder was removed, and another job may have one of that name
-                lock.unlink()
-        os.close(held[0])
-
-
-def _try_to_lock(lock: Path) -> int | None:
-    """A descriptor of the file that is locked, or None where another process has it."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o666)  # so that another user's job in the folder is kept away too
-        _lock(descriptor)
-        if not _is_file(descriptor, lock):  # its last holder has removed it just now
-            raise BlockingIOError
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        os.close(descriptor)
-        return None
-    except OSError:  # it has no locks
-        pass
-    return descriptor
-
-
-def _lock(descriptor: int) -> None:
-    """Of the open file, where the system has such: a plain lock ends when the process closes the file anywhere."""
-    if hasattr(fcntl, "F_OFD_SETLK"):
-        whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock; fcntl(2)
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
-    else:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _holder(lock: Path) -> str:
-    try:
-        return lock.read_text(errors="replace")[:_LONGEST_HOLDER] or "a process"
-    except OSError:
-        return "a process"
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def open_checkpoint(
     *,
     max_shard_bytes: int,
     run_hooks: Callable[[Path], Sequence[int]],
-    claim_place: Callable[[], None] = lambda: None,
+    claim_place: Callable[[], None],
     replaces: bool = True,
 ) -> OpenCheckpoint:
     """Begin a checkpoint: everything but the models' tensors is decided and collected. Collective.

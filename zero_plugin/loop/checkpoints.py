@@ -7,7 +7,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from zero_plugin.checkpoint.folders import (
     Manifest,
     automatic_folder,
     choose_checkpoint,
-    claim,
     has_checkpoints,
-    holds,
-    lock_of,
+    make_folder,
     next_number,
     read_manifest,
     rotate_checkpoints,
@@ -38,6 +36,7 @@ from zero_plugin.checkpoint.load import (
     read_pieces,
     verify_headers,
 )
+from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
@@ -174,6 +173,8 @@ class Checkpoints:
         """Keep other jobs from saving there, as long as this one saves nowhere else."""
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
         if self._run.claimed != [lock] or not holds(lock):
+            with suppress(OSError):  # what is saved fails too, and says why
+                make_folder(lock.parent)
             claim(lock, target.parent)
             self._run.give_up_locks()
             self._run.claimed.append(lock)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import give_up
+from zero_plugin.checkpoint.locks import give_up
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings

@@ -217,7 +217,7 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """A JSON text of keys, of whoever's making.
+    """A JSON text of keys, which anyone may have written.
 
     Raises:
         ValueError: it is none, or its values nest deeper than Python reads.
