@@ -13,10 +13,9 @@ from torch import nn
 
 from zero_plugin import Accelerator
 from zero_plugin.config.choices import DynamoBackend, PrecisionType
-from zero_plugin.config.plugins import (
+from zero_plugin.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -24,6 +23,7 @@ from zero_plugin.config.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.config.plugins import DeepSpeedPlugin
 from zero_plugin.errors import ConfigError
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.config.choices import DDPCommunicationHookType, DynamoBackend, LoggerType, PrecisionType, RNGType
-from zero_plugin.config.plugins import (
+from zero_plugin.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -120,5 +120,5 @@ def test_the_profiler_is_torchs(tmp_path: Path) -> None:
 
 def test_records_need_no_torch() -> None:
     """A launcher or a questionnaire may read them without loading torch."""
-    code = "import sys, zero_plugin.config.plugins; assert 'torch' not in sys.modules"
+    code = "import sys, zero_plugin.config.handlers, zero_plugin.config.plugins; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

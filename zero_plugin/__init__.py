@@ -17,17 +17,17 @@ if TYPE_CHECKING:  # for editors and type checkers
     from zero_plugin.big_models.placement import infer_auto_device_map as infer_auto_device_map
     from zero_plugin.config.choices import DDPCommunicationHookType as DDPCommunicationHookType
     from zero_plugin.config.choices import DistributedType as DistributedType
+    from zero_plugin.config.handlers import AutocastKwargs as AutocastKwargs
+    from zero_plugin.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
+    from zero_plugin.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from zero_plugin.config.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from zero_plugin.config.handlers import GradScalerKwargs as GradScalerKwargs
+    from zero_plugin.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from zero_plugin.config.handlers import ProfileKwargs as ProfileKwargs
+    from zero_plugin.config.handlers import ProjectConfiguration as ProjectConfiguration
     from zero_plugin.config.placeholders import DummyOptim as DummyOptim
     from zero_plugin.config.placeholders import DummyScheduler as DummyScheduler
-    from zero_plugin.config.plugins import AutocastKwargs as AutocastKwargs
-    from zero_plugin.config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
-    from zero_plugin.config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from zero_plugin.config.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from zero_plugin.config.plugins import GradScalerKwargs as GradScalerKwargs
-    from zero_plugin.config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from zero_plugin.config.plugins import ProfileKwargs as ProfileKwargs
-    from zero_plugin.config.plugins import ProjectConfiguration as ProjectConfiguration
     from zero_plugin.data.loader import skip_first_batches as skip_first_batches
     from zero_plugin.distributed.seeding import set_seed as set_seed
     from zero_plugin.distributed.seeding import synchronize_rng_states as synchronize_rng_states
@@ -49,9 +49,9 @@ _HOMES = {
     "zero_plugin.big_models.placement": "infer_auto_device_map",
     "zero_plugin.config.choices": "DDPCommunicationHookType DistributedType",
     "zero_plugin.config.placeholders": "DummyOptim DummyScheduler",
-    "zero_plugin.config.plugins": """AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
-        DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs
-        ProjectConfiguration""",
+    "zero_plugin.config.handlers": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
+        GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration""",
+    "zero_plugin.config.plugins": "DeepSpeedPlugin",
     "zero_plugin.data.loader": "skip_first_batches",
     "zero_plugin.distributed.seeding": "set_seed synchronize_rng_states",
     "zero_plugin.launch.flags": "write_basic_config",

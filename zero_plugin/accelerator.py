@@ -21,10 +21,9 @@ from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.load_weights import WeightsReport
 from zero_plugin.config.choices import DistributedType, DynamoBackend, RNGType
 from zero_plugin.config.document import Document
-from zero_plugin.config.plugins import (
+from zero_plugin.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -35,6 +34,7 @@ from zero_plugin.config.plugins import (
     TorchDynamoPlugin,
     sort_handlers,
 )
+from zero_plugin.config.plugins import DeepSpeedPlugin
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.batches import gather_for_metrics
@@ -111,7 +111,7 @@ class Accelerator:
         gradient_accumulation_plugin: how gradients are accumulated.
         step_scheduler_with_optimizer: a prepared learning-rate scheduler advances only with applied optimizer steps;
             if False, at every call of its `step()`.
-        kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.plugins`.
+        kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.handlers`.
         dynamo_backend, dynamo_plugin: compile models, given the name of the backend or all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
         config: path of a launch YAML or a DeepSpeed JSON file, or a dict with the content of either.

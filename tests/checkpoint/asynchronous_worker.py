@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_plugin import Accelerator
-from zero_plugin.config.plugins import InitProcessGroupKwargs
+from zero_plugin.config.handlers import InitProcessGroupKwargs
 
 if __name__ == "__main__":
     store, rank, world, folder, how = sys.argv[1:6]

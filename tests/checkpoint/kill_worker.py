@@ -21,7 +21,7 @@ from torch import nn
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint import folders
-from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint.tensor_files import RangeReader
-from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.errors import CheckpointError, DamagedError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
-from zero_plugin.config.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
+from zero_plugin.config.handlers import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 from zero_plugin.errors import CheckpointError
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.config.plugins import DataLoaderConfiguration
+from zero_plugin.config.handlers import DataLoaderConfiguration
 from zero_plugin.data.active import RUNNING, LoaderProgress
 from zero_plugin.data.batches import gather_for_metrics, move_batch
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.config.plugins import DataLoaderConfiguration
+from zero_plugin.config.handlers import DataLoaderConfiguration
 from zero_plugin.data.batch_sampler import SeedableRandomSampler
 from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import DataLoaderShard

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_plugin import Accelerator
-from zero_plugin.config.plugins import DistributedDataParallelKwargs
+from zero_plugin.config.handlers import DistributedDataParallelKwargs
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),

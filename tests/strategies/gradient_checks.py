@@ -32,7 +32,7 @@ from paths import (
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
-from zero_plugin.config.plugins import GradientAccumulationPlugin
+from zero_plugin.config.handlers import GradientAccumulationPlugin
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.strategies.deepspeed.script_changes import GradientWatch

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile
 
 from zero_plugin.config.choices import DDPCommunicationHookType
-from zero_plugin.config.plugins import (
+from zero_plugin.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,

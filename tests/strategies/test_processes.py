@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from zero_plugin import Accelerator
-from zero_plugin.config.plugins import InitProcessGroupKwargs
+from zero_plugin.config.handlers import InitProcessGroupKwargs
 from zero_plugin.distributed.processes import Processes, refuse_shared_gpu
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.loop.state import PartialState

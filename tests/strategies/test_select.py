@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zero_plugin.config.choices import DDPCommunicationHookType
+from zero_plugin.config.handlers import DistributedDataParallelKwargs, Handlers, TorchDynamoPlugin
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.plugins import DistributedDataParallelKwargs, Handlers, TorchDynamoPlugin
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, StrategyError

@@ -32,8 +32,8 @@ from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome, note
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.document import nvme_folders, offload_devices
+from zero_plugin.config.handlers import InitProcessGroupKwargs
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.plugins import InitProcessGroupKwargs
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.distributed.seeding import set_seed

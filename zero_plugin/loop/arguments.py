@@ -11,17 +11,16 @@ from typing import Any, Final
 from zero_plugin.config.choices import RNGType
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
-from zero_plugin.config.launch_settings import asked_compiler
-from zero_plugin.config.plugins import (
-    ONLY,
+from zero_plugin.config.handlers import (
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     Handlers,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.config.launch_settings import asked_compiler
+from zero_plugin.config.plugins import ONLY, DeepSpeedPlugin
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.data.stream import ShardIterable
 from zero_plugin.errors import ConfigError, Problem

@@ -19,8 +19,9 @@ from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.checkpoint.locks import give_up
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
+from zero_plugin.config.handlers import InitProcessGroupKwargs, ProfileKwargs
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin, InitProcessGroupKwargs, ProfileKwargs
+from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin
 from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.rules.sections import keys_of_the_engine
 from zero_plugin.config.rules.training import Asked
@@ -200,7 +201,7 @@ class Run(ProcessCalls):
         Raises:
             ConfigError: without it, training would differ from what is written.
         """
-        if self.distributed_type == "DEEPSPEED" or launch_settings(self.document).distributed_type is not None:
+        if self.strategy.reads_engine_keys or launch_settings(self.document).distributed_type is not None:
             return []  # where it is requested, the check of the configuration has found them
         where = f"nothing requests it: the run is {self.strategy.name}"
         found = list(keys_of_the_engine(Asked(self.document), where, alone=self.processes.world_size == 1))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero_plugin.config.choices import DistributedType
-from zero_plugin.config.plugins import TorchDynamoPlugin
+from zero_plugin.config.handlers import TorchDynamoPlugin
 from zero_plugin.data.active import GradientState
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.errors import LoopError

@@ -78,13 +78,15 @@ class MicroBatches:
     """The micro-batches of one accumulation window.
 
     Attributes:
-        divisor: the number that their losses are divided by.
+        divisor: the number that their losses are divided by: their number by `len(loader)` when the window opened.
+        most: how many there are if the epoch turns out longer than `len(loader)`.
         count: how many there are so far.
         are_all: whether the window ended with the last one.
         expected: the correction with which a step of another model has used gradients of theirs before that.
     """
 
     divisor: int
+    most: int
     count: int = 0
     are_all: bool = False
     expected: float | None = None
@@ -142,10 +144,7 @@ class Window:
         self._by_context = False  # this window's micro-batches are counted by accumulate()
         self.is_decided = False
         self.ends_here = True  # before the first micro-batch, as after a window
-        # The micro-batches of this window. The divisor is their number by len(loader) when the window opened.
-        self._own = MicroBatches(steps)
-        # The number of micro-batches if the epoch turns out longer than len(loader).
-        self._max_micro_batches = steps
+        self._own = MicroBatches(steps, steps)  # of this window
         # Micro-batches of other models' windows that have also contributed to the accumulated gradients -> the factor
         # by which these gradients were multiplied since.
         self._other_micro_batches: dict[MicroBatches, float] = {}
@@ -313,7 +312,7 @@ class Window:
         """Set the number of micro-batches per window, from the next window on."""
         self.steps = steps
         if self._own.count == 0:
-            self._own.divisor = self._max_micro_batches = steps
+            self._own.divisor = self._own.most = steps
 
     def divide_by(self, divisor: int) -> None:
         """Divide the losses of the window by another number, also those that were accumulated already."""
@@ -350,8 +349,7 @@ class Window:
 
     def _forget_batches(self) -> None:
         self._backwards = 0
-        self._own = MicroBatches(self.steps)
-        self._max_micro_batches = self.steps
+        self._own = MicroBatches(self.steps, self.steps)
 
     def _plan(self) -> None:
         """Set the divisor to the number of micro-batches that the epoch still has for this window, if it is known."""
@@ -373,7 +371,7 @@ class Window:
 
     def _is_end(self, batches: int, *, is_counted: bool) -> bool:
         progress = self._progress
-        if batches >= self._max_micro_batches or (batches >= self._own.divisor and not progress.is_running):
+        if batches >= self._own.most or (batches >= self._own.divisor and not progress.is_running):
             return True
         return progress.is_last if is_counted else progress.next_is_last
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.handlers import AutocastKwargs, Handlers
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.plugins import AutocastKwargs, Handlers
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
@@ -387,12 +387,14 @@ class Strategy(ABC):
         handlers: the script's arguments of torch's own objects; see `accept`.
         optimizer_may_follow: whether a model that was prepared without its optimizer can get it later, by
             `add_optimizer`; until then its gradients are averaged over the processes, or a backward raises.
+        reads_engine_keys: whether it reads all keys of DeepSpeed's engine.
     """
 
     name: StrategyName
     distributed_type: DistributedType
     handlers = Handlers()
     optimizer_may_follow = False
+    reads_engine_keys = False
 
     @abstractmethod
     def refuse(self) -> str | None:

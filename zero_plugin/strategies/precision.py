@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.config.plugins import AutocastKwargs
+from zero_plugin.config.handlers import AutocastKwargs
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import map_leaves, to_fp32
 from zero_plugin.tensors.wrappers import wrap_forward

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_plugin.config.plugins import AutocastKwargs, GradScalerKwargs, Handlers
+from zero_plugin.config.handlers import AutocastKwargs, GradScalerKwargs, Handlers
 from zero_plugin.config.resolve.facts import Precision, Resolved
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import Processes

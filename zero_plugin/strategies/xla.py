@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
-from zero_plugin.config.plugins import AutocastKwargs, DistributedDataParallelKwargs, Handlers
+from zero_plugin.config.handlers import AutocastKwargs, DistributedDataParallelKwargs, Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.processes import Processes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from zero_plugin.config.plugins import TorchDynamoPlugin
+from zero_plugin.config.handlers import TorchDynamoPlugin
 
 Forward = Callable[..., Any]
 

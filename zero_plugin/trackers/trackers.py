@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import torch
 
 from zero_plugin.config.choices import LoggerType
-from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.distributed.collectives import process_index
 from zero_plugin.errors import ConfigError, LoopError, Problem
 

@@ -13,17 +13,17 @@ from zero_plugin.config.choices import EnumWithContains as EnumWithContains
 from zero_plugin.config.choices import LoggerType as LoggerType
 from zero_plugin.config.choices import PrecisionType as PrecisionType
 from zero_plugin.config.choices import RNGType as RNGType
-from zero_plugin.config.plugins import AutocastKwargs as AutocastKwargs
-from zero_plugin.config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+from zero_plugin.config.handlers import AutocastKwargs as AutocastKwargs
+from zero_plugin.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
+from zero_plugin.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from zero_plugin.config.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
+from zero_plugin.config.handlers import GradScalerKwargs as GradScalerKwargs
+from zero_plugin.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from zero_plugin.config.handlers import KwargsHandler as KwargsHandler
+from zero_plugin.config.handlers import ProfileKwargs as ProfileKwargs
+from zero_plugin.config.handlers import ProjectConfiguration as ProjectConfiguration
+from zero_plugin.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
-from zero_plugin.config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from zero_plugin.config.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
-from zero_plugin.config.plugins import GradScalerKwargs as GradScalerKwargs
-from zero_plugin.config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
-from zero_plugin.config.plugins import KwargsHandler as KwargsHandler
-from zero_plugin.config.plugins import ProfileKwargs as ProfileKwargs
-from zero_plugin.config.plugins import ProjectConfiguration as ProjectConfiguration
-from zero_plugin.config.plugins import TorchDynamoPlugin as TorchDynamoPlugin
 from zero_plugin.tensors.nested import TensorInformation as TensorInformation
 from zero_plugin.utils.lazy import stand_in
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
+from zero_plugin.config.handlers import Handlers
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.plugins import Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.tree import AUTO, Tree
@@ -86,6 +86,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     distributed_type = DistributedType.DEEPSPEED
+    reads_engine_keys = True
 
     def __init__(self, document: Document, settings: LaunchSettings, processes: Processes) -> None:
         self._document = document

@@ -1,0 +1,379 @@
+"""What a script hands to `Accelerator` beside values and DeepSpeed's configuration: one record for each subject."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from zero_plugin.config.choices import TRUE_WORDS, DDPCommunicationHookType, DynamoBackend
+from zero_plugin.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KwargsHandler:
+    """A dataclass of arguments for one torch object, which is given those that differ from the defaults."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments that differ from the defaults."""
+        defaults = self._defaults()
+        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        known = {}
+        for f in fields(cls):  # type: ignore[arg-type]  # subclasses are dataclasses
+            known[f.name] = f.default if f.default_factory is MISSING else f.default_factory()
+        return known
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """For `torch.autocast`, in prepared models and in `Accelerator.autocast`.
+
+    Attributes:
+        enabled: whether operations compute in the run's 16-bit type.
+        cache_enabled: whether a weight's 16-bit copy is kept within the context; None leaves it to torch.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """For `torch.nn.parallel.DistributedDataParallel`; the names and the defaults are its own.
+
+    Attributes:
+        gradient_as_bucket_view: gradients are views of the buckets that are summed, which saves a copy of them. Those
+            that a script keeps over `zero_grad` are overwritten then.
+        comm_hook: how gradients are compressed between processes.
+        comm_wrapper: the type (`FP16`, `BF16`) that a `comm_hook` works in.
+        comm_state_option: for `PowerSGDState` under `POWER_SGD` and `BATCHED_POWER_SGD`.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    _OF_HOOK: ClassVar = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = _OF_HOOK) -> dict[str, Any]:
+        """The arguments of DDP itself, without those of the hook."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Have `model` reduce its gradients by the hook that is configured, if one is.
+
+        Raises:
+            ValueError: a hook or wrapper is not known; names those that are.
+        """
+        hook, wrapper = (_hook_type(name, getattr(self, name)) for name in ("comm_hook", "comm_wrapper"))
+        if hook is DDPCommunicationHookType.NO:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        calls = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        call: Any = calls[hook]
+        if wrapper is DDPCommunicationHookType.FP16:
+            call = default_hooks.fp16_compress_wrapper(call)
+        elif wrapper is DDPCommunicationHookType.BF16:
+            call = default_hooks.bf16_compress_wrapper(call)
+        has_state = hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if has_state else None
+        model.register_comm_hook(state, call)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """How the loss scale of fp16 moves; the names are those of `torch.amp.GradScaler`.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor: by what it grows after `growth_interval` applied steps.
+        backoff_factor: by what it changes at a step whose gradients are not finite.
+        growth_interval: applied steps from one growth to the next.
+        enabled: False trains without a scale.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """For `torch.distributed.init_process_group`.
+
+    Attributes:
+        backend: `nccl` or `gloo`; None takes NCCL on GPUs, with gloo beside it for CPU tensors, and gloo on CPUs.
+        init_method: where the processes meet, as a URL; None takes the launcher's environment.
+        timeout: how long a collective may wait; None takes 30 minutes.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """For `torch.profiler.profile`, which `Accelerator.profile` runs.
+
+    Attributes:
+        activities: of `cpu`, `cuda`, `xpu`, `mtia`; None takes all that there are.
+        schedule_option: arguments of `torch.profiler.schedule`: `wait`, `warmup`, `active`, `repeat`, `skip_first`.
+        on_trace_ready: called with the profiler whenever a recorded cycle ends.
+        output_trace_dir: folder for one Chrome trace of each process.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler, not started.
+
+        Raises:
+            ValueError: an activity is not known to torch; names those that are.
+        """
+        from torch import profiler
+
+        known = {name.lower(): a for name, a in profiler.ProfilerActivity.__members__.items()}
+        for name in self.activities or ():
+            if name not in known:
+                raise ValueError(f"ProfileKwargs(activities=[{name!r}]): write one of {', '.join(known)}.")
+        recorded = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        return profiler.profile(
+            activities=None if self.activities is None else [known[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            **{name: getattr(self, name) for name in recorded},
+        )
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How `prepare` shares loaders out.
+
+    Attributes:
+        split_batches: a loader's batch size is that of all processes together.
+        dispatch_batches: process 0 reads every batch and sends the others their parts.
+        even_batches: complete an epoch's last step with its first samples, so that every process has a full batch.
+        use_seedable_sampler: shuffle by a generator that is seeded anew for each epoch.
+        data_seed: seed of that sampler; None takes torch's current one.
+        non_blocking: do not wait for batches to be copied to the device; the loader needs `pin_memory=True`.
+        use_stateful_dataloader: after `load_state`, the coming loop resumes inside the epoch by itself.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients add up.
+
+    Attributes:
+        num_steps: micro-batches per optimizer step; None takes the configuration's, else 1.
+        adjust_scheduler: no effect: a schedule moves where the optimizer steps.
+        sync_with_dataloader: a loader's end closes the window.
+        sync_each_batch: reduce gradients at each micro-batch, which saves memory and costs communication.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps what it writes.
+
+    Attributes:
+        project_dir: folder of the run.
+        logging_dir: folder of local trackers; None takes `project_dir`.
+        automatic_checkpoint_naming: `save_state` numbers its folders by itself.
+        total_limit: how many of those are kept.
+        iteration: number of the next one, unless a run has used it in that folder: numbers grow over all runs.
+        save_on_each_node: no effect: a checkpoint is one folder, which all processes see.
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Make `project_dir` the folder of the run, and of its trackers where they have none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """For `torch.compile`; what is None is read from `ACCELERATE_DYNAMO_*`, which Accelerate's launcher sets.
+
+    Attributes:
+        backend: the compiler; absent everywhere: none.
+        mode: `default`, `reduce-overhead` or `max-autotune`.
+        fullgraph: refuse a model that breaks into several graphs.
+        dynamic: compile for changing shapes; None lets torch find out.
+        options: for the backend.
+        disable: call `torch.compile`, but have it do nothing.
+        use_regional_compilation: compile one of the repeated blocks of a model for all of them, instead of the model.
+    """
+
+    backend: DynamoBackend = None  # type: ignore[assignment]  # None until __post_init__
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    _WHERE_NOT_SET: ClassVar = {
+        "backend": "no",
+        "mode": "default",
+        "fullgraph": False,
+        "use_regional_compilation": False,
+    }
+
+    def __post_init__(self) -> None:
+        given = self.backend if self.backend is not None else os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        if str(given).upper() not in DynamoBackend:
+            legal = ", ".join(name.lower() for name in DynamoBackend.list())
+            raise ValueError(f"TorchDynamoPlugin(backend={str(given)!r}): write one of {legal}.")
+        self.backend = DynamoBackend(str(given).upper())
+        if self.mode is None:
+            self.mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+        if self.fullgraph is None:
+            self.fullgraph = _is_set("FULLGRAPH")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = _is_set("REGIONAL_COMPILATION")
+        if self.dynamic is None and "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
+            self.dynamic = _is_set("DYNAMIC")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments, the backend in small letters, as torch spells it."""
+        return {**super().to_dict(), "backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `torch.compile` that differ from the defaults."""
+        return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        return {**super()._defaults(), **cls._WHERE_NOT_SET}
+
+
+def _hook_type(argument: str, value: Any) -> DDPCommunicationHookType:
+    if str(value) not in DDPCommunicationHookType:
+        legal = ", ".join(DDPCommunicationHookType.list())
+        raise ValueError(f"DistributedDataParallelKwargs({argument}={str(value)!r}): write one of {legal}.")
+    return DDPCommunicationHookType(str(value))
+
+
+def _is_set(name: str) -> bool:
+    value = os.environ.get(f"ACCELERATE_DYNAMO_USE_{name}", "false").strip().lower()
+    return value in TRUE_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What a script set of torch's own objects; None where it said nothing.
+
+    Attributes:
+        ddp: of DistributedDataParallel.
+        scaler: of the loss scale under fp16.
+        process_group: of the process group.
+        autocast: of the context that 16-bit operations run in.
+        profile: of the profiler.
+        compiler: of `torch.compile`.
+    """
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    process_group: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    compiler: TorchDynamoPlugin = field(default_factory=lambda: TorchDynamoPlugin(backend=DynamoBackend.NO))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether models are compiled."""
+        return self.compiler.backend is not DynamoBackend.NO
+
+
+_SUBJECTS: Final = {
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "scaler",
+    InitProcessGroupKwargs: "process_group",
+    AutocastKwargs: "autocast",
+    ProfileKwargs: "profile",
+}
+
+
+def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
+    """The records of `Accelerator(kwargs_handlers=…)` by subject.
+
+    Raises:
+        ConfigError: a record is of no known kind, or two are of one kind.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for handler in kwargs_handlers or ():
+        subject = next((name for kind, name in _SUBJECTS.items() if isinstance(handler, kind)), None)
+        name = type(handler).__name__
+        where = f"Accelerator(kwargs_handlers=[{name}(…)])"
+        if subject is None:
+            legal = ", ".join(kind.__name__ for kind in _SUBJECTS)
+            problems.append(Problem(where, "", f"a {name} is not supported", f"Pass {legal}, or leave it out."))
+        elif subject in found:
+            problems.append(Problem(where, "", f"there are two {name}", "Pass one of each."))
+        else:
+            found[subject] = handler
+    if problems:
+        raise ConfigError(problems)
+    return Handlers(**found)
