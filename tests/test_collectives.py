@@ -39,6 +39,19 @@ def check_gather(rank: int, world: int) -> None:
     assert collectives.gather(transposed)[:3].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def check_values(rank: int, world: int) -> None:
+    own = {"rank": rank, "parts": [None, True, "ü\ud800"] * rank, "loss": float("inf")}
+    assert collectives.gather_values(own) == [
+        {"rank": r, "parts": [None, True, "ü\ud800"] * r, "loss": float("inf")} for r in range(world)
+    ]
+    assert collectives.broadcast_value((rank, "x" * 5000 * rank), from_process=world - 1) == [
+        world - 1,
+        "x" * 5000 * (world - 1),
+    ]
+    with pytest.raises(TypeError, match="JSON"):
+        collectives.gather_values(object())
+
+
 def check_objects(rank: int, world: int) -> None:
     assert collectives.gather_object([rank] * rank) == [r for r in range(world) for _ in range(r)]
     box = [f"from {rank}", {"rank": rank}]
@@ -93,7 +106,7 @@ def check_mismatch(rank: int, world: int) -> None:
         collectives.reduce([torch.ones(2)] * (rank + 1))
 
 
-CHECKS = [check_gather, check_objects, check_reduce_and_broadcast, check_padding]
+CHECKS = [check_gather, check_values, check_objects, check_reduce_and_broadcast, check_padding]
 
 
 def test_one_process_without_a_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
 def gathered(monkeypatch: pytest.MonkeyPatch, *others: Outcome) -> None:
     """Let further ranks have come to these outcomes."""
     monkeypatch.setattr(Run, "processes", 1 + len(others))
-    monkeypatch.setattr(selftest_worker, "gather_object", lambda own: [*own, *others])
+    monkeypatch.setattr(selftest_worker, "gather_values", lambda own: [own, *map(asdict, others)])
 
 
 def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

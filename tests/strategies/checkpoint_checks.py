@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero_plugin import Accelerator, ProjectConfiguration
+from zero_plugin import Accelerator, DummyOptim, DummyScheduler, Progress, ProjectConfiguration
 from zero_plugin.checkpoint.tensor_files import RangeWriter
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError, LoopError
@@ -73,6 +74,49 @@ def check_back_in_the_same_run(path: str, folder: Path) -> None:
         assert again == first + second
         assert same(weights(accelerator, model), end)
         assert optimizer.applied_steps == 4
+
+
+def check_the_package_pickles_nothing(path: str, folder: Path) -> None:
+    """What it sends itself, from `Accelerator` to the end, are tensors and JSON: objects are the script's alone."""
+    callers = []
+
+    def noting(send: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            callers.append(sys._getframe(1).f_globals["__name__"])
+            return send(*args, **kwargs)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+            patch.setattr(dist, name, noting(getattr(dist, name)))
+        collectives.gather_object([1])
+        assert callers == ["zero_plugin.distributed.collectives"]
+        callers.clear()
+        project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        with running(path, project_config=project, gradient_accumulation_steps=2) as accelerator:
+            data = TensorDataset(torch.zeros(16, 6), torch.zeros(16, dtype=torch.long))
+            net = make_net()
+            optimizer = DummyOptim(net.parameters(), lr=1e-2)
+            model, optimizer, _, schedule = accelerator.prepare(
+                net,
+                optimizer,
+                DataLoader(data, batch_size=2, shuffle=True),
+                DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2),
+            )
+            with Progress(total=4, seconds=0) as progress:
+                for index in range(4):
+                    with accelerator.accumulate(model):
+                        loss = step(accelerator, model, optimizer, own_batch(index))
+                        schedule.step()
+                        progress.update(index + 1, loss=loss, lr=1e-2)
+            accelerator.save_state()
+            accelerator.save_state(asynchronous=True)
+            accelerator.load_state()
+            accelerator.save_model(model, folder / "model")
+            accelerator.get_state_dict(model)
+            accelerator.wait_for_everyone()
+        assert [name for name in callers if name.startswith("zero_plugin")] == []
 
 
 class _Averaging(torch.optim.Optimizer):
@@ -476,6 +520,7 @@ CHECKS = {
     )
     for function, paths in (
         (check_back_in_the_same_run, (*PAIR, *FURTHER)),
+        (check_the_package_pickles_nothing, ("ddp", "zero2", "zero3")),
         (check_states_of_an_optimizers_own, (*PAIR, *FURTHER)),
         (check_states_of_other_shapes, ("ddp", "zero0")),
         (check_a_new_layer, ("ddp", "zero1", "zero2", "zero3", "zero2-cpu")),

@@ -233,7 +233,7 @@ def _storage(fragment: Fragment) -> int:
 
 def _lack_of_memory(needed_bytes: int) -> str | None:
     """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
-    gathered = collectives.gather_object([(platform.node(), needed_bytes, available_cpu_memory())])
+    gathered = collectives.gather_values([platform.node(), needed_bytes, available_cpu_memory()])
     needed: dict[str, int] = defaultdict(int)
     available: dict[str, list[int]] = defaultdict(list)
     for machine, its_needed, its_available in gathered:

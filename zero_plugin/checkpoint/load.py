@@ -256,7 +256,7 @@ def read_common_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: on every process; which processes have none, or another one, in their folder of that name.
     """
-    sums = collectives.gather_object([manifest_sum(folder)])
+    sums = collectives.gather_values(manifest_sum(folder))
     for what, ranks in (
         ("no checkpoint", [rank for rank, found in enumerate(sums) if found is None]),
         ("another checkpoint", [rank for rank, found in enumerate(sums) if found not in (None, sums[0])]),

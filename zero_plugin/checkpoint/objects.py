@@ -24,9 +24,10 @@ from typing import IO, Any, Final
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.nested import map_leaves
@@ -206,6 +207,15 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
         SafetensorError,
     ) as error:
         raise DamagedError(f"{text} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def gather_nested(tree: Any, *, what: str) -> list[Any]:
+    """Every process's nested containers, process 0's first, on every process; see `encode_nested`. Collective."""
+    encoded = encode_nested(tree, what=what)
+    tensors = base64.b64encode(save(dict(encoded.tensors))).decode("ascii")
+    return [
+        _decode(json.loads(text), load(base64.b64decode(data))) for text, data in gather_values([encoded.text, tensors])
+    ]
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

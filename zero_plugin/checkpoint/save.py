@@ -139,11 +139,11 @@ def open_checkpoint(
     agree_on(layouts)
     tensor_bytes = sum(size for layout in layouts for size in layout.sizes.values())
 
-    def open_own() -> Path:
+    def open_own() -> str:
         claim_place()
-        return open_draft(target, tensor_bytes + _SMALL_BYTES)
+        return str(open_draft(target, tensor_bytes + _SMALL_BYTES))
 
-    draft = on_main(open_own)
+    draft = Path(on_main(open_own))
     opened = OpenCheckpoint(target, draft, layouts, replaces)
 
     def begin() -> None:
@@ -169,7 +169,7 @@ def agree_on(layouts: Sequence[Layout]) -> None:
         CheckpointError: they have not.
     """
     headers = b"".join(header for layout in layouts for _, header in sorted(layout.headers.items()))
-    digests = collectives.gather_object([hashlib.sha256(headers).hexdigest()])
+    digests = collectives.gather_values(hashlib.sha256(headers).hexdigest())
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise CheckpointError(
@@ -263,8 +263,8 @@ def _missing_marks(draft: Path) -> tuple[list[int], str]:
     world_size = collectives.num_processes()
     on_main(lambda: file.write_bytes(bytes(_MARK_BYTES * world_size)))
     error = _leave_mark(file)
-    errors = [entry for entry in collectives.gather_object([error]) if entry is not None]
-    content = on_main(file.read_bytes)
+    errors = [entry for entry in collectives.gather_values(error) if entry is not None]
+    content = bytes.fromhex(on_main(lambda: file.read_bytes().hex()))
     missing = [rank for rank in range(world_size) if content[rank * _MARK_BYTES :][:_MARK_BYTES] != _mark(rank)]
     on_main(file.unlink)
     if not missing:

@@ -205,7 +205,7 @@ def write_model(
     layout = all_or_none(lambda: _plan(weights, max_shard_bytes, tied, notes))
     if weights.in_ranges:
         agree_on([layout])
-    draft = on_main(lambda: open_draft(target / "weights", sum(layout.sizes.values())))
+    draft = Path(on_main(lambda: str(open_draft(target / "weights", sum(layout.sizes.values())))))
     try:
         on_main(lambda: create_files(draft, [layout]))
         is_shared = not weights.in_ranges or is_one_folder(draft)

@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from zero_plugin.config.document import nvme_folders, offload_devices
 from zero_plugin.config.handlers import InitProcessGroupKwargs
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
-from zero_plugin.distributed.collectives import gather_object
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.strategies.torch_optimizers import build_optimizer
@@ -435,7 +435,7 @@ def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
     except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
         traceback.print_exc()
         own = Outcome(name, "wrong", f"{type(error).__name__}: {error}")
-    everyones: list[Outcome] = gather_object([own])
+    everyones = [Outcome(**outcome) for outcome in gather_values(asdict(own))]
     found = next((o for status in ("wrong", "left out") for o in everyones if o.status == status), everyones[0])
     said = found.said
     if found.status == "wrong":

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, IterDataPipe
 from zero_plugin.data.batch_sampler import Sharing
 from zero_plugin.data.batches import OverwriteCheck, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
 from zero_plugin.data.loader import DataLoaderAdapter, Delivery, refuse_mesh
-from zero_plugin.distributed.collectives import broadcast, broadcast_object_list, num_processes, process_index
+from zero_plugin.distributed.collectives import (
+    broadcast,
+    broadcast_object_list,
+    broadcast_value,
+    num_processes,
+    process_index,
+)
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
 
@@ -145,8 +151,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """As process 0 does, which alone needs to have the data."""
-        known: tuple[bool, bool, int | None] = broadcast_object_list([super()._know_end(skip)])[0]
-        return known
+        is_stream, is_sure, batches = broadcast_value(super()._know_end(skip))
+        return is_stream, is_sure, batches
 
     def _count_steps(self) -> int:
         sharing, batches = self._sharing, super()._count_steps()

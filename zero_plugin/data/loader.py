@@ -28,7 +28,7 @@ from zero_plugin.data.batch_sampler import (
 )
 from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
 from zero_plugin.data.stream import Division, StreamShard
-from zero_plugin.distributed.collectives import announce, broadcast, gather_object, num_processes, start_sum
+from zero_plugin.distributed.collectives import announce, broadcast, gather_values, num_processes, start_sum
 from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
@@ -615,7 +615,7 @@ def let_threads_settle(workers: int) -> None:
 
 def _check_same(first: Portion | None) -> None:
     """All processes share out one stream: that it is the same everywhere shows in its beginning."""
-    found = gather_object([None if first is None else first.fingerprint])
+    found = gather_values(None if first is None else first.fingerprint)
     if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
         raise LoopError(
             "the iterable dataset begins with other samples on each process, but prepare() shares out one stream.\n"

@@ -23,7 +23,7 @@ from zero_plugin.data.batch_sampler import (
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
 from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
-from zero_plugin.distributed.collectives import gather_object, num_processes
+from zero_plugin.distributed.collectives import gather_values, num_processes
 from zero_plugin.distributed.seeding import generator_of, undisturbed
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
@@ -174,7 +174,7 @@ def _check_same_length(dataset: Any) -> None:
     """A dataset that was cut up by hand before would be shared twice, and its processes would end at other steps."""
     if num_processes() == 1:
         return
-    lengths = gather_object([len(dataset) if hasattr(dataset, "__len__") else None])
+    lengths = gather_values(len(dataset) if hasattr(dataset, "__len__") else None)
     if len(set(lengths)) > 1:
         raise LoopError(
             f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -78,9 +79,49 @@ def gather(tree: Any) -> Any:
     return map_leaves(lambda _: next(gathered), tree)
 
 
+@collective("gather_values")
+def gather_values(value: Any) -> list[Any]:
+    """Every process's value, process 0's first, on every process.
+
+    Values travel as JSON, so that nothing of a peer is run: None, booleans, numbers, text, lists, and dicts whose keys
+    are text. A tuple arrives as a list.
+    """
+    own = _encoded(value)
+    lengths = _gather_equal(torch.tensor([own.numel()])).flatten().tolist()
+    padded = own.new_zeros(max(lengths))
+    padded[: own.numel()] = own
+    return [_decoded(line[:length]) for line, length in zip(_gather_equal(padded), lengths, strict=True)]
+
+
+@collective("broadcast_value")
+def broadcast_value(value: Any, from_process: int = 0) -> Any:
+    """Process `from_process`'s value on every process; see `gather_values` for what it may be."""
+    own = _encoded(value if process_index() == from_process else None)
+    if num_processes() == 1:
+        return _decoded(own)
+    length = torch.tensor([own.numel()])
+    length = length.to(_wire_device(length))
+    dist.broadcast(length, from_process)
+    wire = own if process_index() == from_process else own.new_empty(int(length))
+    wire = wire.to(_wire_device(wire))
+    dist.broadcast(wire, from_process)
+    return _decoded(wire.cpu())
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
 @collective("gather_object")
 def gather_object(items: list[Any]) -> list[Any]:
-    """The processes' lists of picklable objects as one list, process 0's first, on every process."""
+    """The processes' lists of picklable objects as one list, process 0's first, on every process.
+
+    For objects of the script alone: who can join the group can have its processes run code by what is unpickled.
+    """
     if not isinstance(items, list):
         raise LoopError(f"gather_object: found a {type(items).__name__}; give a list, e.g. gather_object([value])")
     if num_processes() == 1:
@@ -155,7 +196,10 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
 
 @collective("broadcast_object_list")
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`."""
+    """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`.
+
+    For objects of the script alone, as `gather_object`.
+    """
     if num_processes() > 1:
         dist.broadcast_object_list(objects, src=from_process)
     return objects
@@ -212,7 +256,7 @@ class Peers(Protocol):
 
     def gather(self, text: str | None) -> list[str | None]:
         """Every process' text, process 0's first."""
-        return gather_object([text])
+        return gather_values(text)
 
 
 class _Script(Peers): ...
@@ -252,16 +296,18 @@ def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
 
 
 def on_main(step: Callable[[], T]) -> T:
-    """Run `step` on the main process; what it returned, on every process. Collective; raises as `all_or_none`."""
-    outcome = [all_or_none(lambda: step() if SCRIPT.is_main else None)]
-    result: T = broadcast_object_list(outcome)[0]
+    """Run `step` on the main process; what it returned, on every process. Collective; raises as `all_or_none`.
+
+    See `gather_values` for what it may return.
+    """
+    result: T = broadcast_value(all_or_none(lambda: step() if SCRIPT.is_main else None))
     return result
 
 
 def taken_out(all_of: Sequence[Any], left: Sequence[Any]) -> list[int]:
     """Places of the items that are in `left` no more, as the main process sees it. Collective."""
     gone = [index for index, item in enumerate(all_of) if not any(item is other for other in left)]
-    places: list[int] = broadcast_object_list([gone])[0]
+    places: list[int] = broadcast_value(gone)
     return places
 
 
@@ -334,7 +380,7 @@ def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
     header = [_fingerprint(call), *numbers]
     headers = _gather_equal(torch.tensor(header + [0] * (_HEADER - len(header)))).tolist()
     if any(other[0] != header[0] for other in headers):
-        calls = gather_object([call])
+        calls = gather_values(call)
         places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
         raise LoopError(
             f"{places}.\n"
@@ -361,8 +407,8 @@ def _refuse_mismatch(leaves: list[Tensor], call: str, of: Callable[[Tensor], Any
 
 
 def _raise_mismatch(leaves: list[Tensor], *message: str) -> None:
-    found = gather_object([[_shape_and_dtype(leaf) for leaf in leaves]])
-    lines = [f"  process {index}: {shapes}" for index, shapes in enumerate(found)]
+    found = gather_values([str(_shape_and_dtype(leaf)) for leaf in leaves])
+    lines = [f"  process {index}: [{', '.join(shapes)}]" for index, shapes in enumerate(found)]
     raise LoopError("\n".join([message[0], *lines, *message[1:]]))
 
 

@@ -37,7 +37,7 @@ from zero_plugin.checkpoint.load import (
     verify_headers,
 )
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
-from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
+from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
@@ -45,7 +45,6 @@ from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.run_files import RECORD_NAME, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
-from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError, DamagedError
@@ -133,7 +132,7 @@ class Checkpoints:
                 "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
             )
         run = self._lineages.own(target.parent)
-        states = collectives.gather_object([random_state()])
+        states = gather_nested(random_state(), what="random state")
         sessions = [training.session for training in self._prepared.trainings]
         opened = open_checkpoint(
             target,
@@ -273,7 +272,7 @@ class Checkpoints:
                 "or None. Tensors are always read to the device that they are used on."
             )
         self._wait_for_background()
-        place = on_main(lambda: self._find_checkpoint(input_dir))
+        place = Path(on_main(lambda: str(self._find_checkpoint(input_dir))))
         own = self._lineages.known(place)
         run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
         loaders_resume = self._run.options.loading.use_stateful_dataloader
@@ -289,29 +288,29 @@ class Checkpoints:
     def resume(self, folder: str | os.PathLike[str] | None, *, verify: bool) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()
-        place = on_main(lambda: self._find_own(folder))
+        place = Path(on_main(lambda: str(self._find_own(folder))))
         is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
         only = None if is_one else run
-        found = on_main(lambda: choose_checkpoint(place, only) if has_checkpoints(place, only) else None)
+        found = on_main(lambda: str(choose_checkpoint(place, only)[0]) if has_checkpoints(place, only) else None)
         self._run.must_resume = False
         if found is None:
             whose = "" if run is None else " of this run"
             _log.info(f"resume(): no checkpoint{whose} in {place} yet; training starts from the beginning")
             self._lineages.own(place)
             return None
-        saved_by = on_main(lambda: read_manifest(found[0]).about.get("run"))
+        saved_by = on_main(lambda: read_manifest(Path(found)).about.get("run"))
         is_own = run is not None and saved_by == run
         named = saved_by or "not recorded"
         if not is_own and not launch_settings(self._run.document).auto_resume:
             _log.info(
-                f"resume(): {found[0]} is not loaded and training starts from the beginning, since an earlier launch "
+                f"resume(): {found} is not loaded and training starts from the beginning, since an earlier launch "
                 f"saved it (run {named}). --auto_resume resumes from it."
             )
-            self._lineages.own(found[0].parent)
+            self._lineages.own(Path(found).parent)
             return None
         if not is_own:
-            _log.info(f"resume(): this run resumes from {found[0]}, which run {named} saved")
+            _log.info(f"resume(): this run resumes from {found}, which run {named} saved")
         return self._resume_from_newest(
             lambda damaged: choose_checkpoint(place, only, damaged), verify=verify, loaders_resume=True
         )
@@ -323,16 +322,16 @@ class Checkpoints:
         damaged: dict[Path, str] = {}
         replaced = 0
 
-        def find() -> tuple[Path, list[str], int | None]:
+        def find() -> tuple[str, list[str], int | None]:
             folder, passed_over = choose(damaged)
-            return folder, passed_over, manifest_sum(folder)
+            return str(folder), passed_over, manifest_sum(folder)
 
         def is_replaced(folder: Path, found: int | None) -> bool:
             return manifest_sum(folder) != found
 
         while True:
             try:
-                folder, passed_over, found = on_main(find)
+                place, passed_over, found = on_main(find)
             except CheckpointError as error:
                 if not damaged:
                     raise
@@ -341,6 +340,7 @@ class Checkpoints:
                     "What was read of it may be in the model: load another one before training goes on.",
                 ]
                 raise DamagedError("\n".join(lines)) from None
+            folder = Path(place)
             try:
                 return self._resume_from(folder, passed_over, damaged, **how)
             except CheckpointError as error:

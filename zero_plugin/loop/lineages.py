@@ -27,7 +27,7 @@ class Lineages:
         """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
         folder = folder.resolve()
         if folder not in self._runs:
-            known = collectives.gather_object([kept_run(folder, os.environ)])
+            known = collectives.gather_values(kept_run(folder, os.environ))
             if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
                 return None
             self.join(folder, run)
@@ -37,7 +37,7 @@ class Lineages:
         """The id, made where there is none yet. Collective."""
         run = self.known(folder)
         if run is None:
-            run = collectives.broadcast_object_list([secrets.token_hex(8)])[0]
+            run = collectives.broadcast_value(secrets.token_hex(8))
             self.join(folder, run)
         return run
 

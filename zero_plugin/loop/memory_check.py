@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
 from zero_plugin.config.resolve.facts import Facts, Resolved
-from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
+from zero_plugin.distributed.collectives import broadcast_value, gather_values
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, MachineError, StrategyError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
@@ -86,7 +86,8 @@ def check_memory(
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
     own = find_available_memory(resolved, held * local_processes(processes))
     # Local rank 0 measures the disk, since it has just removed the files that killed runs left there.
-    available = _least(gather_object([own if processes.local_rank == 0 else replace(own, nvme={})]))
+    shown = own if processes.local_rank == 0 else replace(own, nvme={})
+    available = _least([AvailableMemory(**one) for one in gather_values(asdict(shown))])
     found = list(insufficient_memory(needs, available, local_processes(processes)))
     wrong = [line for is_short, line in found if is_short]
     if wrong:
@@ -173,11 +174,11 @@ def check_memory_without_zero(
         free = available_cpu_memory() // local_processes(processes)
     else:
         free = free_bytes(model, processes.device)
-    capacity = settings.gpu_memory or min(gather_object([free]))
+    capacity = settings.gpu_memory or min(gather_values(free))
     if not capacity:
         return None
-    traced = [None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)]
-    activations = broadcast_object_list(traced)[0]
+    traced = None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)
+    activations = Activations.from_dict(broadcast_value(None if traced is None else asdict(traced)))
     run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes
     if needed > capacity:

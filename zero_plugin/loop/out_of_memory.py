@@ -25,7 +25,7 @@ from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.batch_sampler import smaller_cut
 from zero_plugin.distributed.collective_check import report_failure
-from zero_plugin.distributed.collectives import gather_object
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.machine.hardware import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
@@ -280,7 +280,7 @@ def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
     """
     own = micro_batch_cut(environ)
     here = environ.get("LOCAL_WORLD_SIZE", str(processes))
-    return own if here == str(processes) else max(gather_object([own]))
+    return own if here == str(processes) else max(gather_values(own))
 
 
 def accumulate_more(document: Document, cut: int, intended: int = 1, available: int = 1) -> Document:

@@ -18,6 +18,7 @@ from torch import distributed, nn
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.distributed.messages import QUIET_VARIABLE, is_set
 from zero_plugin.loop.state import newest_run
 from zero_plugin.plan.decoder import training_flops_per_token
@@ -195,11 +196,7 @@ def _shows() -> bool:
 
 
 def _gather(report: _Report) -> list[_Report]:
-    if not _distributed():
-        return [report]
-    reports: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(reports, report)
-    return reports
+    return [_Report(*one) for one in gather_values(report)]
 
 
 def _peak_memory_bytes() -> int:

@@ -188,10 +188,8 @@ class Weights:
         """The names of the tensors that are saved, as on the main process; None for all."""
         if not has_adapters(module):
             return None
-        names: list[Any] = [adapter_names(module) if self._run.processes.rank == 0 else None]
-        collectives.broadcast_object_list(names)
-        saved: Collection[str] = names[0]
-        return saved
+        names = sorted(adapter_names(module)) if self._run.processes.rank == 0 else None
+        return frozenset(collectives.broadcast_value(names))
 
     # ---- weights that the script reads and writes --------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -407,26 +407,29 @@ def plan_open_fields(
     """
     if facts.strategy != "deepspeed" or not (asked := open_fields(document.deepspeed, facts)):
         return facts, None
-    from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
+    from zero_plugin.distributed.collectives import broadcast_value, gather_values
 
     resolved = resolve(document, replace(facts, complete=False))
     if not (waiting := [path for path in asked if path in resolved.missing]):
         return facts, None
-    peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
+    peers = gather_values([free_bytes(model, processes.device), processes.local_rank == 0])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
-    outcome: list[tuple[Planned, Activations | None] | ConfigError | None] = [None]
+    outcome: dict[str, Any] = {}
     if processes.rank == 0:
         try:
             measure = partial(_cluster, document, free, len(peers) // nodes, nodes)
-            outcome = [_plan(document, resolved, facts, model, peek(), measure, waiting)]
+            planned, activations = _plan(document, resolved, facts, model, peek(), measure, waiting)
+            outcome["planned"] = [[path, *chosen] for path, chosen in planned.items()]
+            outcome["activations"] = None if activations is None else asdict(activations)
         except ConfigError as error:
-            outcome = [error]
-    found = broadcast_object_list(outcome)[0]
-    if isinstance(found, ConfigError):
-        raise found
-    planned, activations = found
-    return replace(facts, planned=planned), activations
+            outcome["problems"] = [asdict(problem) for problem in error.problems]
+    found = broadcast_value(outcome)
+    if problems := found.get("problems"):
+        raise ConfigError([Problem(**problem) for problem in problems])
+    planned = {tuple(path): (value, reason) for path, value, reason in found["planned"]}
+    known = found["activations"]
+    return replace(facts, planned=planned), None if known is None else Activations.from_dict(known)
 
 
 def _plan(

@@ -142,6 +142,19 @@ class Activations:
         tokens = f", {self.sample_length:,} tokens a sample" if self.sample_length > 1 else ""
         return f"activations: {self.source}{tokens}"
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Activations:
+        """What `dataclasses.asdict` has made a dict of."""
+
+        def rebuilt(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                return value
+            if "lines" in value:
+                return Highest(tuple(Affine(**line) for line in value["lines"]))
+            return cls.from_dict(value) if "saved" in value else Affine(**value)
+
+        return cls(**{name: rebuilt(value) for name, value in found.items()})
+
     def under(self, stage: Stage) -> Activations:
         """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self

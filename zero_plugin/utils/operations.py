@@ -124,14 +124,14 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         LoopError: none passes one, or several do.
     """
     device = PartialState().device
-    own = None if tensor is None else (tensor.shape, tensor.dtype)
-    found = collectives.gather_object([own])
+    own = None if tensor is None else [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+    found = collectives.gather_values(own)
     holders = [rank for rank, given in enumerate(found) if given is not None]
     if len(holders) != 1:
         raise LoopError(f"copy_tensor_to_devices got a tensor on processes {holders}; pass it on one, None elsewhere")
     shape, dtype = found[holders[0]]
     if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     received: Tensor = collectives.broadcast(tensor.to(device), holders[0])
     return received
 

@@ -30,6 +30,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
 from torch import Tensor, nn
 
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, all_finite, most_skips
 
@@ -581,8 +582,7 @@ class CollectiveOrder:
             self._compare()
 
     def _describe(self) -> str:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(self._notes))
+        everyone = [[tuple(note) for note in notes] for notes in gather_values(list(self._notes))]
         differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
         alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
         ranks: dict[tuple[int, ...], int] = {}

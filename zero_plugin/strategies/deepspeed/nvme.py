@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from torch import Tensor, nn
 
+from zero_plugin.distributed.collectives import broadcast_value
 from zero_plugin.distributed.processes import Processes
 
 _PREFIX = "zero_plugin-swap-"
@@ -37,12 +37,11 @@ def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple
     if not sections:
         return ()
     remove_abandoned(config, processes)
-    run = [f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"]
-    dist.broadcast_object_list(run, src=0)
+    run = broadcast_value(f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}")
     number = next(_engine_numbers)
     folders = []
     for section in sections:
-        run_folder = Path(section["nvme_path"]).absolute() / run[0]
+        run_folder = Path(section["nvme_path"]).absolute() / run
         _hold(run_folder)
         folder = run_folder / f"engine-{number}"
         folder.mkdir(exist_ok=True)
