@@ -397,3 +397,46 @@ def test_two_machines(
     for rank, launcher in enumerate(launchers):
         output, errors = launcher.communicate(timeout=200)
         assert (launcher.returncode, list(lines_of(output.splitlines()))) == (0, [f"{rank}/2"]), errors
+
+
+FAILS_ONCE = """
+import os
+from zero_plugin import Accelerator
+accelerator = Accelerator()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if accelerator.process_index == 1 and attempt == 0:
+    os._exit(7)
+accelerator.wait_for_everyone()
+os.write(1, f"attempt {attempt} of rank {accelerator.process_index}\\n".encode())
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_failure_on_one_machine_ends_the_workers_of_all(
+    start: Start, tmp_path: Path, free_port: Callable[[], int], lines_of: Callable[..., Iterator[str]], restarts: int
+) -> None:
+    """Without `--max_restarts` the run ends on both machines; with it both start again, without c10d's open store."""
+    (tmp_path / "fails.py").write_text(FAILS_ONCE)
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    common += ["--main_process_port", str(free_port()), "--max_restarts", str(restarts)]
+    launchers = [start(*common, "--machine_rank", rank, "fails.py") for rank in "01"]
+    ends = [launcher.communicate(timeout=200) for launcher in launchers]
+    codes = [launcher.returncode for launcher in launchers]
+    assert codes == ([0, 0] if restarts else [1, 7]), ends
+    shown = [list(lines_of(output.splitlines())) for output, _ in ends]
+    assert shown == ([["attempt 1 of rank 0"], ["attempt 1 of rank 1"]] if restarts else [[], []])
+    host = socket.gethostname()
+    assert f"rank 1 failed first of those on {host}, with exit code 7" in ends[1][1]
+    assert ("It waited for another process" in ends[0][1]) == (not restarts)
+
+
+def test_c10d_says_what_it_opens(start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """It runs on request alone, and names the place that is open to all who reach it."""
+    (tmp_path / "a.py").write_text("")
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    launchers = [start("--cpu", "--num_processes", "2", "--num_machines", "2", *meeting, "a.py") for _ in range(2)]
+    for launcher in launchers:
+        _, errors = launcher.communicate(timeout=200)
+        assert launcher.returncode == 0, errors
+        assert f"{meeting[-1]} listens on every network" in errors

@@ -139,7 +139,9 @@ def test_ranks_that_could_not_run() -> None:
     assert ["rank 3 did not run" in line for line in describe_idle(found, FirstFailure(0, 1))] == [True]
     _, line = describe_idle(found, FirstFailure(0, 1, LOST_PEER))
     assert "rank 4 did not run at that time: it had ended, with exit code 0." in line
-    assert "of those on" in describe_failure(FirstFailure(0, -9), machines=2)
+    assert f"rank 0 of those on {socket.gethostname()} was ended by" in describe_failure(
+        FirstFailure(0, -9), machines=2
+    )
 
 
 def test_memory_is_watched() -> None:

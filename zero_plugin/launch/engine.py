@@ -183,7 +183,7 @@ def run_workers(spec: LaunchSpec) -> int:
         if restarts <= max_restarts:
             first, smaller = find_first_failure(failures, folder), _cut_micro_batch(take_out_of_memory_report(folder))
             message = "%s; all workers start again (restart %d of %d)%s"
-            _logger.warning(message, describe_end(first), restarts, max_restarts, smaller)
+            _logger.warning(message, describe_end(first, spec.machines), restarts, max_restarts, smaller)
 
     memory, ending = MemoryWatch(), end_workers_so(spec.settings.grace_period, log_restart)
     timed = timed_lines(spec.settings.role) if spec.settings.log_timestamps else nullcontext()

@@ -56,6 +56,10 @@ _LOOK_S: Final = 0.1
 _CONNECT_S: Final = 3.0
 _FAREWELL_S: Final = 5.0  # the store ends with machine 0: the others have so long to read there why
 _MET: Final = "met"
+_EXPOSED: Final = (
+    "rdzv_backend: c10d: the rendezvous at %s listens on every network of its machine, and who can reach it can have "
+    "the launchers run code. Let in the machines of the run alone."
+)
 _CONTACT_LIMIT_S: Final = 60.0  # torch's own for one answer of the store
 _CONTACT_LOOK_S: Final = 2.0
 _STOPS_WITHIN_S: Final = 10.0
@@ -132,6 +136,7 @@ def meet_machines(rendezvous: Rendezvous, machines: int) -> Any:
         return _meet(rendezvous, machines)
     if machines > 1 and rendezvous.backend == "c10d":
         _try_store(rendezvous)
+        _logger.info(_EXPOSED, rendezvous.endpoint)
     return None
 
 

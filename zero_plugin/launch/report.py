@@ -134,11 +134,10 @@ def describe_failure(
         processes: the process id of each rank that failed, to find its part of that.
         out_of_memory: what a worker that ran out of memory has left.
     """
-    host = socket.gethostname()
-    where = f"on {host}" if machines == 1 else f"of those on {host}"
+    where = f", on {socket.gethostname()}" if machines == 1 else ""
     output = "" if first.exitcode < 0 else "; its output is above"
     same = f" {_ranks(first.also)} failed with the same error." if first.also else ""
-    lines = [f"{describe_end(first)}, {where}{output}.{same} All workers are stopped."]
+    lines = [f"{describe_end(first, machines)}{where}{output}.{same} All workers are stopped."]
     if out_of_memory is not None:
         lines += [out_of_memory.headline, out_of_memory.advice]
         if out_of_memory.cut:
@@ -156,11 +155,12 @@ def describe_failure(
     return "\n".join(lines)
 
 
-def describe_end(first: FirstFailure) -> str:
-    """Who failed first and how, in half a sentence."""
+def describe_end(first: FirstFailure, machines: int = 1) -> str:
+    """Who failed first and how, in half a sentence; of several machines each knows its own ranks alone."""
+    among = "" if machines == 1 else f" of those on {socket.gethostname()}"
     if first.exitcode >= 0:
-        return f"rank {first.rank} failed first, with exit code {first.exitcode}"
-    return f"rank {first.rank} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
+        return f"rank {first.rank} failed first{among}, with exit code {first.exitcode}"
+    return f"rank {first.rank}{among} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
