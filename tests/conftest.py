@@ -27,6 +27,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
+from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
 
@@ -40,7 +41,7 @@ _LONGEST = (
     "launch/test_notebook.py",
     "transformers/test_every_check.py",
     "launch/test_loopback.py",
-    "launch/test_faults.py",
+    "faults/test_interruptions.py",
 )
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)

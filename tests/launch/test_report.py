@@ -13,10 +13,12 @@ import pytest
 
 from zero_plugin.launch.report import (
     HAD_ENDED,
+    STOPPED,
     FirstFailure,
     describe_failure,
     describe_idle,
     find_first_failure,
+    running_at,
     shell_code,
 )
 from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
@@ -135,13 +137,38 @@ def test_what_an_end_means(failure: FirstFailure, part: str) -> None:
 
 def test_ranks_that_could_not_run() -> None:
     """A stopped rank is named beside the one that failed for want of it; several machines are told apart."""
-    found = {3: "was stopped by a signal", 4: HAD_ENDED}
+    found = {3: f"{STOPPED} by a signal", 4: HAD_ENDED}
     assert ["rank 3 did not run" in line for line in describe_idle(found, FirstFailure(0, 1))] == [True]
     _, line = describe_idle(found, FirstFailure(0, 1, LOST_PEER))
     assert "rank 4 did not run at that time: it had ended, with exit code 0." in line
     assert f"rank 0 of those on {socket.gethostname()} was ended by" in describe_failure(
         FirstFailure(0, -9), machines=2
     )
+
+
+STACK = """Current thread 0x00007f10 (most recent call first):
+  File "/usr/lib/python3.{minor}/threading.py", line 5 in wait
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7 in forward
+  File "/home/me/train.py", line 85 in main
+  File "/home/me/train.py", line 99 in <module>
+"""
+
+
+def test_where_a_rank_was_that_others_waited_for() -> None:
+    """At the innermost line of the user's; one that waits itself is not named, nor is one that left nothing."""
+    stack = STACK.format(minor=sys.version_info.minor)
+    assert running_at(stack) == "was still running at that time, at train.py:85, in main"
+    waits = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in barrier\n'
+    head, frames = stack.split("\n", 1)
+    assert running_at(f"{head}\n{waits}{frames}") == ""
+    assert running_at("") == ""
+    many = {rank: running_at(stack) for rank in range(1, 8)}
+    first = FirstFailure(0, 1, LOST_PEER)
+    lines = describe_failure(first, idle=many).splitlines()
+    assert lines[0].startswith("rank 0 waited for another in vain, and failed with exit code 1, on ")
+    assert lines[1] == "rank 1 was still running at that time, at train.py:85, in main."
+    assert lines[-1] == "and 3 more ranks"
+    assert "which has failed, hangs" in describe_failure(first)
 
 
 def test_memory_is_watched() -> None:

@@ -22,19 +22,21 @@ from zero_plugin.machine.network import is_own_address, listening_socket, own_ad
 _TIMEOUT: Final = timedelta(minutes=30)
 _FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
 _LONGEST_NAP: Final = 1.0
+_FIRST_NAP: Final = 0.1  # the longest while the others usually come
 _AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _ENVIRONMENT: Final = "env://"
 
 _log = logging.getLogger(__name__)
 
 
-def join(init_method: str | None, rank: int, world: int, group: int) -> Any:
+def join(init_method: str | None, rank: int, world: int, group: int, timeout: timedelta = _TIMEOUT) -> Any:
     """The store of the coming process group alone, once all its processes are there.
 
     Args:
         init_method: where they meet, as torch takes it; None: at MASTER_ADDR and MASTER_PORT.
         rank, world: of this process.
         group: a number that all give to the coming group, and no earlier one in the same store has.
+        timeout: how long they may take once this process has found the store.
 
     Raises:
         LaunchError: they cannot meet, or are not those of one run; it says which.
@@ -42,9 +44,12 @@ def join(init_method: str | None, rank: int, world: int, group: int) -> Any:
     try:
         store = _meet(init_method or _ENVIRONMENT, os.environ.get("MASTER_PORT"), rank, world, os.getpid())
         store = PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{group}", store)
-        if init_method is None and not has_agent_store():  # an agent has numbered its processes by itself
-            _refuse_strangers(store, rank, world)
-            _wait_for_all(store, rank, world)
+        if init_method is None:
+            if has_agent_store():  # an agent has numbered its processes by itself
+                store.set(f"rank/{rank}", "")
+            else:
+                _refuse_strangers(store, rank, world)
+            _wait_for_all(store, rank, world, timeout)
     except dist.DistError as error:
         raise LaunchError(_why_not_joined(init_method, rank, world, error)) from error
     return store
@@ -110,15 +115,15 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _until(happens: Callable[[], bool]) -> Iterator[None]:
+def _until(happens: Callable[[], bool], timeout: timedelta = _TIMEOUT) -> Iterator[None]:
     """Wait until it happens, or the time is over; each time when that is worth a message, yield."""
     began, pause, nap = time.monotonic(), _FIRST_PAUSE, 0.01
-    while not happens() and (waited := time.monotonic() - began) < _TIMEOUT.total_seconds():
+    while not happens() and (waited := time.monotonic() - began) < timeout.total_seconds():
         if waited > pause:
             yield
             pause *= 2
         time.sleep(nap)
-        nap = min(nap * 1.5, _LONGEST_NAP)
+        nap = min(nap * 1.2, _LONGEST_NAP if waited > _FIRST_PAUSE else _FIRST_NAP)
 
 
 def _refuse_strangers(store: Any, rank: int, world: int) -> None:
@@ -141,18 +146,21 @@ _ONE_RUN: Final = (
 )
 
 
-def _wait_for_all(store: Any, rank: int, world: int) -> None:
+def _wait_for_all(store: Any, rank: int, world: int, timeout: timedelta) -> None:
     if store.add("joined", 1) == world:
         store.set("all", "")
-    for _ in _until(lambda: store.check(["all"])):
-        if rank == 0:
+    for _ in _until(lambda: store.check(["all"]), timeout):
+        if not any(store.check([f"rank/{lower}"]) for lower in range(rank)):
             where, missing = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", _missing(store, world)
-            _log.warning("%s of WORLD_SIZE=%d did not join yet; rank 0 waits at %s", missing, world, where)
+            _log.warning("%s of WORLD_SIZE=%d did not join yet; rank %d waits at %s", missing, world, rank, where)
     if not store.check(["all"]):
-        raise LaunchError(
-            f"{_missing(store, world)} of WORLD_SIZE={world} did not join within {_TIMEOUT}.\nStart as many processes "
-            "as that, on all machines together; or set WORLD_SIZE, for all alike, to the number of those that run."
+        fix = (
+            "Each process that the launcher starts has to come to Accelerator()."
+            if has_agent_store()
+            else "Start as many processes as that, on all machines together; or set WORLD_SIZE, for all alike, to the "
+            "number of those that run."
         )
+        raise LaunchError(f"{_missing(store, world)} of WORLD_SIZE={world} did not join within {timeout}.\n{fix}")
 
 
 def _missing(store: Any, world: int) -> str:

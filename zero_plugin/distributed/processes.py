@@ -169,7 +169,7 @@ class _OwnGroup:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(_choose_network())
             # One group follows another in the same store, and would read what that one left there.
-            store = join(init_method, rank, world, self._groups + 1)
+            store = join(init_method, rank, world, self._groups + 1, timeout)
             self._groups += 1
             if device.type == "cuda" and "nccl" in backend:
                 refuse_shared_gpu(store, rank, str(torch.cuda.get_device_properties(device).uuid))

@@ -29,14 +29,16 @@ from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_c
 from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import (
     HAD_ENDED,
+    STOPPED,
     Failure,
     describe_end,
     describe_failure,
-    describe_idle,
     find_first_failure,
+    running_at,
     shell_code,
 )
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
+from zero_plugin.launch.worker import ERROR_FILE, RUNNING_AT
 from zero_plugin.machine.hardware import MemoryWatch, process_stat
 from zero_plugin.machine.op_builds import RunningBuilds
 
@@ -60,7 +62,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
         on_failure: is called after a failure, when no worker is left, with those that had failed by themselves.
 
     Yields:
-        By rank, how a worker was found that did not run when another failed; filled while it is entered.
+        By rank, what a worker did that others may have waited for when one failed; filled while it is entered.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -80,6 +82,9 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
             now = int(time.time())
             failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
             close(workers, None, AFTER_FAILURE_S)
+            for environment in workers.envs.values():
+                if codes[rank := int(environment["RANK"])] is None and (place := _place(environment)):
+                    idle.setdefault(rank, place)
         else:
             for process in alive:
                 process.send_signal(death_sig)
@@ -145,7 +150,14 @@ def _why_idle(pid: int, code: int | None) -> str:
     if code is not None:
         return "" if code else HAD_ENDED
     state = (process_stat(pid) or [""])[0]
-    return {"T": "was stopped by a signal (SIGSTOP, Ctrl-Z)", "t": "was stopped by a debugger"}.get(state, "")
+    by = {"T": "by a signal (SIGSTOP, Ctrl-Z)", "t": "by a debugger"}.get(state)
+    return f"{STOPPED} {by}" if by else ""
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    """Where a worker was when it was ended, if it let others wait; "" otherwise."""
+    file = Path(environment[ERROR_FILE]).parents[1] / f"{RUNNING_AT}.{environment['RANK']}"
+    return running_at(file.read_text(errors="replace")) if file.exists() else ""
 
 
 # Loggers whose warnings repeat what the report says.
@@ -227,9 +239,9 @@ def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWat
             continue
         processes = {rank: failure.pid for rank, failure in failures.items()}
         described = describe_failure(
-            first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory
+            first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory, idle=idle
         )
-        _logger.error("%s", "\n".join([described, *describe_idle(idle, first)]))
+        _logger.error("%s", described)
         return shell_code(first.exitcode)
     return 0
 

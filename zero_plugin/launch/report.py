@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,20 @@ from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_c
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _ABORTED: Final = (-signal.SIGABRT, 128 + signal.SIGABRT)
-_STOPPED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # by the launcher, where it is none of the sudden ends
+STOPPED: Final = "did not run at that time: it was stopped"
+_MOST_IDLE: Final = 4
+_ENDED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # by the launcher, where it is none of the sudden ends
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
-HAD_ENDED: Final = "had ended, with exit code 0"
+HAD_ENDED: Final = "did not run at that time: it had ended, with exit code 0"
+# In whose innermost frame a process waits for others, and lets none wait.
+_WAITS: Final = ("/torch/distributed/", "/torch/autograd/graph.py", "/zero_plugin/distributed/", "/deepspeed/comm/")
+_LIBRARIES: Final = (
+    "/site-packages/",
+    "/dist-packages/",
+    f"/lib/python3.{sys.version_info.minor}/",
+    str(Path(__file__).parents[1]),
+)
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _WORTH_NAMING: Final = 2**28  # bytes that another process has at least
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
@@ -106,14 +119,14 @@ def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailur
         of_rank = {int(file.suffix[1:]): file.read_text() for file in marks[-1].parent.glob(f"{FAILURE_OF}.*")}
         if kind == LOST_PEER:  # it comes from one that has ended without a word: an abort, or an exit of its own
             for rank, failure in failures.items():
-                if rank not in {int(marked), *of_rank} and failure.exitcode not in _STOPPED:
+                if rank not in {int(marked), *of_rank} and failure.exitcode not in _ENDED:
                     return FirstFailure(rank, failure.exitcode)
         # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
             digest = details[-1] if details else ""
             also = sorted(rank for rank, of in of_rank.items() if digest and of == digest and rank != int(marked))
             return FirstFailure(int(marked), int(code), kind, tuple(also))
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in _STOPPED, item[1].timestamp, item[0]))
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in _ENDED, item[1].timestamp, item[0]))
     return FirstFailure(rank, failure.exitcode)
 
 
@@ -124,6 +137,7 @@ def describe_failure(
     memory: MemoryWatch | None = None,
     processes: Mapping[int, int] | None = None,
     out_of_memory: OutOfMemoryReport | None = None,
+    idle: Mapping[int, str] | None = None,
 ) -> str:
     """A few lines for people: who failed first, where, how, what that means and what to do.
 
@@ -133,9 +147,11 @@ def describe_failure(
         memory: what was seen of CPU memory while the workers ran.
         processes: the process id of each rank that failed, to find its part of that.
         out_of_memory: what a worker that ran out of memory has left.
+        idle: what ranks did that others may have waited for; see `describe_idle`.
     """
     where = f", on {socket.gethostname()}" if machines == 1 else ""
     output = "" if first.exitcode < 0 else "; its output is above"
+    waited_for = describe_idle(idle or {}, first)
     same = f" {_ranks(first.also)} failed with the same error." if first.also else ""
     lines = [f"{describe_end(first, machines)}{where}{output}.{same} All workers are stopped."]
     if out_of_memory is not None:
@@ -144,7 +160,7 @@ def describe_failure(
             lines.append("With --max_restarts 1 on every machine the run starts again with the smaller micro-batch.")
     elif first.kind == "OutOfMemoryError":
         lines.append(_GPU_MEMORY)
-    elif first.kind == LOST_PEER:
+    elif first.kind == LOST_PEER and not waited_for:
         lines.append(_NO_ANSWER)
     elif first.exitcode in (-signal.SIGKILL, _KILLED_IN_SHELL):
         lines.append(_explain_kill(memory, processes or {}))
@@ -152,12 +168,14 @@ def describe_failure(
         lines.append(_explain_bus_error())
     elif -first.exitcode in _MEANINGS:
         lines.append(_MEANINGS[-first.exitcode])
-    return "\n".join(lines)
+    return "\n".join([*lines, *waited_for])
 
 
 def describe_end(first: FirstFailure, machines: int = 1) -> str:
     """Who failed first and how, in half a sentence; of several machines each knows its own ranks alone."""
     among = "" if machines == 1 else f" of those on {socket.gethostname()}"
+    if first.kind == LOST_PEER:
+        return f"rank {first.rank}{among} waited for another in vain, and failed with exit code {first.exitcode}"
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first{among}, with exit code {first.exitcode}"
     return f"rank {first.rank}{among} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
@@ -176,16 +194,27 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def describe_idle(idle: Mapping[int, str], first: FirstFailure) -> list[str]:
-    """A line for each rank that did not run when another one failed, by why it did not.
+    """A line for some ranks that others may have waited for when one failed, by what they did.
 
-    That one had ended well matters only where the first failure is that of a rank which has waited for another.
+    That one had ended well, or was running, matters only where the first failure is that of a rank which has waited.
     """
     waited = first.kind == LOST_PEER or first.exitcode in _ABORTED
-    return [
-        f"rank {rank} did not run at that time: it {why}. Others that waited for it have failed for that."
-        for rank, why in sorted(idle.items())
-        if waited or why != HAD_ENDED
-    ]
+    lines = [f"rank {rank} {what}." for rank, what in sorted(idle.items()) if waited or what.startswith(STOPPED)]
+    more = [f"and {len(lines) - _MOST_IDLE} more ranks"] if len(lines) > _MOST_IDLE else []
+    return [*lines[:_MOST_IDLE], *more]
+
+
+def running_at(stack: str) -> str:
+    """Where a rank was that let others wait, by the stack that it has left; "" for one that waited itself.
+
+    Args:
+        stack: as Python's faulthandler writes it, the innermost frame first.
+    """
+    frames = _FRAME.findall(stack)
+    if not frames or any(part in frames[0][0] for part in _WAITS):
+        return ""
+    file, line, function = next((one for one in frames if not any(part in one[0] for part in _LIBRARIES)), frames[0])
+    return f"was still running at that time, at {Path(file).name}:{line}, in {function}"
 
 
 def shell_code(exitcode: int) -> int:

@@ -14,9 +14,11 @@ Standard input is local rank 0's; the others, which could only snatch lines from
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import runpy
+import signal
 import sys
 import threading
 import zlib
@@ -32,8 +34,19 @@ FIRST_FAILURE = "first_failure"  # in the attempt's folder: the rank that failed
 FAILURE_OF = (
     "failure_of"  # beside it, with the rank in the name, for each that failed in Python: the digest of its error
 )
+RUNNING_AT = "running_at"  # beside it, with the rank in the name: its Python stack at a SIGTERM
 LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
-_OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+_OF_A_LOST_PEER = (
+    "Timed out waiting",
+    "wait timeout",
+    "did not join within",  # and these are the package's own
+    "the process group's time-out",
+    "has ended; its last such call",
+    "has failed; its last such call",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket closed",
+)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
@@ -45,6 +58,7 @@ _STARTERS = (__file__, str(Path(__file__).with_name("tpu.py")))  # whose frames 
 def main() -> None:
     """Run what the command line names, and end this process as Python does; never returns for `--no_python`."""
     die_with_launcher()
+    show_place_at_end()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -214,6 +228,19 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
+def show_place_at_end() -> None:
+    """Have SIGTERM first write where this process is: after a failure, the launcher names those that let others wait.
+
+    Not those that handle SIGTERM by themselves, nor what they fork.
+    """
+    mark = _mark()
+    if mark is not None and hasattr(faulthandler, "register"):
+        with suppress(OSError):
+            file = mark.with_name(f"{RUNNING_AT}.{os.environ.get('RANK', '0')}").open("w")
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+            os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
 def _write_error(line: object) -> None:
     """As Python itself writes what a program exits with: the program may have any logging, or none."""
     if sys.stderr is not None:
@@ -229,7 +256,10 @@ def _report_exception(error: BaseException, rank: str) -> int:
     ours = errors is not None and isinstance(error, errors.ZeroPluginError)
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
-    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_LOST_PEER)
+    lost = any(
+        (ours or isinstance(one, RuntimeError)) and any(words in str(one) for words in _OF_A_LOST_PEER)
+        for one in (error, error.__cause__)
+    )
     text = f"{type(error).__name__}: {error}"
     own = str(error).partition(": ")  # "process 1: …" where another process has raised the rest of it
     said = own[2] if own[0].startswith("process ") else str(error)

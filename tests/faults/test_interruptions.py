@@ -10,12 +10,12 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from workers import BOUND_S, Workers, finish
 
 from zero_plugin.machine.hardware import port_is_free
 
@@ -28,7 +28,6 @@ pytestmark = [
 Start = Callable[..., "subprocess.Popen[str]"]
 
 TRAIN = Path(__file__).parent / "train_interrupted.py"
-BOUND_S = 120  # of any run, from the fault on; the group's time-out and the time to stop are seconds
 
 # The fault, its rank and its moment come as arguments, beside a mark to find the processes by.
 LOOP = """
@@ -51,50 +50,6 @@ while True:
 """
 FAULTS = ("kill", "terminate", "stop", "exception", "exit", "leave")
 CODES = {"kill": 137, "terminate": 143, "stop": 1, "exception": 1, "exit": 3, "leave": 1}
-
-
-@dataclass
-class Workers:
-    """The worker processes of a launch, found by a mark on their command lines."""
-
-    mark: str
-
-    def find(self) -> dict[int, tuple[int, dict[str, str]]]:
-        """By rank: process id and environment; without the launcher, and without what has ended."""
-        own = [
-            entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and self.mark in read(entry / "cmdline")
-        ]
-        found = {}
-        for entry in own:
-            words = read(entry / "environ").split("\0")
-            environment = dict(word.partition("=")[::2] for word in words)
-            if "RANK" in environment:
-                found[int(environment["RANK"])] = int(entry.name), environment
-        return found
-
-    def wait_for(self, count: int) -> dict[int, tuple[int, dict[str, str]]]:
-        """All of them, as soon as they are there."""
-        deadline = time.monotonic() + BOUND_S
-        while len(found := self.find()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return found
-
-
-def read(file: Path) -> str:
-    """Of a process; "" where it has ended."""
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def finish(launcher: subprocess.Popen[str], workers: Workers, ports: set[int]) -> str:
-    """Wait for the end, within the bound; no process and no port is left then. What was printed to stderr."""
-    _, errors = launcher.communicate(timeout=BOUND_S)
-    assert workers.find() == {}, errors
-    assert [port for port in ports if not port_is_free(port)] == []
-    return errors
 
 
 def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, seconds: float) -> None:
@@ -169,12 +124,6 @@ def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any],
         assert plain.finish(plain.start(pause=0))[0] == 0
         undisturbed[stage] = plain.result()
     assert training.result() == undisturbed[stage]
-
-
-@pytest.mark.parametrize("fault", ["stop", "exit", "leave"])
-def test_a_rank_that_says_nothing(fault: str, start: Start, tmp_path: Path) -> None:
-    """One that is stopped, or ends without a word, is named beside the one that waited for it in vain."""
-    disturb(start, tmp_path, fault, 2, 0, 0.3)
 
 
 def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:

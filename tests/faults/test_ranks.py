@@ -1,0 +1,86 @@
+"""A fault comes over one rank at some moment of a training: the run ends soon, names that rank, and leaves nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workers import Workers, finish
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
+]
+
+SCRIPT = Path(__file__).parent / "disturbed.py"
+MOMENTS = ("start", "group", "prepare", "forward", "backward", "step", "save", "gather", "end")
+# Of each fault, the launch's exit code, and what it says of the rank.
+FAULTS = {
+    "kill": (137, "was ended by signal 9 (SIGKILL)"),
+    "segfault": (139, "was ended by signal 11 (SIGSEGV)"),
+    "abort": (134, "was ended by signal 6 (SIGABRT)"),
+    "terminate": (143, "was ended by signal 15 (SIGTERM)"),
+    "exception": (1, "failed first, with exit code 1"),
+    "memory": (1, "failed first, with exit code 1"),
+    "exit": (3, "failed first, with exit code 3"),
+    "leave": (1, "did not run at that time: it had ended, with exit code 0"),
+    "sys_exit": (1, "did not run at that time: it had ended, with exit code 0"),
+    "stop": (1, "did not run at that time: it was stopped by a signal (SIGSTOP, Ctrl-Z)"),
+    "loop": (1, "was still running at that time, at disturbed.py:"),
+    "deadlock": (1, "was still running at that time, at disturbed.py:"),
+    "sleep": (1, "was still running at that time, at disturbed.py:"),
+}
+PYTHONS_OWN = ("exception", "memory")
+DAILY = (
+    ("start", "leave", 0),
+    ("prepare", "stop", 0),
+    ("forward", "loop", 0),
+    ("save", "kill", 0),
+    ("step", "exit", 2),
+)
+AT_ZERO_2 = ("backward", "step", "save")
+
+
+def kinds() -> Iterator[object]:
+    for fault in FAULTS:
+        for moment in MOMENTS:
+            for stage in (0, 2) if moment in AT_ZERO_2 else (0,):
+                marks = () if (moment, fault, stage) in DAILY else pytest.mark.campaign
+                yield pytest.param(moment, fault, stage, marks=marks, id=f"{moment}-{fault}-{stage}")
+
+
+@pytest.mark.parametrize(("moment", "fault", "stage"), list(kinds()))
+def test_a_rank(
+    moment: str,
+    fault: str,
+    stage: int,
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    tried: Callable[..., dict[str, Any]],
+) -> None:
+    """Within the bound, with the code and the words that are right, and the other rank is not blamed."""
+    rank = (len(moment) + len(fault)) % 2
+    workers = Workers(uuid.uuid4().hex)
+    row = tried(f"a rank: {fault}", 1)
+    launcher = start(
+        *("--cpu", "--num_processes", "2", str(SCRIPT), moment, fault, str(rank), str(stage), workers.mark),
+        OMP_NUM_THREADS="1",
+    )
+    ports = {int(environment["MASTER_PORT"]) for _, environment in workers.wait_for(2, launcher).values()}
+    began = time.monotonic()
+    errors = finish(launcher, workers, ports)
+    row["ended in time"], row["slowest s"] = 1, time.monotonic() - began
+    code, words = FAULTS[fault]
+    assert (launcher.returncode, f"rank {rank} {words}" in errors) == (code, True), errors
+    other = 1 - rank
+    assert f"rank {other} failed first" not in errors
+    assert f"rank {other} was" not in errors
+    if fault in PYTHONS_OWN:
+        assert errors.count("Traceback") == 1, errors
+    row["right message"] = 1
