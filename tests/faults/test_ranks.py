@@ -81,6 +81,8 @@ def test_a_rank(
     other = 1 - rank
     assert f"rank {other} failed first" not in errors
     assert f"rank {other} was" not in errors
+    if fault == "segfault":
+        assert "in string_at" in errors, errors  # the Python line
     if fault in PYTHONS_OWN:
         assert errors.count("Traceback") == 1, errors
     row["right message"] = 1

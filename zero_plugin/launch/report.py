@@ -39,17 +39,18 @@ _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _WORTH_NAMING: Final = 2**28  # bytes that another process has at least
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
 _NATIVE: Final = (
-    "An error in compiled code (torch, an extension, a driver), not in Python. PYTHONFAULTHANDLER=1 shows the Python "
-    "line where it happens."
+    "An error in compiled code (torch, an extension, a driver), not in Python; the Python lines where it happened are "
+    "above."
 )
 _MEANINGS: Final[Mapping[int, str]] = {
     signal.SIGSEGV: _NATIVE,
     signal.SIGFPE: _NATIVE,
-    signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above. NCCL does "
-    "so when an\noperation waits for longer than the process group's time-out, gloo when processes call a collective "
-    "with tensors of\ndifferent sizes (`op.preamble.length <= op.nbytes`). Both happen where processes take different "
-    "branches of a model at\nZeRO stage 2 or 3: then take the same branch on every rank, add the loss of an unused "
-    "branch times 0, or use stage 1.",
+    signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above.\nDeepSpeed "
+    "does so when a disk is full to which it offloads (`file bytes`), NCCL when an operation waits for longer\nthan the "
+    "process group's time-out, gloo when processes call a collective with tensors of different sizes\n"
+    "(`op.preamble.length <= op.nbytes`). The last two happen where processes take different branches of a model at\n"
+    "ZeRO stage 2 or 3: then take the same branch on every rank, add the loss of an unused branch times 0, or use\n"
+    "stage 1.",
     signal.SIGILL: "The processor does not know an instruction: something was compiled for another one. Delete the "
     "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
 }

@@ -58,6 +58,7 @@ _STARTERS = (__file__, str(Path(__file__).with_name("tpu.py")))  # whose frames 
 def main() -> None:
     """Run what the command line names, and end this process as Python does; never returns for `--no_python`."""
     die_with_launcher()
+    faulthandler.enable()
     show_place_at_end()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 from torch import Tensor, nn
 
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.distributed.collectives import broadcast_value
 from zero_plugin.distributed.processes import Processes
+from zero_plugin.errors import LoopError
 
 _PREFIX = "zero_plugin-swap-"
+_SWAPS = "deepspeed/runtime/swap_tensor/"
 _engine_numbers = itertools.count()
 _held: dict[Path, int] = {}  # run folder -> descriptor that holds its lock while this process runs
 _in_use: set[Path] = set()  # engine folders
@@ -56,6 +59,32 @@ def remove_abandoned(config: dict[str, Any], processes: Processes) -> None:
     if processes.local_rank == 0:
         for section in _nvme_sections(config):
             _remove_abandoned(Path(section["nvme_path"]))
+
+
+def explain_failed_swap(error: BaseException, folders: Sequence[Path]) -> LoopError | None:
+    """An error that names the disk in place of DeepSpeed's bare assertion; None for other errors.
+
+    Args:
+        error: of a backward or a step.
+        folders: of the engine.
+    """
+    trace = error.__traceback__ if isinstance(error, AssertionError) else None
+    while trace is not None and _SWAPS not in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    found = [_state_of(folder) for folder in dict.fromkeys(folder.parents[1] for folder in folders)]
+    return LoopError(
+        f"offload to NVMe: DeepSpeed could not write or read its files ({'; '.join(found)}).\nThe optimizer states and "
+        "weights there are lost: resume from the last checkpoint, with an nvme_path that stays."
+    )
+
+
+def _state_of(place: Path) -> str:
+    try:
+        return f"{place} has {show_bytes(shutil.disk_usage(place).free)} free"
+    except OSError as error:
+        return f"{place}: {error.strerror}"
 
 
 def remove_swap_folders(folders: Iterable[Path]) -> None:

@@ -26,7 +26,7 @@ from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
 from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite, preceded
-from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
+from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
 from zero_plugin.strategies.deepspeed.script_changes import (
     GradientWatch,
@@ -163,6 +163,8 @@ class EngineSession(Session):
     def explain(self, error: BaseException) -> LoopError | None:
         partitioned = self.engine.zero_optimization_partition_weights()
         if partitioned and (explained := explain_empty_weights(error, self.module)) is not None:
+            return explained
+        if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
         return explain_sparse_gradients(error, self.module)
 
