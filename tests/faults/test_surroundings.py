@@ -149,7 +149,7 @@ ENDS = {
 @pytest.mark.campaign
 @pytest.mark.parametrize(("fault", "step"), list(ENDS))
 def test_the_disk_of_an_offload(fault: str, step: int, start: Start, disk: Path, tried: Tried, built_ops: None) -> None:
-    """Removed in the midst of it, or full before the first gradients; later, with all files there, full does no harm."""
+    """Removed in the midst of it, or full before the first gradients; later, with all files there, full is harmless."""
     folder, mark = disk / "nvme", uuid.uuid4().hex
     folder.mkdir()
     launcher = start("--num_processes", "2", str(OFFLOADS), str(folder), fault, str(step), mark, OMP_NUM_THREADS="1")
