@@ -46,7 +46,7 @@ _MEANINGS: Final[Mapping[int, str]] = {
     signal.SIGSEGV: _NATIVE,
     signal.SIGFPE: _NATIVE,
     signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above.\n"
-    "DeepSpeed does so when a disk is full to which it offloads (`file bytes`), NCCL when an operation waits for longer\n"
+    "DeepSpeed does so when a disk is full to which it offloads (`file bytes`), NCCL when an operation waits longer\n"
     "than the process group's time-out, gloo when processes call a collective with tensors of different sizes\n"
     "(`op.preamble.length <= op.nbytes`). The last two happen where processes take different branches of a model at\n"
     "ZeRO stage 2 or 3: then take the same branch on every rank, add the loss of an unused branch times 0, or use\n"
