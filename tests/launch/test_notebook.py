@@ -313,3 +313,50 @@ def test_wrong_arguments_are_found_before_anything_starts() -> None:
         )
     with pytest.raises(ConfigError, match=r"num_processes=0\)"):
         debug_launcher(print, num_processes=0)
+
+
+AFTER_FAILURES = """
+import gc, threading
+kept = []
+
+def fails():
+    from zero_plugin import Accelerator
+    accelerator = Accelerator()
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+    accelerator.wait_for_everyone()
+
+def works():
+    from zero_plugin import Accelerator
+    kept.clear()  # the tracebacks of earlier launches, with all that their frames hold
+    gc.collect()
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    os.write(1, b"works\\n")
+
+for _ in range(2):
+    try:
+        notebook_launcher(fails, num_processes=2)
+    except Exception as error:
+        kept.append(error)
+    notebook_launcher(works, num_processes=2)
+kept.clear()
+gc.collect()
+ends = ("TCPStore", "PrefixStore", "HashStore", "Agent", "Rendezvous")
+held = [kind.__name__ for kind in map(type, gc.get_objects()) if kind.__name__.endswith(ends)]
+os.write(1, f"{len(os.listdir('/proc/self/task'))} thread, {held}\\n".encode())
+notebook_launcher(works, num_processes=2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the kernel")
+def test_launches_after_failed_ones(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
+) -> None:
+    """They work, also where the copies collect what failed; no store, agent or thread stays in the notebook."""
+    done = run_cells(AFTER_FAILURES, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    lines = list(lines_of(done.stdout.splitlines()))
+    assert [line for line in lines if line != "works"] == ["1 thread, []"]
+    assert len(lines) == 7
