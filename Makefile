@@ -19,7 +19,7 @@ VENV_NEWEST ?= .venv-newest
 VENV_FOREIGN ?= .venv-foreign
 
 .PHONY: demo docs test test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
-.PHONY: libaio iproute2
+.PHONY: libaio test-tools
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -36,7 +36,7 @@ demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
 # On a new machine DeepSpeed's ops are built beside the checks and the first tests; what needs them waits for them.
-test: $(VENV)/.installed-dev libaio iproute2
+test: $(VENV)/.installed-dev libaio test-tools
 	$(BIN)/python tests/build_ops.py > /dev/null 2>&1 &
 	$(MAKE) check
 	$(BIN)/python $(PYTEST) -m "not campaign"
@@ -53,7 +53,7 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	$(VENV_TPU)/bin/python $(PYTEST) -m "not campaign" tests/parity \
 		-k "(clip or short-window) and not -cpu and not nvme and not bf16 and not pair"
 
-test-older-torch: $(VENV_TPU)/.installed libaio iproute2
+test-older-torch: $(VENV_TPU)/.installed libaio test-tools
 	$(VENV_TPU)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign"
 
 # A torch of gigabytes. Where a newer one has come out since: rm -r .venv-newest first.
@@ -70,7 +70,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-campaign: $(VENV)/.installed-dev libaio iproute2
+campaign: $(VENV)/.installed-dev libaio test-tools
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
@@ -138,9 +138,10 @@ libaio:
 	     && apt-get update -qq && apt-get install -y -qq libaio-dev; then :; \
 	else echo "For offload to NVMe, type:  sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel)"; fi
 
-# Tests of several machines make them of network namespaces, as root. Without it they are skipped and say so; so are
-# those that need pdsh and openssh-server, or openmpi-bin, where these are not installed.
-iproute2:
-	@if command -v ip >/dev/null || [ "$$(id -u)" != 0 ]; then :; \
-	elif command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq iproute2; then :; \
-	else echo "For the tests of several machines, type:  sudo apt-get install iproute2"; fi
+# Tests of several machines make them of network namespaces, as root, and those of saves watch their system calls.
+# Without these tools they are skipped and say so; so are those that need pdsh and openssh-server, or openmpi-bin.
+test-tools:
+	@if command -v strace >/dev/null && { command -v ip >/dev/null || [ "$$(id -u)" != 0 ]; }; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	     && apt-get update -qq && apt-get install -y -qq iproute2 strace; then :; \
+	else echo "For some of the tests, type:  sudo apt-get install iproute2 strace"; fi

@@ -288,14 +288,15 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
         replaces: whether a checkpoint that has the name by now is replaced.
 
     Raises:
-        CheckpointError: `target` cannot be replaced; what is there is complete.
+        CheckpointError: `target` cannot be made or replaced; what was there is complete.
         OSError: the disk does not take all of the draft.
     """
     for path in (*draft.rglob("*"), draft):
         if path.is_dir() or path.is_file():  # a hook may have made a link to nothing
             sync(path)
+    is_new = not target.exists()
     try:
-        if replaces and target.exists():
+        if replaces and not is_new:
             _replace(target, draft)
         else:
             draft.rename(target)
@@ -306,7 +307,9 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
         with suppress(OSError):
             _settle(target)
         raise CheckpointError(
-            f"{target} cannot be replaced ({error.strerror}). A checkpoint that was there is still complete.\n"
+            f"{target} is not saved ({error.strerror}): look at the disk. Older checkpoints are as they were."
+            if is_new
+            else f"{target} cannot be replaced ({error.strerror}). A checkpoint that was there is still complete.\n"
             "Save into a folder below it instead."
         ) from error
     finally:
