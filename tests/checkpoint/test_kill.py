@@ -186,9 +186,19 @@ def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> 
 
 
 @pytest.mark.processes
-def test_the_others_end(forks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "asynchronous"),
+    [
+        ("ddp", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in [("ddp", True), ("zero2", False), ("zero3", True)]
+        ),
+    ],
+)
+def test_the_others_end(path: str, asynchronous: bool, forks: Any, tmp_path: Path) -> None:
     """Where one process is killed while all save, the others end by themselves, long before the group's time-out."""
-    story = Story(forks, tmp_path / "run", 2, "ddp", "automatic")
+    story = Story(forks, tmp_path / "run", 2, path, "automatic", asynchronous=asynchronous)
     kill = {"watch": 1, "phase": "write", "count": 5, "ranks": [1], "grace": 25}
     outcome = story.go_on(kill, dwell=0.001)
     assert outcome.codes == [1, -9], outcome.logs
