@@ -414,7 +414,6 @@ class CollectiveCheck:
         self._progress = begin_progress()
         self._now: Call | None = None
         self._in_script = False  # whether the script can raise an error: it waits in the store
-        self._exchanges = 0
         self._error: str | None = None
         self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
@@ -453,18 +452,6 @@ class CollectiveCheck:
     def pass_together(self) -> None:
         """Count an operation of the training that needs all processes and is not itself a collective call."""
         self._progress.passes += 1
-
-    def exchange(self, word: str) -> list[str]:
-        """Exchange a string with all processes, inside a call; returns every process' string by rank.
-
-        Raises:
-            LoopError: as for a call with `waits_for_all`.
-        """
-        self._exchanges += 1
-        keys = [f"word/{self._exchanges}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], word)
-        self._wait_for_all(f"word/{self._exchanges}")
-        return [each.decode() for each in self._store.multi_get(keys)]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a clearer error in place of a backend's error, if the processes disagree; otherwise return.
@@ -652,15 +639,6 @@ def _report_exit() -> None:
     """Report to the other processes that this one exits, and whether by an uncaught exception."""
     if _check is not None:
         _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
-
-
-def exchange(word: str) -> list[str]:
-    """Inside a `collective` call: every process' word, by rank; of one process, its own.
-
-    Raises:
-        LoopError: another process does not come to it.
-    """
-    return [word] if _check is None else _check.exchange(word)
 
 
 def pass_together() -> None:

@@ -17,8 +17,8 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.tree import Tree, dotted
-from zero_plugin.distributed.collective_check import collective, exchange
-from zero_plugin.distributed.collectives import process_index
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.collectives import gather_values, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.strategies.optimizer_states import describe_states
@@ -49,7 +49,7 @@ _SHOWN: Final = 5  # differences in a message; the first one nearly always names
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 
 
-@collective("Accelerator")
+@collective("Accelerator", waits_for_all=True)
 def check_same_run(document: Document, processes: Processes) -> None:
     """Compare versions, device kind and configuration with the other processes; collective.
 
@@ -108,13 +108,12 @@ def _compare(own: Mapping[str, str]) -> str:
     """Lines that describe how `own` differs between the processes; "" if it does not. Digests are compared first."""
     encoded = json.dumps(own, sort_keys=True)
     digest = hashlib.sha256(encoded.encode()).hexdigest()
-    answers = exchange(f"{digest} {socket.gethostname()}")
-    digests, hosts = zip(*(answer.split(" ", 1) for answer in answers), strict=True)
+    digests, hosts = zip(*gather_values([digest, socket.gethostname()]), strict=True)
     if len(set(digests)) == 1:
         return ""
     sends = digests.index(digest) == process_index()  # one process for all that have the same values
-    sent = exchange(encoded if sends else "")
-    by_digest: dict[str, dict[str, str]] = {d: json.loads(text) for d, text in zip(digests, sent, strict=True) if text}
+    sent = gather_values(own if sends else None)
+    by_digest: dict[str, dict[str, str]] = {d: values for d, values in zip(digests, sent, strict=True) if values}
     everyone = [by_digest[digest] for digest in digests]
     names = dict.fromkeys(name for values in by_digest.values() for name in values)
     lines = [
