@@ -10,6 +10,7 @@ from zero_plugin.config.resolve.resolve import config_for_scripts, resolve, reso
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.command import foreign_variables
+from zero_plugin.plan.run_plan import lay_plan
 
 GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
 STAGE = ("zero_optimization", "stage")
@@ -53,6 +54,40 @@ def test_the_plan_overrides_nothing_that_is_typed(resolved):
     typed = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
     result = resolved(typed, machine=GPU, planned=PLAN)
     assert (result.zero_stage, result.offload_device("optimizer")) == (2, "none")
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "said"),
+    [
+        (3, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum is refused at ZeRO stage 3"),
+        (
+            3,
+            {"zero_optimization": {"compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm: false needs ZeRO stage 1 or 2",
+        ),
+        (
+            2,
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "zero_optimization.offload_optimizer.ratio: 0.5 needs ZeRO stage 3",
+        ),
+        (1, {"optimizer": {"type": "Lamb"}, "zero_allow_untested_optimizer": False}, "optimizer.type: Lamb scales"),
+    ],
+    ids=["a sum", "a norm", "a ratio", "Lamb"],
+)
+def test_what_contradicts_the_planned_stage_is_an_error(document, resolved, stage, more, said):
+    """While the stage was open it contradicted nothing; the engine would end in a traceback."""
+    config = {**more, "zero_optimization": {"stage": "auto", **more.get("zero_optimization", {})}}
+    plan = {STAGE: (stage, "the fastest that fits")}
+    for found, facts in (  # in a run, and as `launch --model` hands a plan on
+        (document(config), Facts(machine=GPU, planned=plan)),
+        (lay_plan(document(config), plan), Facts(machine=GPU)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(found, facts)
+        (problem,) = caught.value.problems
+        assert problem.headline.startswith(f"ds.json:{said.partition(':')[0]}: {said}")
+        assert f"the stage is {stage}, which the plan has chosen" in problem.message
+    assert resolved({"zero_optimization": {"stage": "auto"}}, machine=GPU, planned=plan).zero_stage == stage
 
 
 def test_a_planned_sub_group_is_added(resolved):

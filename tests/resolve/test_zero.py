@@ -150,6 +150,25 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
 
 
 @pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("aio.use_gds", {"zero_optimization": {"stage": 1}, "aio": {"use_gds": True}}),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        ),
+    ],
+    ids=["a direct disk", "SuperOffload"],
+)
+def test_what_only_a_gpu_has_needs_one(resolved, key, config):
+    """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""
+    said = rf"ds.json:{key}: {key}: true, but this run is on a CPU, and it needs a GPU.(.|\n)*Delete it"
+    with pytest.raises(ConfigError, match=said):
+        resolved(config, machine=CPU)
+    assert resolved(config, machine=GPU).tree.value(*key.split(".")) is True
+
+
+@pytest.mark.parametrize(
     ("size", "tensor", "legal"), [(3, 1, False), (2, 1, True), (4, 1, True), (2, 3, False), (2, 2, True)]
 )
 def test_expert_groups_are_of_one_size(resolved, size, tensor, legal):

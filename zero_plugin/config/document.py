@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, show
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, as_switch, dotted, freeze, show
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _ZERO = "zero_optimization"
@@ -59,7 +59,6 @@ RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
     ("tensor_parallel", "replace_with_kernel_inject"): ("tensor_parallel", "kernel_inject"),
     ("bfloat16",): ("bf16",),
 }
-_DEVICES: Final = {True: "cpu", False: "none"}  # what a switch that became a device stood for
 
 # Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
 _DEPRECATED: Final = (
@@ -96,8 +95,8 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
         for other, new in RENAMED_KEYS.items():
             if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
                 read, old = new + path[len(other) :], other
-                if new[-1] == "device" and isinstance(value, bool):
-                    value = _DEVICES[value]
+                if new[-1] == "device" and (value is None or as_switch(value) is not None):
+                    value = "cpu" if as_switch(value) else "none"
                 break
         if read == path:
             entries[path] = entry

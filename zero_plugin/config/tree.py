@@ -221,9 +221,10 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 _SWITCHES: Final = {
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("true", "yes", "on", "t", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n"), False),
 }
+_LARGEST: Final = 2**63 - 1  # a float beyond, such as 1e30, is no integer that DeepSpeed or torch count with
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
 
 def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool]]:
     """What `value` may have been meant as, and whether that goes without saying."""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
         yield int(value), True
     if isinstance(value, str):
         text = value.strip()
@@ -318,19 +319,26 @@ def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool
             for option in branch.get("enum", ()):
                 if isinstance(option, str) and option.lower() == text.lower():
                     yield option, True
-        if text.lower() in _SWITCHES:
-            yield _SWITCHES[text.lower()], False
         number = as_number(text)
         if number is not None:
-            if float(number).is_integer():
+            if float(number).is_integer() and abs(number) <= _LARGEST:
                 yield int(number), False
             yield number, False
+        if (switch := as_switch(value)) is not None:
+            yield switch, False
         yield [value], False
-    elif isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
-        yield bool(value), False
-        yield str(value), True
     elif isinstance(value, int | float) and not isinstance(value, bool):
+        if (switch := as_switch(value)) is not None:
+            yield switch, False
         yield str(value), True
+
+
+def as_switch(value: Any) -> bool | None:
+    """A boolean, or what DeepSpeed's models read as one: `"true"`, `"y"`, `"1"`, 1, 1.0; None for anything else."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return _SWITCHES.get(text, {"1": True, "0": False}.get(text))
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -164,6 +164,20 @@ PLACEMENT: Final[tuple[KeyPath, ...]] = (
 )
 
 
+# Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
+_NEVER_TOLD: Final[Mapping[KeyPath, Any]] = {
+    ("torch_autocast", "dtype"): None,
+    ("torch_autocast", "lower_precision_safe_modules"): None,
+    ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
+    ("tensor_parallel", "dtype"): "float16",  # it takes an object of Python, which no file can hold
+}
+
+
+def is_told(path: KeyPath, value: Any) -> bool:
+    """Whether DeepSpeed can be given a value, rather than that the key is left out."""
+    return path not in _NEVER_TOLD or value != _NEVER_TOLD[path]
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A config's `optimizer` or `scheduler` section, resolved: `type` as written, `params` with every default written
@@ -245,9 +259,10 @@ class Resolved:
         """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
 
         It holds no `scheduler` section: this package builds and steps the schedule itself on every path, and an
-        engine that found the section would step a second one.
+        engine that found the section would step a second one; nor defaults that DeepSpeed refuses to be told.
         """
-        return self.tree.without("scheduler").nested(auto="auto")
+        told = self.tree.without("scheduler").where(lambda path, entry: is_told(path, entry.value))
+        return told.nested(auto="auto")
 
     @functools.cached_property  # each save writes it again
     def record(self) -> Mapping[str, Any]:
@@ -370,8 +385,9 @@ class Draft:
         self._refused.add(path)
 
     def add(self, problem: Problem) -> None:
-        """Note a problem as it was found elsewhere; see `refuse`."""
-        self._problems.append(problem)
+        """Note a problem as it was found elsewhere, once; see `refuse`."""
+        if problem not in self._problems:
+            self._problems.append(problem)
 
     def miss(self, path: KeyPath, what: str, fix: str) -> None:
         """Note a field that stays open because a fact is not there: an error in a run, before one only open.

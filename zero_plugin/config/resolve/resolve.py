@@ -13,10 +13,20 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
+from zero_plugin.config.resolve.facts import (
+    PLACEMENT,
+    Draft,
+    Facts,
+    MachineFacts,
+    ModelFacts,
+    Resolved,
+    StrategyName,
+    is_told,
+)
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.rules.sections import unequal_expert_groups
-from zero_plugin.config.rules.training import Asked, check_one_precision, check_precision
+from zero_plugin.config.rules.training import Asked, check_one_precision, check_optimizing, check_precision
+from zero_plugin.config.rules.zero import check_offload, check_stages
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
 
@@ -42,6 +52,7 @@ def resolve(document: Document, facts: Facts) -> Resolved:
     settle_optimizer(draft)
     settle_scheduler(draft)
     _settle_rest(draft)
+    _check_planned(draft)
     _check_found(draft)
     return draft.finish()
 
@@ -67,6 +78,17 @@ def _settle_rest(draft: Draft) -> None:
             draft.refuse(path, "auto, but there is no rule and no default for this key.", "Write a value.")
         else:
             draft.put(path, default[0], "no rule fills it", "default")
+
+
+def _check_planned(draft: Draft) -> None:
+    """Hold the document, with the stage and the devices that a plan has chosen, to the rules: open they broke none."""
+    settled = {path: entry for path in (*PLACEMENT, *_SWITCHES) if (entry := draft.get(*path)) is not None}
+    if draft.on_deepspeed and any(path in PLACEMENT and settled[path].origin.kind == "rule" for path in settled):
+        planned = replace(draft.document, deepspeed=draft.document.deepspeed.replace(settled))
+        for check in (check_precision, check_stages, check_offload, check_optimizing):
+            for problem in check(Asked(planned)):
+                if problem.severity == "error":
+                    draft.add(problem)
 
 
 def _check_found(draft: Draft) -> None:
@@ -433,11 +455,19 @@ def settle_engine(draft: Draft) -> None:
         )
 
 
+_QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_GPU_ALONE: Final[dict[KeyPath, str]] = {
+    **{(_ZERO, key): "its kernels need a GPU" for key in _QUANTIZED},
+    (_ZERO, "offload_optimizer", "super_offload"): "it needs a GPU",
+    ("aio", "use_gds"): "it needs a GPU",
+}
+
+
 def _require_gpu(draft: Draft) -> None:
-    """ZeRO++ quantizes by CUDA kernels, also where the device was chosen by default."""
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
-            draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")
+    """What runs by CUDA alone, also where the device was chosen by default."""
+    for path, why in _GPU_ALONE.items():
+        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(*path):
+            draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
 
 
 def _require_whole_expert_groups(draft: Draft) -> None:
@@ -631,7 +661,8 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
     origin = Origin("rule", "for scripts")
-    return Tree({path: Entry(value, origin) for path, value in values.items() if value is not None}).nested(auto="auto")
+    told = {path: value for path, value in values.items() if value is not None and is_told(path, value)}
+    return Tree({path: Entry(value, origin) for path, value in told.items()}).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:

@@ -79,6 +79,8 @@ class Asked:
     def stage_said(self) -> str:
         """The stage and where it is written, for a message."""
         entry = self.entry(STAGE)
+        if entry is not None and entry.origin.kind == "rule":
+            return f"the stage is {self.stage}, which the plan has chosen"
         typed = entry is not None and entry.origin.typed_by_user
         return f"the stage is {self.stage} " + (f"at {self.written(STAGE)}" if typed else "where none is written")
 
