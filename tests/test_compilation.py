@@ -57,3 +57,30 @@ def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
     compiled = compile_regions(model, backend="eager")
     assert is_compiled_module(compiled)
     assert compiled._orig_mod is model
+
+
+class Absent(nn.Module):
+    """One child is None, another has two names, beside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.first = nn.Linear(2, 2)
+        self.second = self.first
+        self.register_module("head", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All of it."""
+        for block in (self.first, *self.blocks, self.second):
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def test_children_that_are_none_or_have_two_names() -> None:
+    """They stay as they are in the copy."""
+    model = Absent()
+    compiled = compile_regions(model, backend="eager")
+    assert compiled.head is None
+    assert compiled.first is compiled.second
+    x = torch.ones(1, 2)
+    assert torch.equal(compiled(x), model(x))

@@ -61,8 +61,10 @@ def test_jsonl(tmp_path: Path) -> None:
     """A line for each call of log, written at once; tensors and arrays are their numbers, nan is legal JSON."""
     accelerator = run("jsonl", tmp_path)
     accelerator.log({"a": torch.tensor(2.5), "b": np.float32(0.5), "c": torch.arange(2), "d": float("nan")}, step=3)
+    accelerator.log({"e": [np.float32(0.5), {"f": torch.tensor(1.5)}]}, step=4)
     lines = [json.loads(line) for line in (tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[4]["e"] == [0.5, {"f": 1.5}]
     assert lines[1]["loss"] == 0.5
     assert lines[1]["phase"] == "train"
     assert {key: lines[3][key] for key in "abcd"} == {"a": 2.5, "b": 0.5, "c": [0, 1], "d": "nan"}
@@ -71,7 +73,7 @@ def test_jsonl(tmp_path: Path) -> None:
     accelerator.end_training()
     assert stream.closed
     run("jsonl", tmp_path).end_training()
-    assert len((tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()) == 7
+    assert len((tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()) == 8
 
 
 def test_tensorboard(tmp_path: Path) -> None:

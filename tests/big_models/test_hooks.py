@@ -114,6 +114,9 @@ def test_hooks_on_every_module(offload_buffers: bool, with_map: bool) -> None:
     filled = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "", "2.weight": ""})
     assert filled["0.weight"].shape == (4, 3)
     assert filled["2.weight"] == ""
+    alone = nn.Linear(3, 2)
+    attach_align_device_hook(alone, "cpu", offload=True)
+    assert get_state_dict_from_offload(alone, "weight", {"weight": "", "other": ""})["weight"].shape == (2, 3)
     remove_hook_from_submodules(model)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(model(x), expected)

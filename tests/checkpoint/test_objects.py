@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero_plugin.checkpoint.objects import tensor_storage, without_shared_tensors, write_object
+from zero_plugin.checkpoint.objects import (
+    encode_nested,
+    read_nested,
+    tensor_storage,
+    without_shared_tensors,
+    write_object,
+)
+from zero_plugin.errors import CheckpointError, DamagedError
 
 
 def test_the_same_tensor_is_written_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,3 +56,24 @@ def test_the_given_dict_is_left_alone() -> None:
     assert without_shared_tensors(given)["a"].is_contiguous()
     assert given == {"a": turned, "b": turned}
     assert tensor_storage(given["a"]) == tensor_storage(given["b"])
+
+
+def test_numpy_of_every_kind(tmp_path: Path) -> None:
+    """Of the other byte order, and bytes; what would lose a mask, or cannot be held, is named with its place."""
+    given = {"big": np.arange(3, dtype=">f4"), "text": np.bytes_(b"ab")}
+    encode_nested(given, what="state").write(tmp_path / "state")
+    read = read_nested(tmp_path / "state")
+    assert read["big"].tolist() == [0.0, 1.0, 2.0]
+    assert read["text"] == b"ab"
+    with pytest.raises(CheckpointError, match=r"state\['m'\] is a masked NumPy array"):
+        encode_nested({"m": np.ma.masked_array([1, 2], mask=[False, True])}, what="state")
+    with pytest.raises(CheckpointError, match=r"state\['t'\] has the NumPy dtype <U1.*\n.*tolist"):
+        encode_nested({"t": np.array(["a"])}, what="state")
+
+
+def test_the_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Of the two, JSON and tensors."""
+    encode_nested({"a": torch.zeros(2)}, what="state").write(tmp_path / "state")
+    (tmp_path / "state.safetensors").write_bytes(b"no")
+    with pytest.raises(DamagedError, match=r"state\.safetensors cannot be read"):
+        read_nested(tmp_path / "state")

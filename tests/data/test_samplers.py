@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
 
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from zero_plugin import Accelerator, DataLoaderConfiguration
 from zero_plugin.data.batch_sampler import SeedableRandomSampler
 
 
@@ -29,3 +33,24 @@ def test_an_epoch_left_early_begins_again() -> None:
     first = next(iter(sampler))
     assert next(iter(sampler)) == first
     assert sampler.epoch == 0
+
+
+class Backwards(RandomSampler):
+    """A script's own order, whatever it inherits from."""
+
+    def __iter__(self) -> Iterator[int]:
+        """From the end."""
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
+def test_a_subclass_with_an_order_of_its_own_is_kept() -> None:
+    """Only torch's own random order is seeded by the epoch."""
+    data = TensorDataset(torch.arange(6))
+    for make in (
+        lambda: DataLoader(data, batch_size=2, sampler=Backwards(data)),
+        lambda: DataLoader(data, batch_sampler=BatchSampler(Backwards(data), 2, drop_last=False)),
+    ):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        loader = accelerator.prepare(make())
+        assert [batch.tolist() for (batch,) in loader] == [[5, 4], [3, 2], [1, 0]]
+        accelerator.end_training()

@@ -63,7 +63,7 @@ def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, scri
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
     assert f"process 0 is in {call}() ({line_of(f'accelerator.{call}(')})" in run.outputs[0]
-    assert f"process 1 did not come: it went on, and waits for this process at {line_of('backward(')}" in run.outputs[0]
+    assert f"process 1 did not come: it continued, and needs this process at {line_of('backward(')}" in run.outputs[0]
     assert "not under `if accelerator.is_main_process:`" in run.outputs[0]
     assert run.codes[1] != 0
     assert run.codes[1] is not None, "the other process did not end"

@@ -45,7 +45,7 @@ def test_another_call_of_the_same_number_is_one() -> None:
 
 def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
     """But only where both have made the same calls before: else they are counted from elsewhere."""
-    assert "process 1 did not come: it went on" in str(find_mismatch(CALL, {1: replace(HERE, passes=3)}))
+    assert "process 1 did not come: it continued" in str(find_mismatch(CALL, {1: replace(HERE, passes=3)}))
     assert find_mismatch(CALL, {1: replace(HERE, calls=3, passes=3)}) is None
 
 

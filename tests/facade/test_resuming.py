@@ -152,7 +152,7 @@ def test_a_number_that_another_run_takes_meanwhile(make: Make, tmp_path: Path) -
     assert accelerator.save_state().name == "checkpoint_4"
     rival = tmp_path / "checkpoints" / "checkpoint_5" / "mine"
     accelerator.register_save_state_pre_hook(lambda *_: rival.parent.mkdir() or rival.touch())
-    with pytest.raises(CheckpointError, match="checkpoint_5 cannot be replaced"):
+    with pytest.raises(CheckpointError, match="checkpoint_5 was saved by another run meanwhile"):
         accelerator.save_state()
     assert rival.exists()
 

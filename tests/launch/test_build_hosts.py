@@ -29,6 +29,7 @@ BY_SSH = ["--force_multi", "--no_ssh_check", "--no_local_rank"]
 def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "uneven").write_text("a slots=2\nb slots=1\n")
     return tmp_path / "hosts"
 
 
@@ -159,7 +160,15 @@ def test_dry_run_tells_what_the_word_holds() -> None:
         ),
         (
             {"deepspeed_multinode_launcher": "slurm", "deepspeed_inclusion_filter": "a@b:1"},
-            ["slurm takes the first slots"],
+            ["slurm takes the slots 0 to N - 1 of each host"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "slurm", "deepspeed_inclusion_filter": "A9"},
+            ["deepspeed_inclusion_filter", "A9 is no host of the hostfile"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "slurm", "deepspeed_hostfile": "uneven"},
+            ["deepspeed_hostfile", "the hosts have different numbers of slots"],
         ),
         ({"machine_rank": 1}, ["machine_rank: 1, but pdsh starts all machines from one"]),
         ({"deepspeed_multinode_launcher": "nossh"}, ["machine_rank: missing"]),

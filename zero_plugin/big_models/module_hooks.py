@@ -389,22 +389,22 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Tensor | str],
     device_to_put_offload: int | str | torch.device | None = "cpu",
 ) -> dict[str, Tensor | str]:
-    """Fill in the values of a module's weights.
+    """Replace a module's entries in a complete state dict by tensors that have values.
 
     Args:
-        module: one of a dispatched model.
-        module_name: the name, in the complete model, of one of its weights.
-        state_dict: of the complete model; entries of this module are replaced.
-        device_to_put_offload: where offloaded values come to.
+        module: a module of a dispatched model.
+        module_name: the full name of one of its weights, e.g. `layers.0.weight`.
+        state_dict: of the complete model.
+        device_to_put_offload: the device for values that were offloaded.
 
     Returns:
         The same `state_dict`.
     """
-    prefix = module_name.rpartition(".")[0]
+    parent, dot, _ = module_name.rpartition(".")
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
         for key, tensor in module.state_dict().items():
-            if f"{prefix}.{key}" in state_dict:
-                state_dict[f"{prefix}.{key}"] = tensor
+            if (name := f"{parent}{dot}{key}") in state_dict:
+                state_dict[name] = tensor
     return state_dict
 
 

@@ -279,17 +279,17 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
 def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
     """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
 
-    The disk has all of it before it gets the name, also what other processes of this machine wrote. Files in `target`
-    that were no part of the checkpoint there stay.
+    All files of the draft are on the disk before it gets the name, those that other processes of this machine wrote
+    included. Files in `target` that do not belong to the checkpoint there are kept.
 
     Args:
         draft: what `open_draft` has given.
         target: its name.
-        replaces: whether a checkpoint that has the name by now is replaced.
+        replaces: whether to replace a checkpoint that has the name by now.
 
     Raises:
         CheckpointError: `target` cannot be made or replaced; what was there is complete.
-        OSError: the disk does not take all of the draft.
+        OSError: a file of the draft cannot be brought to the disk.
     """
     for path in (*draft.rglob("*"), draft):
         if path.is_dir() or path.is_file():  # a hook may have made a link to nothing
@@ -306,6 +306,10 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
         let_go(draft)
         with suppress(OSError):
             _settle(target)
+        if not replaces and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise CheckpointError(
+                f"{target} was saved by another run meanwhile. Call save_state() again: it takes the next number."
+            ) from error
         raise CheckpointError(
             f"{target} is not saved ({error.strerror}): look at the disk. Older checkpoints are as they were."
             if is_new

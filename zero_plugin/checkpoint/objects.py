@@ -191,11 +191,14 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
         read: gives the content of a file.
 
     Raises:
-        DamagedError: it is something else.
+        DamagedError: a file is not what `EncodedTree.write` wrote.
+        OSError: the JSON file cannot be opened.
     """
     text, file = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.safetensors")
+    now = file
     try:
         tensors = load(read(file)) if file.exists() else {}
+        now = text
         return _decode(json.loads(read(text).decode("utf-8")), tensors)
     except (
         ValueError,
@@ -206,7 +209,7 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
         RuntimeError,
         SafetensorError,
     ) as error:
-        raise DamagedError(f"{text} cannot be read ({type(error).__name__}: {error}).") from error
+        raise DamagedError(f"{now} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def gather_nested(tree: Any, *, what: str) -> list[Any]:
@@ -227,7 +230,7 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return float(value) if math.isfinite(value) else _typed("float", repr(float(value)))
     if isinstance(value, Tensor):
         return _typed("tensor", _keep(value, where, tensors))
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, bytes):
         return _encode_numpy(value, where, tensors)
     for name, kind, content, _ in _FORMS:
         if isinstance(value, kind):
@@ -244,17 +247,20 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return _typed("dict", pairs)
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle.\n"
-        "Have state_dict() return numbers, texts, tensors, arrays, and lists, tuples, sets or dicts of them."
+        "Have state_dict() return numbers, strings, tensors, arrays, and lists, tuples, sets or dicts of them."
     )
 
 
 def _encode_numpy(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, np.ma.MaskedArray):
+        raise CheckpointError(f"{where} is a masked NumPy array. Have state_dict() return its data and its mask.")
     array = np.asarray(value)
     try:
-        tensor = torch.from_numpy(np.array(array, order="C"))
+        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     except TypeError:
         raise CheckpointError(
-            f"{where} is a NumPy array of {array.dtype}, which safetensors files cannot hold."
+            f"{where} has the NumPy dtype {array.dtype}, which safetensors files cannot hold.\n"
+            "Have state_dict() return numbers or strings in its place, e.g. by tolist()."
         ) from None
     return _typed("array" if isinstance(value, np.ndarray) else "number", _keep(tensor, where, tensors))
 

@@ -219,14 +219,20 @@ def overlay_flags(document: Document, said: Said) -> Document:
 
 
 def overlay_code(document: Document, said: Said) -> Document:
-    """Lay arguments in code over a document. They fill what is open and agree with what is not.
+    """Lay arguments in code over a document.
+
+    They fill open keys. For a key that has a value they must give the same one, unless the launch key `prefer` (`code`
+    or `file`) decides.
 
     Args:
         document: what file and flags say.
-        said: see `Document.overlay`; by calls such as `Accelerator(gradient_accumulation_steps=4)`.
+        said: key → the call that gave it, such as `Accelerator(gradient_accumulation_steps=4)`, and the value.
+
+    Returns:
+        The merged document.
 
     Raises:
-        ConfigError: an argument differs from an explicit value, and no `prefer` decides; lists every such pair.
+        ConfigError: an argument differs from a value, and `prefer` is not set; lists every such pair.
     """
     return _agreed(document, document.overlay("code", said))
 

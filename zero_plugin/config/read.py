@@ -198,10 +198,10 @@ class _Reading:
         self.sources.append(str(path))
         found: list[Problem] = []
         root = parse_file(path, found, content)
-        self._tell(found)
+        self._sort(found)
         return root
 
-    def _tell(self, found: list[Problem]) -> None:
+    def _sort(self, found: list[Problem]) -> None:
         self.problems += [problem for problem in found if problem.severity == "error"]
         self.notes += [problem for problem in found if problem.severity != "error"]
 
@@ -290,7 +290,7 @@ class _Reading:
         settings = tree.where(lambda path, _: path[0] in LaunchSettings.model_fields)
         understood, read = read_as_wanted(settings, validator(launch_schema())) if settings else (settings, [])
         tree, notes = precision_from_switch(tree.replace(understood.entries))
-        self._tell([*notes, *read, *ignored_keys(tree)])
+        self._sort([*notes, *read, *ignored_keys(tree)])
         return tree
 
     def _merged(self, layers: list[Tree]) -> Tree:

@@ -397,13 +397,16 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         return None if self._is_stream else getattr(self._outer, "sampler", None)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Make the batches of another sampler, from the next loop on.
+        """Draw the batches from another sampler, from the next epoch on.
 
         Raises:
-            LoopError: they are made of none.
+            LoopError: the loader has no sampler that can be replaced.
         """
         if self.get_sampler() is None:
-            raise LoopError(f"set_sampler() of a loader over {type(self.dataset).__name__}, which has no sampler.")
+            raise LoopError(
+                f"set_sampler() cannot replace the sampler of this loader over {type(self.dataset).__name__}: its "
+                "batches are drawn by none.\nBuild a DataLoader with the sampler, and prepare() it."
+            )
         self._outer.sampler = sampler
         self._epochs.follow([self.dataset, self._outer, sampler])
 
@@ -618,9 +621,9 @@ def _check_same(first: Portion | None) -> None:
     found = gather_values(None if first is None else first.fingerprint)
     if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
         raise LoopError(
-            "the iterable dataset begins with other samples on each process, but prepare() shares out one stream.\n"
+            "the iterable dataset begins with different samples on each process, but prepare() divides one stream.\n"
             "If it divides the data itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never').\n"
-            "If it shuffles or augments, let it draw from a generator seeded alike on all processes, or from the "
+            "If it shuffles or augments, let it draw from a generator with the same seed on all processes, or from the "
             "global ones of Python, NumPy and torch, which prepare() makes equal for it."
         )
 

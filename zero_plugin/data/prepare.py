@@ -192,11 +192,11 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
 
 
 def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
+    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; the loader itself if it has none."""
     batches = batches_of(loader)
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
-        return loader
+    if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
+        return loader  # one of the script's own class draws by itself
     seedable = SeedableRandomSampler(
         sampler.data_source,
         sampler.replacement,

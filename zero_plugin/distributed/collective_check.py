@@ -156,7 +156,7 @@ def script_line(thread: int) -> str:
 
 
 def _what_runs(thread: int) -> tuple[str, str]:
-    """`script_line`, and what the script imports, compiles, or saves or loads there; "" for nothing of these."""
+    """The script's line, and the long operation that runs there (importing, compiling, saving, loading), or ""."""
     done, name = "", ""
     script: FrameType | None = None
     for frame in _frames(thread):
@@ -166,7 +166,7 @@ def _what_runs(thread: int) -> tuple[str, str]:
                 break
             continue  # a module's own lines run as long as it is imported
         kind = next((kind for file, kind in _BUSY.items() if file in frame.f_code.co_filename), "")
-        # A lock that is waited for is inside the build that it belongs to; else the outermost says most.
+        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
         if kind and not (done.startswith("waits") and kind == "compiles"):
             done, name = kind, ""
         if kind:
@@ -332,12 +332,12 @@ def _different(rank: int, progress: RankProgress) -> str:
 
 def _elsewhere(call: Call, rank: int, progress: RankProgress) -> str:
     fix = (
-        "Every process has to take the same number of steps, and to come to the end."
+        "Every process has to take the same number of steps, and to call end_training()."
         if call.name == "end_training"
         else f"{call.name}() is collective: call it on every process, not under "
-        "`if accelerator.is_main_process:`. What one process alone may do, it does there by itself."
+        "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
     )
-    return f"process {rank} did not come: it went on, and waits for this process at {progress.line}.\n{fix}"
+    return f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
 
 
 def _gone(call: Call, rank: int, progress: RankProgress) -> str:

@@ -6,10 +6,12 @@ import errno
 import json
 import logging
 import math
+import operator
 import os
+import struct
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
@@ -23,8 +25,12 @@ from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 _log = logging.getLogger(__name__)
 
-_HEADER = 8  # numbers that processes exchange before tensors travel
-_LENGTHS = 5  # first dimensions among them
+# What processes exchange before tensors travel, of one size in all calls: numbers, and small tensors themselves.
+_FRAME: Final = 1024  # bytes
+_NUMBERS: Final = struct.Struct("9q")
+_LENGTHS: Final = 5  # first dimensions among the numbers
+_ALIGNED: Final = 16  # bytes between the beginnings of tensors in a frame
+_FEW: Final = 8  # processes, of which each may add up all that the others have sent
 
 T = TypeVar("T")
 
@@ -63,20 +69,39 @@ def gather(tree: Any) -> Any:
     if num_processes() > 1:
         lengths = [leaf.shape[0] for leaf in leaves]
         kinds = _fingerprint([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves])
-        headers = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]])
+        headers, frames = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]], leaves)
         if any(header[:2] != headers[0][:2] for header in headers):
             _raise_mismatch(
                 leaves,
                 "gather: the processes' tensors differ in number, in dtype or beyond the first dimension:",
                 "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
             )
-        by_process = [header[2:] for header in headers]
+        by_process = [list(header[2 : 2 + len(leaves)]) for header in headers]
+        if frames is not None:
+            return _filled(tree, _gathered(frames, leaves, by_process))
         if len(lengths) > _LENGTHS:
             rest = _gather_equal(torch.tensor(lengths[_LENGTHS:])).tolist()
             by_process = [[*first, *later] for first, later in zip(by_process, rest, strict=True)]
         leaves = [_concatenate(leaf, [own[i] for own in by_process]) for i, leaf in enumerate(leaves)]
-    gathered = iter(leaves)
-    return map_leaves(lambda _: next(gathered), tree)
+    return _filled(tree, leaves)
+
+
+def _filled(tree: Any, leaves: Iterable[Tensor]) -> Any:
+    """The containers with these tensors in place of their own."""
+    following = iter(leaves)
+    return map_leaves(lambda _: next(following), tree)
+
+
+def _gathered(frames: Tensor, leaves: Sequence[Tensor], by_process: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """What the processes have sent in their frames, of each tensor with its lengths by process."""
+    row_bytes = [math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in leaves]
+    starts = [_starts(map(operator.mul, lengths, row_bytes)) for lengths in by_process]
+    for i, leaf in enumerate(leaves):
+        parts = [
+            frame[start[i] : start[i] + lengths[i] * row_bytes[i]].view(leaf.dtype).view(lengths[i], *leaf.shape[1:])
+            for frame, start, lengths in zip(frames, starts, by_process, strict=True)
+        ]
+        yield torch.cat(parts)
 
 
 @collective("gather_values")
@@ -143,20 +168,33 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """
     if reduction not in get_args(Reduction):
         raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
-    leaves = _tensors(tree, "reduce")
-    if reduction != "none":
-        _refuse_mismatch(leaves, "reduce")
+    own = [
+        leaf.detach().to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype, copy=True)
+        for leaf in _tensors(tree, "reduce")
+    ]
+    if num_processes() > 1 and reduction != "none":
+        frames = _refuse_mismatch(own, "reduce", sends=num_processes() <= _FEW)
+        join = _joined if frames is None else partial(_joined_here, _sent(frames, own))
+        own = [join(total, is_max=reduction == "max") for total in own]
+    if reduction == "mean":
+        own = [total / num_processes() for total in own]
+    return _filled(tree, own if scale == 1.0 else [total * scale for total in own])
 
-    def reduce_one(tensor: Tensor) -> Tensor:
-        total = tensor.detach().to(torch.int64 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
-        if num_processes() > 1 and reduction != "none":
-            wire = total.to(_wire_device(tensor)).contiguous()
-            dist.all_reduce(wire, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
-            total = wire.to(tensor.device)
-        total = total / num_processes() if reduction == "mean" else total
-        return total if scale == 1.0 else total * scale
 
-    return map_leaves(reduce_one, tree)
+def _joined(total: Tensor, *, is_max: bool) -> Tensor:
+    """The sum or maximum over the processes, by the backend."""
+    wire = total.to(_wire_device(total)).contiguous()
+    dist.all_reduce(wire, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    return wire.to(total.device)
+
+
+def _joined_here(sent: Iterator[Tensor], total: Tensor, *, is_max: bool) -> Tensor:
+    """The sum or maximum of what the processes have sent of the next tensor, in the order of ranks on each of them."""
+    first, *others = next(sent)
+    joined: Tensor = first.view_as(total).clone()
+    for other in others:
+        joined = torch.maximum(joined, other.view_as(total)) if is_max else joined.add_(other.view_as(total))
+    return joined
 
 
 def start_sum(numbers: Sequence[int]) -> Callable[[], list[int]]:
@@ -182,16 +220,20 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
     Raises:
         LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
     """
-    _refuse_mismatch(_tensors(tree, "broadcast"), "broadcast")
+    leaves = [leaf.detach() for leaf in _tensors(tree, "broadcast")]
+    frames = _refuse_mismatch(leaves, "broadcast", sends=True)
+    if frames is not None:
+        sent = _sent(frames, leaves)
+        return _filled(tree, [next(sent)[from_process].view_as(leaf).clone() for leaf in leaves])
 
     def broadcast_one(tensor: Tensor) -> Tensor:
         if num_processes() == 1 or tensor.numel() == 0:
-            return tensor.detach()
-        wire = _as_bytes(tensor.detach().to(_wire_device(tensor), copy=True))
+            return tensor
+        wire = _as_bytes(tensor.to(_wire_device(tensor), copy=True))
         dist.broadcast(wire, from_process)
         return wire.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
-    return map_leaves(broadcast_one, tree)
+    return _filled(tree, map(broadcast_one, leaves))
 
 
 @collective("broadcast_object_list")
@@ -369,24 +411,60 @@ def _gather_equal(tensor: Tensor) -> Tensor:
     return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
 
 
-def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Every process' `numbers`, at most 7, filled up with zeros.
+def _exchange(
+    call: str, numbers: Sequence[int], tensors: Sequence[Tensor] = ()
+) -> tuple[list[tuple[int, ...]], Tensor | None]:
+    """Every process' `numbers`, at most 7, filled up with zeros, and small tensors with them.
 
-    It has one size in all calls, since backends abort where sizes differ: so one that is in another call is found.
+    It has one size in all calls, since backends abort where sizes differ: so one that is in another call is found. No
+    process decides by itself whether tensors travel here: they do where those of all fit.
+
+    Args:
+        call: its name.
+        numbers: see above.
+        tensors: what each process has for the others; sent here only from CPU memory.
+
+    Returns:
+        The numbers by process; and the frames by process, see `_starts`, or None if the tensors have not travelled.
 
     Raises:
-        LoopError: it is.
+        LoopError: a process is in another call.
     """
-    header = [_fingerprint(call), *numbers]
-    headers = _gather_equal(torch.tensor(header + [0] * (_HEADER - len(header)))).tolist()
-    if any(other[0] != header[0] for other in headers):
+    frame = bytearray(_FRAME)
+    starts = _starts([tensor.numel() * tensor.element_size() for tensor in tensors])
+    fits = len(tensors) <= _LENGTHS and starts[-1] <= _FRAME and all(tensor.is_cpu for tensor in tensors)
+    filled = [_fingerprint(call), bool(tensors) and fits, *numbers, *[0] * 7][:9]
+    _NUMBERS.pack_into(frame, 0, *filled)
+    sent = torch.frombuffer(frame, dtype=torch.uint8)
+    if filled[1]:
+        for tensor, start in zip(tensors, starts, strict=False):
+            data = _as_bytes(tensor)
+            sent[start : start + data.numel()] = data
+    frames = _gather_equal(sent)
+    headers = [_NUMBERS.unpack_from(row) for row in frames.numpy()]
+    if any(header[0] != filled[0] for header in headers):
         calls = gather_values(call)
         places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
         raise LoopError(
             f"{places}.\n"
             "Both calls are collective: every process has to make the same collective calls in the same order."
         )
-    return [other[1:] for other in headers]
+    return [header[2:] for header in headers], frames if all(header[1] for header in headers) else None
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    """Where tensors of so many bytes begin in a frame, and where the last one ends."""
+    starts = [-(-_NUMBERS.size // _ALIGNED) * _ALIGNED]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    return starts
+
+
+def _sent(frames: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Of each tensor, which has one shape everywhere, what the processes have sent: shape (processes, elements)."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for tensor, start, size in zip(tensors, _starts(sizes), sizes, strict=False):
+        yield frames[:, start : start + size].view(tensor.dtype)
 
 
 def _fingerprint(value: Any) -> int:
@@ -397,16 +475,23 @@ def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
 
 
-def _refuse_mismatch(leaves: list[Tensor], call: str, of: Callable[[Tensor], Any] = _shape_and_dtype) -> None:
-    """Raise where `of` the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
+def _refuse_mismatch(
+    leaves: Sequence[Tensor], call: str, of: Callable[[Tensor], Any] = _shape_and_dtype, *, sends: bool = False
+) -> Tensor | None:
+    """Raise where `of` the leaves differs between the processes: backends would abort, wait, or mix up numbers.
+
+    Returns:
+        With `sends`, the frames with all processes' leaves; None if these have not travelled, see `_exchange`.
+    """
     if num_processes() == 1:
-        return
-    headers = _exchange(call, [_fingerprint([of(leaf) for leaf in leaves])])
+        return None
+    headers, frames = _exchange(call, [_fingerprint([of(leaf) for leaf in leaves])], leaves if sends else ())
     if any(header != headers[0] for header in headers):
         _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
+    return frames
 
 
-def _raise_mismatch(leaves: list[Tensor], *message: str) -> None:
+def _raise_mismatch(leaves: Sequence[Tensor], *message: str) -> None:
     found = gather_values([str(_shape_and_dtype(leaf)) for leaf in leaves])
     lines = [f"  process {index}: [{', '.join(shapes)}]" for index, shapes in enumerate(found)]
     raise LoopError("\n".join([message[0], *lines, *message[1:]]))

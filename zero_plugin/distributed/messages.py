@@ -114,7 +114,7 @@ class _StderrHandler(logging.Handler):
 
     @property
     def draws(self) -> bool:
-        """Whether there is a terminal with a line to draw on that nobody else draws on."""
+        """Whether a progress line can be drawn: on a terminal that is not dumb, on which nothing else draws or logs."""
         if sys.stderr is None or not sys.stderr.isatty() or _user_handles_messages():
             return False
         from rich.console import Console

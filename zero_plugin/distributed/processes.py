@@ -196,9 +196,9 @@ class _OwnGroup:
         self._at_exit = call_at_exit(self._end_left_over)
 
     def end(self) -> None:
-        """End it, together with the other processes."""
-        # Engines and DDP sit in reference cycles that hold the group, also one that the user made and will end: while
-        # four closed stage-3 engines did, one run in eight aborted at its exit; with this, none of 32.
+        """End the process group, if this package made it and it still exists. Collective."""
+        # Closed engines and DDP are in reference cycles that hold the group, also one that the script made and will
+        # end. With four stage-3 engines that were not collected, one run in eight aborted at its exit; else none of 32.
         gc.collect()
         if self.lives:
             if dist.get_world_size() > 1:

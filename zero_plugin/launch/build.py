@@ -151,13 +151,14 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     address = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
         return Rendezvous("static", address, "zero_plugin", options | {"rank": settings.machine_rank})
-    # torch compares with the addresses of this machine's name alone, and would name itself to the others by that name.
+    # To find out whether this machine hosts the rendezvous, torch compares the address only with those that its host
+    # name resolves to. It would also give the other machines that name.
     host, port = host_of(address), address.rpartition(":")[2]
     chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
     if chosen and is_own_address(host) and not is_loopback(host) and port_is_free(int(port)):
         options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
     elif chosen and not is_loopback(host) and not own_name_resolves():
-        options["is_host"] = "false"  # torch's comparison fails then, and the launcher with it
+        options["is_host"] = "false"  # torch's comparison would raise
     return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 

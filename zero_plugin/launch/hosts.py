@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -237,10 +237,20 @@ def _chosen_hosts(request: Request, launcher: str) -> tuple[list[Host], list[Pro
             continue
         hosts, problems = filter_hosts(hosts, text, exclude=kind == "exclusion", where=request.where(key), key=key)
         # srun counts tasks: it cannot take slot 1 without slot 0, nor fewer tasks on one host than on another.
-        if launcher == "slurm" and len({host.slots for host in hosts} | {tuple(range(len(hosts[0].slots)))}) > 1:
-            message = "slurm takes the first slots, and as many on each host"
-            problems.append(request.problem(key, message, "Filter hosts without naming slots."))
+        if launcher == "slurm" and hosts and not _are_even(hosts):
+            message = "slurm takes the slots 0 to N - 1 of each host, with one N for all"
+            fix = "Leave slot numbers out of the filter; and filter out hosts with another number of slots."
+            problems.append(request.problem(key, message, fix))
+    if launcher == "slurm" and hosts and not problems and settings.num_processes is None and not _are_even(hosts):
+        message = "slurm starts as many processes on each host, but the hosts have different numbers of slots"
+        fix = "Give all hosts as many slots, or filter out those that differ."
+        problems.append(request.problem("deepspeed_hostfile", message, fix, show(file)))
     return hosts, problems
+
+
+def _are_even(hosts: Sequence[Host]) -> bool:
+    """Whether all hosts have the same slots, from 0 on."""
+    return len({host.slots for host in hosts} | {tuple(range(len(hosts[0].slots)))}) == 1
 
 
 def _problems(request: Request, launcher: str) -> Iterator[Problem]:

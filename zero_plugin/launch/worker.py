@@ -153,26 +153,29 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def end_process(code: int) -> None:
-    """End this process with `code` as Python does, but for the end of the interpreter.
+    """Do what Python does at an exit, but for finalizing the interpreter, and end this process.
 
-    A thread of gloo's that lets go of a tensor, after a collective that Python has waited for, needs the interpreter.
-    Where that is ending, Python 3.10-3.13 unwind the thread, and C++ aborts: "terminate called without an active
-    exception". Nothing ends these threads for sure: engines, DDP and hooks hold their group from C++, and then they
-    outlive `destroy_process_group`. So what Python would do is done while the interpreter lives: it waits for threads,
-    calls what was registered for the exit, lets go of the script's objects, and writes open files out.
+    A gloo thread that frees a tensor, after a collective that Python has waited for, needs the interpreter. If that is
+    being finalized, Python 3.10-3.13 unwind the thread, and C++ aborts: "terminate called without an active exception".
+    These threads cannot be ended reliably: engines, DDP and hooks hold their group from C++, and then they outlive
+    `destroy_process_group`. So this waits for threads, calls what was registered for the exit, drops the script's
+    objects (but after an error, whose traceback refers to them), and flushes open regular files.
+
+    Args:
+        code: the exit code; 120 in place of 0 where stdout or stderr cannot be written.
     """
     with suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if getattr(sys, "last_value", None) is None:  # else a traceback holds the script's objects
-        threading.excepthook = lambda _: None  # of daemons that still run; Python would have stopped them
+        threading.excepthook = lambda _: None  # errors of daemon threads, which Python would have stopped
         if (script := vars(sys.modules["__main__"])) is not globals():
             script.clear()
         gc.collect()
     written = [_flush(stream) for stream in (sys.stdout, sys.stderr)]
     if not all(written):
         code = code or _NOT_WRITTEN
-    for kind in (TextIOWrapper, (BufferedWriter, BufferedRandom)):  # the first write into the others
+    for kind in (TextIOWrapper, (BufferedWriter, BufferedRandom)):  # text files first: they write into buffered ones
         for file in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
             with suppress(OSError, ValueError):  # one without a file, or a closed one
                 if S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe may have nobody who reads it

@@ -469,8 +469,8 @@ class Checkpoints:
         if len(manifest.models) != found:
             stored = ", ".join(model.kind for model in manifest.models) or "none"
             raise CheckpointError(
-                f"the checkpoint has {len(manifest.models)} models ({stored}), here {found} are prepared; prepare the "
-                "same models in the same order before load_state()."
+                f"the checkpoint has {len(manifest.models)} models ({stored}), and {found} were prepared here; prepare "
+                "the same models in the same order before load_state()."
             )
         if not weights_only:
             for training, record in zip(self._prepared.trainings, saved["models"], strict=True):

@@ -179,7 +179,8 @@ class FirstSteps:
                 "prepare() the model again with a new optimizer."
             )
         raise LoopError(
-            f"the loss of this backward() depends on the {name}, which was prepared without an optimizer.\n"
+            f"the loss of this backward() depends on the {name}, which was prepared without an optimizer: its "
+            "gradients would not be averaged over the processes, and no step would apply them.\n"
             "To train it, prepare it with its optimizer. Otherwise call requires_grad_(False) before its forward, or "
             "run it under torch.no_grad()."
         )

@@ -358,8 +358,8 @@ class Prepared:
         """Add an optimizer to a model that was prepared in an earlier call."""
         if training.optimizer is not None:
             raise LoopError(
-                f"prepare() got another optimizer of the {type(training.session.module).__name__}; build one, with "
-                "parameter groups."
+                f"prepare() got a second optimizer of the {type(training.session.module).__name__}: build one, with a "
+                "parameter group for each."
             )
         (pair,) = pair_models([training.session.module], [optimizer], schedulers, [])
         pair, held = self._with_held(pair, schedulers)

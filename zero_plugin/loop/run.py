@@ -149,7 +149,7 @@ class Run(ProcessCalls):
         )
 
     def _keep_global_batch(self) -> None:
-        """Accumulate more gradients if processes are missing or micro-batches have become smaller."""
+        """Accumulate more micro-batches if fewer processes run than configured, or if these were made smaller."""
         world = self.processes.world_size
         self.intended_world_size = find_intended_processes(world, os.environ)
         self.micro_batches_per_loader_batch = agree_on_cut(world, os.environ)

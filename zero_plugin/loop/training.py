@@ -119,7 +119,9 @@ class Training:
             p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def clip(self, given: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the next step; None if none of the `given` tensors is a trained parameter. See `Session.clip`.
+        """Clip the gradients of the next step; their norm before, see `Session.clip`.
+
+        None if none of the `given` tensors is a trained parameter.
 
         Raises:
             ConfigError: the configuration's `gradient_clipping` is another number.
@@ -131,11 +133,13 @@ class Training:
             idle = set(map(id, self.session.left_out))
             stepped = [p for p in stepped if id(p) not in idle]
         only: list[Tensor] | None = None
-        if not given or len(given) != len(stepped) or not all(map(is_, given, stepped)):  # else model.parameters()
+        is_all = bool(given) and len(given) == len(stepped) and all(map(is_, given, stepped))  # model.parameters()
+        if not is_all:
             ids = {id(p) for p in given}
             counted = sum(id(p) in ids for p in stepped)
             if not counted and not self.session.unpartitioned_gradients and self.session.optimizer is not None:
-                stepped = [p for group in self.session.optimizer.param_groups for p in group["params"]]  # partitions
+                groups = self.session.optimizer.param_groups  # of the optimizer's partitions
+                stepped = [p for group in groups for p in group["params"]]
                 counted = sum(id(p) in ids for p in stepped)
             if not counted:
                 return None
@@ -185,7 +189,7 @@ def pair_models(
         model = _model_of(optimizer, models)
         if id(model) in owners:
             raise LoopError(
-                f"prepare() got two optimizers of the {type(model).__name__}; build one with parameter groups."
+                f"prepare() got two optimizers of the {type(model).__name__}: build one, with two parameter groups."
             )
         owners[id(model)] = optimizer
     return [

@@ -46,7 +46,9 @@ class TrainingLoop:
         before = run.document.deepspeed.get(key)
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
-            raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
+            is_flag = before.origin.kind == "flag"
+            fix = f"Leave the flag out, or give {steps}." if is_flag else "Write auto in the file to set it in code."
+            raise ConfigError([Problem(call, key, message, fix)])
         steps = redistribute_steps(
             steps * run.micro_batches_per_loader_batch, run.accumulated_by, run.processes.world_size
         )
@@ -279,7 +281,8 @@ class LossScaler:
     def _first(self) -> Session:
         if not self._prepared.trained:
             raise LoopError(
-                "accelerator.scaler: the prepared model has the loss scale; call prepare(model, optimizer) first."
+                "accelerator.scaler: there is no loss scale before a model with an optimizer is prepared. Call "
+                "prepare(model, optimizer) first."
             )
         return self._prepared.trained[0].session
 

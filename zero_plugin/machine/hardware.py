@@ -164,12 +164,15 @@ class Binding:
 def choose_cores(
     processes: int, gpus: tuple[str | None, ...] = (), allowed: Collection[int] | None = None, system: Path = _SYSTEM
 ) -> Binding:
-    """Bind each process to the cores of one NUMA node (of several nodes, where there are fewer processes than nodes).
+    """The cores that each process should be bound to; none if there is only one usable NUMA node.
+
+    They are those of the node of its GPU. Where these nodes are not known, and on the CPU, each process gets an even
+    share of the nodes' cores: one node, or several where there are fewer processes than nodes.
 
     Args:
         processes: on this machine.
         gpus: the PCI address of each process's GPU, None where it is not known; empty on the CPU.
-        allowed: cores that this process may use; by default its affinity.
+        allowed: the cores that may be used; by default this process's affinity.
         system: where the kernel lists nodes and devices.
     """
     if not hasattr(os, "sched_setaffinity"):

@@ -112,7 +112,7 @@ class Place:
         if missing:
             raise LaunchError(
                 f"{self.source} is set, so this is one of {self.world_size} processes, but {' and '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not: nothing says where rank 0 is.\n"
+                f"{'is' if len(missing) == 1 else 'are'} not set: nothing says where rank 0 is.\n"
                 f"{self._how_to_say_where()} To run one process, unset {self.source} and what else describes several "
                 f'(in a notebook: os.environ.pop("{self.source}")).'
             )
@@ -191,9 +191,10 @@ def read_port(text: str, name: str) -> int:
 
 
 def find_task_place(environ: Mapping[str, str]) -> Place | None:
-    """The place among the tasks of `mpirun` or `srun`; None if it is not one of several.
+    """This process's place among the tasks of `mpirun` or `srun`; None if it is the only one.
 
-    mpirun inside of a SLURM job starts its daemons by srun, whose variables its processes inherit.
+    mpirun inside a SLURM job starts its daemons by srun, so that its processes have the variables of both: mpirun's are
+    right. But srun itself may set PMI_RANK, without MPI_LOCALRANKID: then SLURM's are.
     """
     by_mpi = _mpi_launcher(environ)
     if by_mpi is not None and not (by_mpi is _PMI and by_mpi.local_rank not in environ and _is_srun_task(environ)):
@@ -297,7 +298,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], evenly: int) -> int:
-    """Tasks of this node, from `2(x3),1`: three nodes with two each, then one with one."""
+    """Tasks of this node, from `2(x3),1`: three nodes with two each, then one with one; `evenly` if it is not known."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(_SLURM.local_size, "")):
         counts += [int(count)] * int(times or 1)

@@ -163,7 +163,8 @@ def refuse_threads(found: int) -> None:
         found: `torch_xla.runtime.world_size()`.
 
     Raises:
-        LaunchError: they are, and torch's process groups are not each thread's own.
+        LaunchError: several replicas are threads of this process, and torch was not switched to process groups of each
+            thread's own.
     """
     if found == 1 or import_torch_xla().runtime.addressable_device_count() == 1:
         return

@@ -154,7 +154,8 @@ def _trace(
             loss = _loss(outputs)
             saved, forward, flops = tape.live, len(tape.after), tape.flops + kernels.flops
             blocks.end_forward(outputs)
-            # torch.autograd.backward would leave the mode of the kernels, in which checkpoints run forwards again
+            # Not torch.autograd.backward, during which torch suspends `DeviceKernels`: forwards that checkpoints run
+            # again there need it.
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )

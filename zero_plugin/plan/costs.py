@@ -494,13 +494,14 @@ class Footprint:
 
 
 def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
-    """The memory that training takes at its peak.
+    """The memory that training needs: of a device at its peak, of one node's CPU memory, and of its NVMe drive.
 
     Args:
         work: what is trained, in `setup.precision`; where its activations are not those of autocast, autocast's copies
             of the weights are added.
         setup: the strategy.
-        cluster: the machines; of them count the processes, and the device's size where DeepSpeed looks at it.
+        cluster: the machines. Only their number of processes matters, and at stages 1 and 2 the device's memory, since
+            DeepSpeed flattens parameters in CPU memory where it is too small.
     """
     model, optimizer, processes = work.model, work.optimizer, cluster.processes
     states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}

@@ -43,17 +43,18 @@ def write_plan(file: Path, candidate: Candidate, cluster: Cluster, optimizer: st
 
 
 def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> str:
-    """The configuration in the language that the file's suffix says.
+    """The configuration as YAML or JSON, by the file's suffix.
 
     Args:
         file: `.yaml`, `.yml` or `.json`.
-        candidate: what to train like.
-        cluster: on what.
-        optimizer: DeepSpeed's name in lower case; one that it does not know is left to the script.
+        candidate: the strategy.
+        cluster: the machines.
+        optimizer: its name in lower case. `adam`, `adamw`, `lion`, `adagrad` and `sgd` get an `optimizer` section; any
+            other is built by the script.
         nvme_path: folder for NVMe offload.
 
     Raises:
-        ConfigError: another suffix; training without ZeRO, which a DeepSpeed JSON cannot say; NVMe without a folder.
+        ConfigError: another suffix; no ZeRO, which a DeepSpeed JSON cannot express; NVMe without a folder.
     """
     setup = candidate.setup
     if file.suffix not in _SUFFIXES:

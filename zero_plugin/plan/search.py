@@ -294,10 +294,12 @@ class _Question:
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
                     f"{show_bytes(need)} {where}, budget {show_bytes(budget(there, self.wanted.margin))}; "
-                    f"most is {most}, {show_bytes(terms[most])}"
+                    f"the largest part is {most}, {show_bytes(terms[most])}"
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:
-            found.append(f"{show_bytes(needed.locked)} locked, `ulimit -l` allows {show_bytes(cluster.memlock_bytes)}")
+            found.append(
+                f"{show_bytes(needed.locked)} locked, but `ulimit -l` allows {show_bytes(cluster.memlock_bytes)}"
+            )
         return "; ".join(found)
 
     def excess(self, candidate: Candidate) -> float:

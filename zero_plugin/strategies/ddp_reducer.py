@@ -205,12 +205,12 @@ def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], Abstrac
 def _unused_parameters(ddp: DistributedDataParallel, message: str) -> str:
     """The error for a backward after which DDP waits for more gradients; `message` is torch's own."""
     names = numbered_names(ddp)
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    numbers = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
     found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
     which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
     return (
-        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP waits for "
-        "their gradients, so that those of the others were not averaged over the processes.\n"
+        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP still "
+        "waits for their gradients, and has not averaged all others over the processes.\n"
         "If parameters are unused intentionally: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
         "find_unused_parameters=True)]). Otherwise freeze them before prepare(), or use all of them in the loss."
     )

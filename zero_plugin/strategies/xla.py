@@ -122,7 +122,8 @@ class _Recorder:
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
         """See `Recorder.end_backward`.
 
-        A backward that does not end a window runs immediately: the graph of a step does not depend on their number.
+        A backward that does not end an accumulation window runs immediately, so that the graph of a step is the same
+        for any number of micro-batches.
         """
         if not averages:
             self._sync()
@@ -217,7 +218,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise LoopError(
-                f"prepare() cannot move the {type(module).__name__} to {device}: something else refers to one of its "
-                f"parameters ({error}).\nDelete views and weak references of them before prepare(), or call "
-                ".to(accelerator.device) before its optimizer is built."
+                f"prepare() cannot move the {type(module).__name__} to {device}: there is a view of one of its "
+                f"parameters or buffers, or a weak reference to it ({error}).\nDelete it before prepare(), or call "
+                "model.to(accelerator.device) before the optimizer is built."
             ) from error

@@ -186,27 +186,37 @@ def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A model like `module`, with the same parameters, whose parts are compiled.
+    """A shallow copy of `module` that shares its parameters, and whose parts are compiled.
 
     A `ModuleList` of modules of one class is compiled item by item; a module without such a list is compiled as one.
 
     Args:
-        module: stays as it is; the result keeps it as `_orig_mod`.
+        module: is not changed; the result keeps it as `_orig_mod`.
         **compile_kwargs: for `torch.compile`.
     """
-    compiled = _compile_parts(module, compile_kwargs)
+    compiled = _compile_parts(module, compile_kwargs, {})
     if "_orig_mod" not in compiled.__dict__ and not is_compiled_module(compiled):
         compiled.__dict__["_orig_mod"] = module  # not a submodule: its parameters would count twice
     return compiled
 
 
-def _compile_parts(module: nn.Module, compile_kwargs: dict[str, Any]) -> nn.Module:
+def _compile_parts(module: nn.Module, compile_kwargs: dict[str, Any], known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """See `compile_regions`; `known` are the parts so far, since a module may have several names."""
+    if module not in known:
+        known[module] = _compiled_parts(module, compile_kwargs, known)
+    return known[module]
+
+
+def _compiled_parts(module: nn.Module, compile_kwargs: dict[str, Any], known: dict[nn.Module, nn.Module]) -> nn.Module:
     if _repeats(module):
         return nn.ModuleList([_compile(block, compile_kwargs) for block in module.children()])
     if not any(map(_repeats, module.modules())):
         return _compile(module, compile_kwargs)
     twin = copy.copy(module)
-    twin.__dict__["_modules"] = {name: _compile_parts(child, compile_kwargs) for name, child in module.named_children()}
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _compile_parts(child, compile_kwargs, known)
+        for name, child in module._modules.items()
+    }
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:  # e.g. a forward that was replaced
             twin.__dict__[name] = MethodType(value.__func__, twin)

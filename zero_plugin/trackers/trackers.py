@@ -131,7 +131,8 @@ class JsonlTracker(KnownTracker):
 
 
 def _json(value: Any) -> Any:
-    """Replace what JSON does not support, such as nan or a tensor, by its string."""
+    """Replace what JSON does not support, such as nan, by its string, and tensors and arrays by their numbers."""
+    value = _plain_values(value)
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -270,6 +270,7 @@ def _by_parameter(source: Source, record: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _optimizer_state(record: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
+    """The content of `optimizer_state.pt` in a universal checkpoint."""
     groups = [{**group["settings"], "params": [index]} for index, group in enumerate(record["groups"])]
     step = torch.tensor(float(max(steps.values(), default=record["applied_steps"])))
     return {

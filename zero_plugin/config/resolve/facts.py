@@ -258,7 +258,7 @@ class Resolved:
     def deepspeed_config(self) -> dict[str, Any]:
         """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
 
-        It holds no `scheduler` section: this package builds and steps the schedule itself on every path, and an
+        It holds no `scheduler` section: this package builds and steps the learning-rate scheduler itself, and an
         engine that found the section would step a second one; nor defaults that DeepSpeed refuses to be told.
         """
         told = self.tree.without("scheduler").where(lambda path, entry: is_told(path, entry.value))

@@ -73,7 +73,8 @@ def _experts(asked: Asked) -> Iterator[Problem]:
         value = asked.value(key, default=harmless)
         if isinstance(value, int) and value != harmless:
             message = f"does not go with expert_parallel at ZeRO stage 3, and {asked.stage_said}"
-            yield asked.error(key, message, f"Write {str(harmless).lower()}, or stage 1 or 2.")
+            fix = f"Write {str(harmless).lower()} here, or zero_optimization.stage: 1 or 2."
+            yield asked.error(key, message, fix)
 
 
 # Sections that do nothing without `enabled: true`, which is not their default.
@@ -310,10 +311,10 @@ def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
     if not asked.is_on(key):
         return
     if asked.value(f"{section}.partition_activations", default=False) is False:
-        yield asked.error(key, "true needs partition_activations: true", "Write that beside it, or delete it.")
+        yield asked.error(key, "true needs partition_activations: true", "Write both, or delete this.")
     if asked.value(f"{section}.number_checkpoints") is None:
         why = "true needs number_checkpoints, the number of checkpointed layers"
-        yield asked.error(key, why, "Write that beside it, or delete it.")
+        yield asked.error(key, why, "Write both, or delete this.")
 
 
 def _engine(asked: Asked) -> Iterator[Problem]:

@@ -449,7 +449,7 @@ class Stage3Gradients(EngineGradients):
         wrapper.clear_backward_seen_flag()
 
     def _precede_collectives(self) -> None:
-        """Record which parameters are reduced and gathered together, before DeepSpeed does so."""
+        """Wrap DeepSpeed's reduce and gather methods: each records what it is about to handle together."""
         wrapper = self._wrapper
         coordinator = wrapper.parameter_offload.get_param_coordinator()
 

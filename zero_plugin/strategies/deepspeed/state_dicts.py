@@ -41,7 +41,7 @@ class PartitionedStates:
         self.handles: list[Any] = []
         parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
         for p in parameters:
-            p.__deepcopy__ = MethodType(_copy_whole, p)
+            p.__deepcopy__ = MethodType(_copy_unpartitioned, p)
         parts: list[Any] = list(module.modules())
         for part in parts:
             self.handles += [
@@ -129,7 +129,7 @@ def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
     )
 
 
-def _copy_whole(p: Any, memo: dict[int, Any]) -> Any:
+def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
     if p.numel() != p.ds_numel:
         raise LoopError(
             "deepcopy() of a model whose parameters ZeRO stage 3 has partitioned: no process has all of them.\nCopy "
