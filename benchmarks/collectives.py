@@ -90,6 +90,7 @@ def measure(operation: str, size: int, rounds: int) -> Timings:
 def run(rank: int, store: str, processes: int, rounds: int) -> None:
     """One of the processes; the first prints."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), OMP_NUM_THREADS="1")
+    os.environ.update(LOCAL_WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # Accelerate asks
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     from zero_plugin import Accelerator
