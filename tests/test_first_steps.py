@@ -94,6 +94,39 @@ def test_a_parameter_is_unfrozen() -> None:
     assert not loop.backward()
 
 
+def test_frozen_parameters_are_looked_at_once_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each backward, and before the gradients are complete: the last backward of the window finds it."""
+    from zero_plugin import Accelerator
+    from zero_plugin.loop import first_steps
+
+    looks = []
+    monkeypatch.setattr(first_steps, "_is_trainable", lambda p: looks.append(p) or p.requires_grad)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net[1].parameters(), lr=0.1))
+
+    def window(unfreezes_at: int | None = None) -> None:
+        for micro in range(4):
+            with accelerator.accumulate(model):
+                if micro == unfreezes_at:
+                    net[0].requires_grad_(True)
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    for _ in range(5):
+        window()
+    looks.clear()
+    for _ in range(10):
+        window()
+    assert len(looks) == 10 * 2  # weight and bias
+    before = net[1].weight.clone()
+    with pytest.raises(LoopError, match="were frozen when it was prepared"):
+        window(unfreezes_at=1)
+    assert torch.equal(net[1].weight, before)
+    accelerator.end_training()
+
+
 def test_a_layer_is_replaced() -> None:
     """As by resize_token_embeddings after prepare(): it is not the model that was prepared."""
     loop = Loop()

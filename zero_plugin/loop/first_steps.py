@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Final
@@ -89,7 +90,9 @@ class FirstSteps:
         for training in self._new:
             if training.reached:  # by the previous backward
                 return True
-        return bool(self._frozen) and any(p.requires_grad for p in self._frozen)
+        # Once in a window, before its gradients are complete: there may be ten thousand of them.
+        ends = bool(self._frozen) and any(training.window.next_backward_ends for training in self._trainings)
+        return ends and any(map(_is_trainable, self._frozen))
 
     def allows_plain_backward(self, strategy: Strategy, processes: int) -> bool:
         """Whether a backward may run although no model is prepared with its optimizer, which is logged once.
@@ -186,6 +189,7 @@ class FirstSteps:
         )
 
 
+_is_trainable: Final = operator.attrgetter("requires_grad")
 _LIVE: Final[weakref.WeakSet[FirstSteps]] = weakref.WeakSet()
 
 
