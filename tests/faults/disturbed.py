@@ -19,7 +19,7 @@ import torch
 
 from zero_plugin import Accelerator, InitProcessGroupKwargs, ProjectConfiguration
 
-LIMIT_S = 5
+LIMIT_S = 8
 
 
 def exhaust_memory() -> None:

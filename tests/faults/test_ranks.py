@@ -20,7 +20,8 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parent / "disturbed.py"
 MOMENTS = ("start", "group", "prepare", "forward", "backward", "step", "save", "gather", "end")
-# Of each fault, the launch's exit code, and what it says of the rank.
+# Of each fault, the launch's exit code, and what it says of the rank: one of these. `sys.exit(0)` ends a process that has
+# an `Accelerator` as `end_training()` does, which the others have not come to.
 FAULTS = {
     "kill": (137, "was ended by signal 9 (SIGKILL)"),
     "segfault": (139, "was ended by signal 11 (SIGSEGV)"),
@@ -30,7 +31,7 @@ FAULTS = {
     "memory": (1, "failed first, with exit code 1"),
     "exit": (3, "failed first, with exit code 3"),
     "leave": (1, "did not run at that time: it had ended, with exit code 0"),
-    "sys_exit": (1, "did not run at that time: it had ended, with exit code 0"),
+    "sys_exit": (1, "did not run at that time: it had ended, with exit code 0", "failed first, with exit code 1"),
     "stop": (1, "did not run at that time: it was stopped by a signal (SIGSTOP, Ctrl-Z)"),
     "loop": (1, "was still running at that time, at disturbed.py:"),
     "deadlock": (1, "was still running at that time, at disturbed.py:"),
@@ -76,8 +77,8 @@ def test_a_rank(
     began = time.monotonic()
     errors = finish(launcher, workers, ports)
     row["ended in time"], row["slowest s"] = 1, time.monotonic() - began
-    code, words = FAULTS[fault]
-    assert (launcher.returncode, f"rank {rank} {words}" in errors) == (code, True), errors
+    code, *words = FAULTS[fault]
+    assert (launcher.returncode, any(f"rank {rank} {said}" in errors for said in words)) == (code, True), errors
     other = 1 - rank
     assert f"rank {other} failed first" not in errors
     assert f"rank {other} was" not in errors
