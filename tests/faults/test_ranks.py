@@ -20,8 +20,8 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parent / "disturbed.py"
 MOMENTS = ("start", "group", "prepare", "forward", "backward", "step", "save", "gather", "end")
-# Of each fault, the launch's exit code, and what it says of the rank: one of these. `sys.exit(0)` ends a process that has
-# an `Accelerator` as `end_training()` does, which the others have not come to.
+# Of each fault, the launch's exit code, and what it says of the rank: one of these. `sys.exit(0)` where there is an
+# `Accelerator` ends the process as `end_training()` does, to which the others have not come.
 FAULTS = {
     "kill": (137, "was ended by signal 9 (SIGKILL)"),
     "segfault": (139, "was ended by signal 11 (SIGSEGV)"),
