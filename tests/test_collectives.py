@@ -106,7 +106,55 @@ def check_mismatch(rank: int, world: int) -> None:
         collectives.reduce([torch.ones(2)] * (rank + 1))
 
 
-CHECKS = [check_gather, check_values, check_objects, check_reduce_and_broadcast, check_padding]
+def check_arguments(rank: int, world: int) -> None:
+    """Arguments and containers that differ are an error on every process, whatever the size of the tensors."""
+    first = rank == 0
+    for size in (2, 1000):
+        x = torch.ones(size)
+        with pytest.raises(LoopError, match="broadcast: the processes' containers or arguments differ"):
+            collectives.broadcast(x, from_process=rank)
+        with pytest.raises(LoopError, match="reduce: the processes' containers or arguments differ"):
+            collectives.reduce(x, "sum" if first else "max")
+        with pytest.raises(LoopError, match="reduce: the processes' containers or arguments differ"):
+            collectives.reduce(x, "none" if first else "sum")
+        with pytest.raises(LoopError, match="reduce: the processes' containers or arguments differ"):
+            collectives.reduce(x, "sum", scale=1.0 + rank)
+        with pytest.raises(LoopError, match="reduce: the processes' containers or arguments differ"):
+            collectives.reduce({"a": x, "b": x} if first else {"b": x, "a": x})
+        with pytest.raises(LoopError, match="gather: the processes' tensors differ"):
+            collectives.gather({"a": x, "b": x} if first else {"b": x, "a": x})
+        with pytest.raises(LoopError, match="pad_across_processes: the processes' containers or arguments differ"):
+            collectives.pad_across_processes(x.view(1, -1), dim=int(first))
+        with pytest.raises(LoopError, match=r"process 0 is in gather\(\), process 1 is in gather_object\(\)"):
+            collectives.gather(x) if first else collectives.gather_object([1])
+        with pytest.raises(LoopError, match=r"process 0 is in gather\(\), process 1 is in gather_values\(\)"):
+            collectives.gather(x) if first else collectives.gather_values("x" * size)
+    with pytest.raises(LoopError, match=f"from_process={world}; there are processes 0 to {world - 1}"):
+        collectives.broadcast(torch.ones(1), from_process=world)
+
+
+def check_small_tensors(rank: int, world: int) -> None:
+    """At the limit of what travels at once, and where it is passed on one process, all get the same as beyond it."""
+    for size in range(228, 245):
+        own = torch.arange(float(size)) + rank
+        whole = torch.cat([torch.arange(float(size)) + r for r in range(world)])
+        assert torch.equal(collectives.gather(own), whole)
+        assert torch.equal(collectives.gather(own[: size if rank else 3])[:3], torch.arange(3.0))
+        assert torch.equal(collectives.reduce(own, "max"), torch.arange(float(size)) + world - 1)
+        assert torch.equal(collectives.broadcast(own, world - 1), torch.arange(float(size)) + world - 1)
+    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64):
+        assert collectives.gather(torch.ones(3, dtype=dtype)).tolist() == [1] * 3 * world
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert collectives.gather(conjugate).tolist() == [1 - 2j] * world
+    assert collectives.broadcast(conjugate.imag).tolist() == [-2]
+    for size in (2, 1000):
+        largest = collectives.reduce(torch.full((size,), float("nan") if rank else 1.0), "max")
+        assert largest.isnan().all() == (world > 1)
+    with pytest.raises(LoopError, match=r"gather: found a torch.sparse_coo tensor; give dense ones"):
+        collectives.gather(torch.ones(2).to_sparse())
+
+
+CHECKS = [check_small_tensors, check_gather, check_values, check_objects, check_reduce_and_broadcast, check_padding]
 
 
 def test_one_process_without_a_group() -> None:
@@ -156,5 +204,6 @@ if __name__ == "__main__":
         check(rank, world)
     if world > 1:
         check_mismatch(rank, world)
+        check_arguments(rank, world)
     dist.barrier()
     dist.destroy_process_group()

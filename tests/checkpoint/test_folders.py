@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from zero_plugin import Accelerator
 from zero_plugin.checkpoint import folders, locks
 from zero_plugin.checkpoint.folders import (
     choose_checkpoint,
@@ -218,3 +221,51 @@ def test_room_is_reserved(tmp_path: Path) -> None:
     stat = (tmp_path / "file").stat()
     assert stat.st_size == 2**20
     assert stat.st_blocks * 512 >= 2**20
+
+
+def test_what_cannot_be_read_just_now_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error of the system, once the new checkpoint has its name, takes neither it nor the old one away."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    target = tmp_path / "step_1"
+    accelerator.save_state(target)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    exchange, read_bytes, failures = folders.exchange, Path.read_bytes, []
+
+    def then_fail(one: Path, other: Path) -> bool:
+        failures.append(OSError(errno.EMFILE, "Too many open files", str(target / folders.MANIFEST_NAME)))
+        return exchange(one, other)
+
+    def read(path: Path) -> bytes:
+        if failures and path == target / folders.MANIFEST_NAME:
+            raise failures.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(folders, "exchange", then_fail)
+    monkeypatch.setattr(Path, "read_bytes", read)
+    accelerator.save_state(target)
+    failures.clear()
+    expected = model.weight.detach().clone()
+    accelerator.load_state(target)
+    assert torch.equal(model.weight, expected)
+    assert [path.name for path in tmp_path.iterdir() if "step_1" in path.name and "lock" not in path.name] == ["step_1"]
+    accelerator.end_training()
+
+
+def test_of_two_that_are_damaged_none_is_removed(tmp_path: Path) -> None:
+    """Nobody knows which one would be of more use."""
+    for name in ("step_1", ".step_1.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / folders.MANIFEST_NAME).write_text("{")
+    folders._settle(tmp_path / "step_1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_1.replaced", "step_1"]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would be left in a folder that is gone."""
+    monkeypatch.chdir(tmp_path)
+    for place in (Path(), tmp_path.parent):
+        with pytest.raises(CheckpointError, match="is or holds the current folder"):
+            folders.open_draft(place.absolute(), 0)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from zero_plugin.launch.report import (
     HAD_ENDED,
     STOPPED,
+    TERMINATED,
     FirstFailure,
     describe_failure,
     describe_idle,
@@ -63,6 +66,17 @@ def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tupl
         (attempt / FIRST_FAILURE).write_text(mark)
     found = find_first_failure(failures, tmp_path)
     assert (found.rank, found.exitcode) == first
+
+
+def test_a_rank_that_somebody_ended_while_others_waited(tmp_path: Path) -> None:
+    """By SIGTERM, which is also the launcher's own signal: what was so before it sent any decides."""
+    attempt = tmp_path / "run_x" / "attempt_0"
+    attempt.mkdir(parents=True)
+    (attempt / FIRST_FAILURE).write_text(f"1 1 {LOST_PEER} 5")
+    failures = {0: Ended(-15), 1: Ended(1)}
+    assert find_first_failure(failures, tmp_path).rank == 1
+    assert find_first_failure(failures, tmp_path, {0: TERMINATED}).exitcode == -15
+    assert describe_failure(FirstFailure(0, -40)).startswith("rank 0 was ended by signal 40, on ")
 
 
 def test_ranks_with_the_same_error_are_named_once(tmp_path: Path) -> None:
@@ -147,7 +161,7 @@ def test_ranks_that_could_not_run() -> None:
 
 
 STACK = """Current thread 0x00007f10 (most recent call first):
-  File "/usr/lib/python3.{minor}/threading.py", line 5 in wait
+  File "{stdlib}/threading.py", line 5 in wait
   File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7 in forward
   File "/home/me/train.py", line 85 in main
   File "/home/me/train.py", line 99 in <module>
@@ -156,12 +170,15 @@ STACK = """Current thread 0x00007f10 (most recent call first):
 
 def test_where_a_rank_was_that_others_waited_for() -> None:
     """At the innermost line of the user's; one that waits itself is not named, nor is one that left nothing."""
-    stack = STACK.format(minor=sys.version_info.minor)
+    stack = STACK.format(stdlib=sysconfig.get_path("stdlib"))
     assert running_at(stack) == "was still running at that time, at train.py:85, in main"
-    waits = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in barrier\n'
+    waits = f'  File "{Path(torch.__file__).parent}/distributed/distributed_c10d.py", line 3 in barrier\n'
+    alike = waits.replace(str(Path(torch.__file__).parent), "/home/me/torch")  # a script's own folder
     head, frames = stack.split("\n", 1)
     assert running_at(f"{head}\n{waits}{frames}") == ""
+    assert "at distributed_c10d.py:3" in running_at(f"{head}\n{alike}{frames}")
     assert running_at("") == ""
+    assert running_at("".join(line for line in stack.splitlines(keepends=True) if "/home/me" not in line)) == ""
     many = {rank: running_at(stack) for rank in range(1, 8)}
     first = FirstFailure(0, 1, LOST_PEER)
     lines = describe_failure(first, idle=many).splitlines()

@@ -233,3 +233,24 @@ def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
     assert first.result() is True
     assert worker.put_first(file, "another") is False
     assert [file.stat().st_size, *tmp_path.iterdir()] == [len(text), file]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(-1)", 255, "failed first, with exit code 255"),
+        ("sys.exit(300)", 44, "failed first, with exit code 44"),
+        ("sys.exit(2**70)", 255, "failed first, with exit code 255"),
+        ("os.kill(os.getpid(), 40)", 168, "was ended by signal 40"),
+        ("os.fork() or sys.exit(3); time.sleep(1); raise RuntimeError('mine')", 1, "RuntimeError: mine"),
+        ("raise RuntimeError('my database: Connection reset by peer')", 1, "failed first, with exit code 1"),
+    ],
+)
+def test_codes_as_the_system_sees_them(ends: str, code: int, said: str, tmp_path: Path) -> None:
+    """Also of a copy of itself that a script makes, which is no rank; and other libraries lose other peers."""
+    (tmp_path / "ends.py").write_text(f"import os, sys, time, torch\n{ends}\n")
+    launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "ends.py"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert "in vain" not in done.stderr

@@ -148,6 +148,24 @@ def find_damage(folder: Path) -> str | None:
     return next(iter(find_wrong_files(folder, manifest).values()), None)
 
 
+def _damage(folder: Path) -> str | None:
+    """As `find_damage`, but that a file cannot be read now is no damage.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        return str(error)
+    for path in manifest.files:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (folder / path).stat()
+    return next(iter(find_wrong_files(folder, manifest).values()), None)
+
+
 def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
     found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
@@ -256,6 +274,8 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         raise CheckpointError(
             f"{target} is where a disk is mounted, and cannot be replaced. Save into a folder below it."
         )
+    if Path.cwd().is_relative_to(target.resolve()):
+        raise CheckpointError(f"{target} is or holds the current folder. Save into a folder below it.")
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
     try:
         make_folder(target.parent)
@@ -301,7 +321,7 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
         else:
             draft.rename(target)
         sync(target.parent)
-        _settle(target)
+        _settle(target, is_complete=True)
     except OSError as error:
         let_go(draft)
         with suppress(OSError):
@@ -463,16 +483,26 @@ def _replace(target: Path, draft: Path) -> None:
         draft.rename(target)
 
 
-def _settle(target: Path) -> None:
+def _settle(target: Path, *, is_complete: bool = False) -> None:
     """End what was begun beside `target`, by this run or by one that was killed: nothing is aside then.
 
-    Of two, the one that stays is the one that has the name, unless only the other is a complete checkpoint.
+    Of two, the one that stays is the one that has the name, unless only the other is a complete checkpoint. If neither
+    is, both stay where they are.
+
+    Args:
+        target: the name.
+        is_complete: whether it is known that the one with the name is complete.
+
+    Raises:
+        OSError: one of them cannot be read now, which says nothing of it; nothing was removed.
     """
     replaced = _beside(target, "replaced")
     if replaced.exists():
-        if target.exists() and find_damage(target) is None:
+        if is_complete or (target.exists() and _damage(target) is None):
             _keep_other_files(replaced, target)
             _remove(replaced, target)
+        elif target.exists() and _damage(replaced) is not None:
+            return
         else:
             if target.exists():
                 _keep_other_files(target, replaced)

@@ -65,15 +65,15 @@ def gather(tree: Any) -> Any:
     Raises:
         LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
     """
-    leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _tensors(tree, "gather")]
+    leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _dense_tensors(tree, "gather")]
     if num_processes() > 1:
         lengths = [leaf.shape[0] for leaf in leaves]
-        kinds = _fingerprint([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves])
+        kinds = _fingerprint((_structure(tree), [(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves]))
         headers, frames = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]], leaves)
         if any(header[:2] != headers[0][:2] for header in headers):
             _raise_mismatch(
                 leaves,
-                "gather: the processes' tensors differ in number, in dtype or beyond the first dimension:",
+                "gather: the processes' tensors differ in number, in names, in dtype or beyond the first dimension:",
                 "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
             )
         by_process = [list(header[2 : 2 + len(leaves)]) for header in headers]
@@ -112,10 +112,16 @@ def gather_values(value: Any) -> list[Any]:
     are text. A tuple arrives as a list.
     """
     own = _encoded(value)
-    lengths = _gather_equal(torch.tensor([own.numel()])).flatten().tolist()
-    padded = own.new_zeros(max(lengths))
-    padded[: own.numel()] = own
-    return [_decoded(line[:length]) for line, length in zip(_gather_equal(padded), lengths, strict=True)]
+    if num_processes() == 1:
+        return [_decoded(own)]
+    headers, frames = _exchange("gather_values", [own.numel()], [own])
+    lengths = [header[0] for header in headers]
+    if frames is None:
+        padded = own.new_zeros(max(lengths))
+        padded[: own.numel()] = own
+        return [_decoded(line[:length]) for line, length in zip(_gather_equal(padded), lengths, strict=True)]
+    begin = _starts(())[0]
+    return [_decoded(frame[begin : begin + length]) for frame, length in zip(frames, lengths, strict=True)]
 
 
 @collective("broadcast_value")
@@ -124,10 +130,12 @@ def broadcast_value(value: Any, from_process: int = 0) -> Any:
     own = _encoded(value if process_index() == from_process else None)
     if num_processes() == 1:
         return _decoded(own)
-    length = torch.tensor([own.numel()])
-    length = length.to(_wire_device(length))
-    dist.broadcast(length, from_process)
-    wire = own if process_index() == from_process else own.new_empty(int(length))
+    headers, frames = _exchange("broadcast_value", [own.numel()], [own])
+    length = headers[from_process][0]
+    if frames is not None:
+        begin = _starts(())[0]
+        return _decoded(frames[from_process][begin : begin + length])
+    wire = own if process_index() == from_process else own.new_empty(length)
     wire = wire.to(_wire_device(wire))
     dist.broadcast(wire, from_process)
     return _decoded(wire.cpu())
@@ -151,6 +159,7 @@ def gather_object(items: list[Any]) -> list[Any]:
         raise LoopError(f"gather_object: found a {type(items).__name__}; give a list, e.g. gather_object([value])")
     if num_processes() == 1:
         return list(items)
+    _exchange("gather_object", [])
     lists: list[list[Any]] = [[]] * num_processes()
     dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
@@ -160,8 +169,8 @@ def gather_object(items: list[Any]) -> list[Any]:
 def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
 
-    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The result is
-    multiplied by `scale`.
+    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The maximum of nan
+    and anything is nan. The result is multiplied by `scale`.
 
     Raises:
         LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
@@ -170,10 +179,11 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
         raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
     own = [
         leaf.detach().to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype, copy=True)
-        for leaf in _tensors(tree, "reduce")
+        for leaf in _dense_tensors(tree, "reduce")
     ]
+    how = (_structure(tree), reduction, float(scale))
+    frames = _refuse_mismatch(own, "reduce", how=how, sends=num_processes() <= _FEW and reduction != "none")
     if num_processes() > 1 and reduction != "none":
-        frames = _refuse_mismatch(own, "reduce", sends=num_processes() <= _FEW)
         join = _joined if frames is None else partial(_joined_here, _sent(frames, own))
         own = [join(total, is_max=reduction == "max") for total in own]
     if reduction == "mean":
@@ -184,7 +194,14 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
 def _joined(total: Tensor, *, is_max: bool) -> Tensor:
     """The sum or maximum over the processes, by the backend."""
     wire = total.to(_wire_device(total)).contiguous()
-    dist.all_reduce(wire, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    if not is_max:
+        dist.all_reduce(wire, dist.ReduceOp.SUM)
+        return wire.to(total.device)
+    is_nan = wire.isnan().to(torch.uint8)  # which backends lose, or keep on some processes
+    dist.all_reduce(wire, dist.ReduceOp.MAX)
+    if wire.is_floating_point():
+        dist.all_reduce(is_nan, dist.ReduceOp.MAX)
+        wire.masked_fill_(is_nan.bool(), math.nan)
     return wire.to(total.device)
 
 
@@ -220,8 +237,10 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
     Raises:
         LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
     """
-    leaves = [leaf.detach() for leaf in _tensors(tree, "broadcast")]
-    frames = _refuse_mismatch(leaves, "broadcast", sends=True)
+    if not 0 <= from_process < num_processes():
+        raise LoopError(f"broadcast: from_process={from_process}; there are processes 0 to {num_processes() - 1}")
+    leaves = [leaf.detach() for leaf in _dense_tensors(tree, "broadcast")]
+    frames = _refuse_mismatch(leaves, "broadcast", how=(_structure(tree), from_process), sends=True)
     if frames is not None:
         sent = _sent(frames, leaves)
         return _filled(tree, [next(sent)[from_process].view_as(leaf).clone() for leaf in leaves])
@@ -243,6 +262,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
     For objects of the script alone, as `gather_object`.
     """
     if num_processes() > 1:
+        _exchange("broadcast_object_list", [len(objects), from_process])
         dist.broadcast_object_list(objects, src=from_process)
     return objects
 
@@ -264,7 +284,8 @@ def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_firs
     if any(tensor.is_nested for tensor in tensors):
         message = "pad_across_processes: a nested tensor is left as it is; turn it into a padded one first"
         warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
-    _refuse_mismatch(tensors, "pad_across_processes", lambda tensor: tensor.ndim)
+    how = (_structure(tree), dim, float(pad_index), pad_first)
+    _refuse_mismatch(tensors, "pad_across_processes", lambda tensor: tensor.ndim, how=how)
 
     def has_dim(tensor: Tensor) -> bool:
         return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
@@ -385,6 +406,21 @@ def _tensors(tree: Any, call: str) -> list[Tensor]:
     return leaves
 
 
+def _dense_tensors(tree: Any, call: str) -> list[Tensor]:
+    """The tensors, with memory that can be sent as it is."""
+    leaves = _tensors(tree, call)
+    for leaf in leaves:
+        if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
+            kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else "quantized" if leaf.is_quantized else ""
+            raise LoopError(f"{call}: found a {kind or leaf.layout} tensor; give dense ones, e.g. tensor.to_dense()")
+    return [leaf.resolve_conj().resolve_neg() for leaf in leaves]
+
+
+def _structure(tree: Any) -> str:
+    """The containers of a tree, with the keys of dicts, as text."""
+    return "" if isinstance(tree, Tensor) else repr(map_leaves(lambda _: 0, tree))
+
+
 def _wire_device(tensor: Tensor) -> torch.device:
     """Where the tensor must be for the group's backends: NCCL alone cannot carry a CPU tensor."""
     served = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
@@ -397,7 +433,10 @@ def _wire_device(tensor: Tensor) -> torch.device:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """A flat uint8 view: backends differ in the dtypes that they carry, none refuses bytes."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    flat = tensor.contiguous().view(-1)
+    if flat.stride(0) != 1:  # of a single element, which counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _gather_equal(tensor: Tensor) -> Tensor:
@@ -476,18 +515,34 @@ def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _refuse_mismatch(
-    leaves: Sequence[Tensor], call: str, of: Callable[[Tensor], Any] = _shape_and_dtype, *, sends: bool = False
+    leaves: Sequence[Tensor],
+    call: str,
+    of: Callable[[Tensor], Any] = _shape_and_dtype,
+    *,
+    how: Any = None,
+    sends: bool = False,
 ) -> Tensor | None:
     """Raise where `of` the leaves differs between the processes: backends would abort, wait, or mix up numbers.
+
+    Args:
+        leaves: the tensors.
+        call: what is called.
+        of: what of each tensor must be the same.
+        how: what else of the call must be.
+        sends: whether small tensors travel at once.
 
     Returns:
         With `sends`, the frames with all processes' leaves; None if these have not travelled, see `_exchange`.
     """
     if num_processes() == 1:
         return None
-    headers, frames = _exchange(call, [_fingerprint([of(leaf) for leaf in leaves])], leaves if sends else ())
-    if any(header != headers[0] for header in headers):
+    own = [_fingerprint([of(leaf) for leaf in leaves]), _fingerprint(how)]
+    headers, frames = _exchange(call, own, leaves if sends else ())
+    if any(header[0] != headers[0][0] for header in headers):
         _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
+    if any(header[1] != headers[0][1] for header in headers):
+        lines = [f"  process {rank}: {found}" for rank, found in enumerate(gather_values(str(how)))]
+        raise LoopError("\n".join([f"{call}: the processes' containers or arguments differ:", *lines]))
     return frames
 
 

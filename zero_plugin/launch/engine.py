@@ -30,6 +30,7 @@ from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import (
     HAD_ENDED,
     STOPPED,
+    TERMINATED,
     Failure,
     describe_end,
     describe_failure,
@@ -38,7 +39,7 @@ from zero_plugin.launch.report import (
     shell_code,
 )
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
-from zero_plugin.launch.worker import ERROR_FILE, RUNNING_AT
+from zero_plugin.launch.worker import ERROR_FILE, RUNNING_AT, SHOWS_PLACE
 from zero_plugin.machine.hardware import MemoryWatch, process_stat
 from zero_plugin.machine.op_builds import RunningBuilds
 
@@ -46,6 +47,7 @@ _logger = logging.getLogger(__name__)
 
 AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
 _LOOK_S: Final = 0.05
+_PLACES_S: Final = 0.5  # for workers to write where they are
 
 
 @contextmanager
@@ -81,10 +83,10 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
             idle.update({k: why for k, code in codes.items() if (why := _why_idle(processes[k].pid, code))})
             now = int(time.time())
             failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
+            running = [rank for rank, code in codes.items() if code is None and rank not in idle]
+            environments = {int(environment["RANK"]): environment for environment in workers.envs.values()}
+            idle.update(_places({rank: (processes[rank], environments[rank]) for rank in running}))
             close(workers, None, AFTER_FAILURE_S)
-            for environment in workers.envs.values():
-                if codes[rank := int(environment["RANK"])] is None and (place := _place(environment)):
-                    idle.setdefault(rank, place)
         else:
             for process in alive:
                 process.send_signal(death_sig)
@@ -148,16 +150,29 @@ def timed_lines(role: str) -> Iterator[None]:
 def _why_idle(pid: int, code: int | None) -> str:
     """What keeps a process from running, by the kernel's word; "" for nothing, and for one that has failed."""
     if code is not None:
-        return "" if code else HAD_ENDED
+        return {0: HAD_ENDED, -signal.SIGTERM: TERMINATED}.get(code, "")
     state = (process_stat(pid) or [""])[0]
     by = {"T": "by a signal (SIGSTOP, Ctrl-Z)", "t": "by a debugger"}.get(state)
     return f"{STOPPED} {by}" if by else ""
 
 
-def _place(environment: Mapping[str, str]) -> str:
-    """Where a worker was when it was ended, if it let others wait; "" otherwise."""
-    file = Path(environment[ERROR_FILE]).parents[1] / f"{RUNNING_AT}.{environment['RANK']}"
-    return running_at(file.read_text(errors="replace")) if file.exists() else ""
+def _places(running: Mapping[int, tuple[Any, Mapping[str, str]]]) -> dict[int, str]:
+    """By rank, where workers are that let others wait, which each writes at a signal.
+
+    Args:
+        running: each one's process and environment.
+    """
+    files = {}
+    for rank, (process, environment) in running.items():
+        file = Path(environment[ERROR_FILE]).parents[1] / f"{RUNNING_AT}.{rank}"
+        if SHOWS_PLACE is not None and file.exists():  # else it does not listen
+            process.send_signal(SHOWS_PLACE)
+            files[rank] = file
+    deadline = time.monotonic() + _PLACES_S
+    while any(not file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S / 5)
+    found = {rank: running_at(file.read_text(errors="replace")) for rank, file in files.items()}
+    return {rank: place for rank, place in found.items() if place}
 
 
 # Loggers whose warnings repeat what the report says.
@@ -231,7 +246,7 @@ def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle
 def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
     """Run the workers; on one machine again with smaller micro-batches, as long as memory runs out; an exit code."""
     while failures := run_torchrun(spec, config, folder, *worker_command(spec)):
-        first = find_first_failure(failures, folder)
+        first = find_first_failure(failures, folder, idle)
         out_of_memory = take_out_of_memory_report(folder)
         # Launchers of several machines begin again together, or not at all: that is --max_restarts.
         if spec.machines == 1 and (smaller := _cut_micro_batch(out_of_memory)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
 import shutil
 import signal
 import socket
-import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +23,17 @@ from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_c
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _ABORTED: Final = (-signal.SIGABRT, 128 + signal.SIGABRT)
+TERMINATED: Final = "was ended by signal 15 (SIGTERM)"  # before the launcher sent one
 STOPPED: Final = "did not run at that time: it was stopped"
 _MOST_IDLE: Final = 4
 _ENDED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # by the launcher, where it is none of the sudden ends
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 HAD_ENDED: Final = "did not run at that time: it had ended, with exit code 0"
-# In whose innermost frame a process waits for others, and lets none wait.
-_WAITS: Final = ("/torch/distributed/", "/torch/autograd/graph.py", "/zero_plugin/distributed/", "/deepspeed/comm/")
 _LIBRARIES: Final = (
+    "<frozen ",
     "/site-packages/",
     "/dist-packages/",
-    f"/lib/python3.{sys.version_info.minor}/",
+    sysconfig.get_path("stdlib"),
     str(Path(__file__).parents[1]),
 )
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -101,13 +103,17 @@ class FirstFailure:
     also: tuple[int, ...] = ()
 
 
-def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailure:
+def find_first_failure(
+    failures: Mapping[int, Any], folder: Path, idle: Mapping[int, str] | None = None
+) -> FirstFailure:
     """Which failure on this machine caused the others.
 
     Args:
         failures: by rank, of this machine, each a `Failure` or torchrun's record of one.
         folder: where torchrun kept the error files; the first rank to fail in Python left its mark there.
+        idle: what ranks did that others may have waited for.
     """
+    terminated = {rank for rank, what in (idle or {}).items() if what == TERMINATED}
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         if failure.exitcode in _SUDDEN_CODES and failure.timestamp - earliest <= _SAME_MOMENT_S:
@@ -120,7 +126,7 @@ def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailur
         of_rank = {int(file.suffix[1:]): file.read_text() for file in marks[-1].parent.glob(f"{FAILURE_OF}.*")}
         if kind == LOST_PEER:  # it comes from one that has ended without a word: an abort, or an exit of its own
             for rank, failure in failures.items():
-                if rank not in {int(marked), *of_rank} and failure.exitcode not in _ENDED:
+                if rank in terminated or (rank not in {int(marked), *of_rank} and failure.exitcode not in _ENDED):
                     return FirstFailure(rank, failure.exitcode)
         # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
@@ -179,7 +185,12 @@ def describe_end(first: FirstFailure, machines: int = 1) -> str:
         return f"rank {first.rank}{among} waited for another in vain, and failed with exit code {first.exitcode}"
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first{among}, with exit code {first.exitcode}"
-    return f"rank {first.rank}{among} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
+    return f"rank {first.rank}{among} was ended by {_signal(-first.exitcode)}"
+
+
+def _signal(number: int) -> str:
+    known = {int(one): f" ({one.name})" for one in signal.Signals}  # real-time signals have no names
+    return f"signal {number}{known.get(number, '')}"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -205,16 +216,30 @@ def describe_idle(idle: Mapping[int, str], first: FirstFailure) -> list[str]:
     return [*lines[:_MOST_IDLE], *more]
 
 
+@functools.cache
+def _waiting_places() -> tuple[str, ...]:
+    """The files, by their beginnings, in whose innermost frame a process waits for others, and lets none wait."""
+    own = Path(__file__).parents[1]
+    found = {"zero_plugin": own}
+    for name in ("torch", "deepspeed"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            found[name] = Path(spec.origin).parent
+    parts = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/", "zero_plugin/distributed/")
+    return tuple(str(found[name] / rest) for name, _, rest in (part.partition("/") for part in parts) if name in found)
+
+
 def running_at(stack: str) -> str:
-    """Where a rank was that let others wait, by the stack that it has left; "" for one that waited itself.
+    """Where in the script a rank is that lets others wait, by its stack; "" for one that waits itself.
 
     Args:
         stack: as Python's faulthandler writes it, the innermost frame first.
     """
     frames = _FRAME.findall(stack)
-    if not frames or any(part in frames[0][0] for part in _WAITS):
+    users = [one for one in frames if not any(part in one[0] for part in _LIBRARIES)]
+    if not users or frames[0][0].startswith(_waiting_places()):
         return ""
-    file, line, function = next((one for one in frames if not any(part in one[0] for part in _LIBRARIES)), frames[0])
+    file, line, function = users[0]
     return f"was still running at that time, at {Path(file).name}:{line}, in {function}"
 
 

@@ -34,7 +34,8 @@ FIRST_FAILURE = "first_failure"  # in the attempt's folder: the rank that failed
 FAILURE_OF = (
     "failure_of"  # beside it, with the rank in the name, for each that failed in Python: the digest of its error
 )
-RUNNING_AT = "running_at"  # beside it, with the rank in the name: its Python stack at a SIGTERM
+RUNNING_AT = "running_at"  # beside it, with the rank in the name: its Python stack at that signal
+SHOWS_PLACE = getattr(signal, "SIGRTMAX", None)  # one that no script handles; there is none on macOS
 LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
 _OF_A_LOST_PEER = (
     "Timed out waiting",
@@ -113,12 +114,17 @@ def report_end(error: BaseException, rank: str) -> int:
         return _report_exception(error, rank)
     if error.code is None:
         return 0
-    code = int(error.code) if isinstance(error.code, int) else 1  # True is an int too
+    code = _status(int(error.code)) if isinstance(error.code, int) else 1  # True is an int too
     if not isinstance(error.code, int):
         _write_error(error.code)
     if code:
         _claim_first_failure(code, rank)
     return code
+
+
+def _status(code: int) -> int:
+    """What others see of a code that a process exits with: its lowest byte, and 255 of a number that C cannot hold."""
+    return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
 
 
 def read_first_failure() -> int | None:
@@ -195,6 +201,7 @@ def _flush(file: Any) -> bool:
 
 def _run_program() -> int:
     """Run what the command line names and print what ended it; the exit code."""
+    own = os.getpid()
     try:
         if sys.argv[1] == "--replicas":
             _run_replicas(sys.argv[2:])
@@ -202,7 +209,9 @@ def _run_program() -> int:
             run_module(sys.argv[2], sys.argv[3:])
         else:
             run_script(sys.argv[1], sys.argv[2:])
-    except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's program
+    except BaseException as error:
+        if os.getpid() != own:  # a copy that the script has made of itself, which ends as Python ends it
+            raise
         return report_end(error, os.environ.get("RANK", "0"))
     return 0
 
@@ -233,16 +242,12 @@ def die_with_launcher() -> None:
 
 
 def show_place_at_end() -> None:
-    """Have SIGTERM first write where this process is: after a failure, the launcher names those that let others wait.
-
-    Not those that handle SIGTERM by themselves, nor what they fork.
-    """
+    """Have a signal write where this process is: after a failure, the launcher names those that let others wait."""
     mark = _mark()
-    if mark is not None and hasattr(faulthandler, "register"):
+    if mark is not None and SHOWS_PLACE is not None:
         with suppress(OSError):
             file = mark.with_name(f"{RUNNING_AT}.{os.environ.get('RANK', '0')}").open("w")
-            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
-            os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+            faulthandler.register(SHOWS_PLACE, file, all_threads=False)
 
 
 def _write_error(line: object) -> None:
@@ -261,8 +266,11 @@ def _report_exception(error: BaseException, rank: str) -> int:
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
     lost = any(
-        (ours or isinstance(one, RuntimeError)) and any(words in str(one) for words in _OF_A_LOST_PEER)
+        isinstance(one, RuntimeError if one is not error or not ours else BaseException)
+        and any(words in str(one) for words in _OF_A_LOST_PEER)
+        and (ours or "gloo" in str(one) or _is_from_torch(one))
         for one in (error, error.__cause__)
+        if one is not None
     )
     text = f"{type(error).__name__}: {error}"
     own = str(error).partition(": ")  # "process 1: …" where another process has raised the rest of it
@@ -274,6 +282,16 @@ def _report_exception(error: BaseException, rank: str) -> int:
     elif not _is_as_the_first(digest):
         _write_error(f"rank {rank} failed later: {' '.join(text.split())[:_LONGEST_LINE]}")
     return code
+
+
+def _is_from_torch(error: BaseException) -> bool:
+    """Whether torch's or DeepSpeed's code has raised it, rather than another library that speaks to a server."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    modules = [sys.modules[name] for name in ("torch", "deepspeed") if name in sys.modules]
+    folders = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in modules)  # noqa: PTH120
+    return trace is not None and _file(trace).startswith(folders)
 
 
 def _without_starters(trace: TracebackType | None) -> TracebackType | None:
