@@ -76,6 +76,8 @@ def test_a_rank_that_somebody_ended_while_others_waited(tmp_path: Path) -> None:
     failures = {0: Ended(-15), 1: Ended(1)}
     assert find_first_failure(failures, tmp_path).rank == 1
     assert find_first_failure(failures, tmp_path, {0: TERMINATED}).exitcode == -15
+    both = {0: Ended(-15), 1: Ended(-15)}
+    assert find_first_failure(both, tmp_path / "none", {1: TERMINATED}).rank == 1
     assert describe_failure(FirstFailure(0, -40)).startswith("rank 0 was ended by signal 40, on ")
 
 

@@ -133,7 +133,13 @@ def find_first_failure(
             digest = details[-1] if details else ""
             also = sorted(rank for rank, of in of_rank.items() if digest and of == digest and rank != int(marked))
             return FirstFailure(int(marked), int(code), kind, tuple(also))
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in _ENDED, item[1].timestamp, item[0]))
+
+    def turn(rank: int) -> tuple[bool, int, int]:
+        failure = failures[rank]
+        return failure.exitcode in _ENDED and rank not in terminated, failure.timestamp, rank
+
+    rank = min(failures, key=turn)
+    failure = failures[rank]
     return FirstFailure(rank, failure.exitcode)
 
 
