@@ -134,9 +134,9 @@ def test_what_contradicts_is_named(environ: dict[str, str], parts: list[str]) ->
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (("MASTER_ADDR",), "MASTER_ADDR is not:"),
-        (("MASTER_PORT",), "MASTER_PORT is not:"),
-        (("MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not:"),
+        (("MASTER_ADDR",), "MASTER_ADDR is not set:"),
+        (("MASTER_PORT",), "MASTER_PORT is not set:"),
+        (("MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not set:"),
     ],
 )
 def test_a_missing_meeting_point(missing: tuple[str, ...], said: str) -> None:

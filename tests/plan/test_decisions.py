@@ -272,4 +272,4 @@ def test_every_rejected_line_says_why() -> None:
     reasons = [c.rejected for c in found.table if c.rejected]
     assert found.chosen in found.table
     assert any("no NVMe disk" in reason for reason in reasons)
-    assert any("GiB on the device, budget 21.6 GiB; most is" in reason for reason in reasons)
+    assert any("GiB on the device, budget 21.6 GiB; mostly" in reason for reason in reasons)

@@ -302,7 +302,7 @@ def check_prepare_refuses(path: str) -> None:
         assert all(o is given for o, given in zip(accelerator.prepare(*prepared), prepared, strict=True))
         for twice in (sgd, *(() if first is model else (first,))):
             raised(LoopError, "already prepared", by=lambda twice=twice: accelerator.prepare(twice))
-        raised(LoopError, "another optimizer of the Sequential", by=lambda: accelerator.prepare(other))
+        raised(LoopError, "a second optimizer of the Sequential", by=lambda: accelerator.prepare(other))
         assert accelerator.prepare("a text") == "a text"
         assert accelerator.prepare(1, None) == (1, None)
 

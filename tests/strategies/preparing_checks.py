@@ -92,7 +92,7 @@ def check_the_model_comes_first(path: str) -> None:
         optimizer, schedule = accelerator.prepare(sgd, schedule)
         _train(accelerator, model, optimizer, schedule)
         other = torch.optim.SGD(model.parameters(), lr=0.1)
-        raised(LoopError, "another optimizer", by=lambda: accelerator.prepare(other))
+        raised(LoopError, "a second optimizer", by=lambda: accelerator.prepare(other))
         model, sgd, schedule = _unprepared()
         model, optimizer = accelerator.prepare(model), AcceleratedOptimizer(sgd)  # made by the script
         assert accelerator.prepare(optimizer) is optimizer

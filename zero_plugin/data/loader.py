@@ -404,8 +404,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         """
         if self.get_sampler() is None:
             raise LoopError(
-                f"set_sampler() cannot replace the sampler of this loader over {type(self.dataset).__name__}: its "
-                "batches are drawn by none.\nBuild a DataLoader with the sampler, and prepare() it."
+                f"set_sampler(): this loader over {type(self.dataset).__name__} has no sampler that can be replaced.\n"
+                "Build a DataLoader with the sampler, and prepare() it."
             )
         self._outer.sampler = sampler
         self._epochs.follow([self.dataset, self._outer, sampler])

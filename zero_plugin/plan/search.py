@@ -294,7 +294,7 @@ class _Question:
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
                     f"{show_bytes(need)} {where}, budget {show_bytes(budget(there, self.wanted.margin))}; "
-                    f"the largest part is {most}, {show_bytes(terms[most])}"
+                    f"mostly {most}, {show_bytes(terms[most])}"
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:
             found.append(
