@@ -1,6 +1,6 @@
-"""Trains a small model; at MOMENT a FAULT comes over RANK. Arguments: MOMENT FAULT RANK STAGE, and a mark.
+"""Trains a small model; at MOMENT a FAULT comes over RANK. Arguments: MOMENT FAULT RANK STAGE LIMIT, and a mark.
 
-The process group's limit is a few seconds, so that who waits in vain is known soon.
+The process group's limit is so many seconds, so that who waits in vain is known soon.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 
 from zero_plugin import Accelerator, InitProcessGroupKwargs, ProjectConfiguration
-
-LIMIT_S = 8
 
 
 def exhaust_memory() -> None:
@@ -65,7 +63,7 @@ FAULTS = {
 }
 
 
-def main(moment: str, fault: str, rank: int, stage: int) -> None:
+def main(moment: str, fault: str, rank: int, stage: int, limit: float) -> None:
     """Train six steps, with a checkpoint after the third."""
 
     def reach(name: str) -> None:
@@ -77,7 +75,7 @@ def main(moment: str, fault: str, rank: int, stage: int) -> None:
     accelerator = Accelerator(
         config=section,
         project_config=ProjectConfiguration("out", automatic_checkpoint_naming=True),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT_S))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=limit))],
     )
     reach("group")
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
@@ -108,4 +106,4 @@ def main(moment: str, fault: str, rank: int, stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

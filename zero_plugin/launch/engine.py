@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
 _LOOK_S: Final = 0.05
-_PLACES_S: Final = 0.5  # for workers to write where they are
+_PLACES_S: Final = 2.0  # for workers to write where they are
 
 
 @contextmanager
