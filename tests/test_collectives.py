@@ -15,6 +15,12 @@ from zero_plugin.errors import LoopError
 Pair = namedtuple("Pair", "left right")
 
 
+class Plain(dict):
+    """A script's own container, whose text is Python's, with an address that differs between processes."""
+
+    __repr__ = object.__repr__
+
+
 def check_gather(rank: int, world: int) -> None:
     tree = {
         "rows": torch.full((rank + 1, 2), rank, dtype=torch.bfloat16),
@@ -33,6 +39,7 @@ def check_gather(rank: int, world: int) -> None:
     assert got["one_sided"].tolist() == [0, 1, 2]
     assert got["same"].tolist() == [r for r in range(world) for _ in range(2)]
     assert got["nothing"].shape == (0, 3)
+    assert collectives.reduce(Plain(a=torch.ones(1)), "sum")["a"].tolist() == [world]
     leaf = torch.ones(2, requires_grad=True)
     assert not collectives.gather(leaf * 2).requires_grad
     transposed = torch.arange(6).view(2, 3).t() + rank

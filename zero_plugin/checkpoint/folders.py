@@ -142,10 +142,9 @@ def read_manifest(folder: Path) -> Manifest:
 def find_damage(folder: Path) -> str | None:
     """What makes a checkpoint incomplete, by names and sizes alone; None if nothing does."""
     try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return str(error)
-    return next(iter(find_wrong_files(folder, manifest).values()), None)
+        return _damage(folder)
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read ({error.strerror})."
 
 
 def _damage(folder: Path) -> str | None:

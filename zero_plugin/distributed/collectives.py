@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import os
+import re
 import struct
 import warnings
 import zlib
@@ -418,7 +419,8 @@ def _dense_tensors(tree: Any, call: str) -> list[Tensor]:
 
 def _structure(tree: Any) -> str:
     """The containers of a tree, with the keys of dicts, as text."""
-    return "" if isinstance(tree, Tensor) else repr(map_leaves(lambda _: 0, tree))
+    # Python's own text for an object has its address, which differs between processes.
+    return "" if isinstance(tree, Tensor) else re.sub(" at 0x[0-9a-f]+", "", repr(map_leaves(lambda _: 0, tree)))
 
 
 def _wire_device(tensor: Tensor) -> torch.device:

@@ -165,7 +165,7 @@ PLACEMENT: Final[tuple[KeyPath, ...]] = (
 
 
 # Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
-_NEVER_TOLD: Final[Mapping[KeyPath, Any]] = {
+_LEFT_OUT: Final[Mapping[KeyPath, Any]] = {
     ("torch_autocast", "dtype"): None,
     ("torch_autocast", "lower_precision_safe_modules"): None,
     ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
@@ -173,9 +173,9 @@ _NEVER_TOLD: Final[Mapping[KeyPath, Any]] = {
 }
 
 
-def is_told(path: KeyPath, value: Any) -> bool:
+def is_passed_on(path: KeyPath, value: Any) -> bool:
     """Whether DeepSpeed can be given a value, rather than that the key is left out."""
-    return path not in _NEVER_TOLD or value != _NEVER_TOLD[path]
+    return path not in _LEFT_OUT or value != _LEFT_OUT[path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +259,10 @@ class Resolved:
         """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
 
         It holds no `scheduler` section: this package builds and steps the learning-rate scheduler itself, and an
-        engine that found the section would step a second one; nor defaults that DeepSpeed refuses to be told.
+        engine that found the section would step a second one; nor defaults that DeepSpeed refuses in writing.
         """
-        told = self.tree.without("scheduler").where(lambda path, entry: is_told(path, entry.value))
-        return told.nested(auto="auto")
+        passed = self.tree.without("scheduler").where(lambda path, entry: is_passed_on(path, entry.value))
+        return passed.nested(auto="auto")
 
     @functools.cached_property  # each save writes it again
     def record(self) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from zero_plugin.config.resolve.facts import (
     ModelFacts,
     Resolved,
     StrategyName,
-    is_told,
+    is_passed_on,
 )
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.rules.sections import unequal_expert_groups
@@ -661,8 +661,8 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
     origin = Origin("rule", "for scripts")
-    told = {path: value for path, value in values.items() if value is not None and is_told(path, value)}
-    return Tree({path: Entry(value, origin) for path, value in told.items()}).nested(auto="auto")
+    passed = {path: value for path, value in values.items() if value is not None and is_passed_on(path, value)}
+    return Tree({path: Entry(value, origin) for path, value in passed.items()}).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:
