@@ -6,6 +6,7 @@
 # make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make docs   the site, in site/; warnings are errors
 # make test-newest-torch   the quick half of the suite, and parity on two processes, on the newest torch of the index
+# make gpu   all that needs a GPU: checks, peaks of memory, speeds; in pieces, with what Python has installed
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
@@ -19,7 +20,7 @@ VENV_NEWEST ?= .venv-newest
 VENV_FOREIGN ?= .venv-foreign
 
 .PHONY: demo docs test test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
-.PHONY: libaio test-tools
+.PHONY: libaio test-tools gpu
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -90,6 +91,10 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/errors.py
 	$(BIN)/python benchmarks/step.py --sizes tiny
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
+
+# Where there is no network, the environment is what the machine's Python has.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/kit.py $(if $(PIECES),--pieces $(PIECES))
 
 clean:
 	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_FOREIGN) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -52,14 +52,14 @@ def make_model(gigabytes: float) -> nn.Module:
 class Round:
     """What one contender needs to save and load once."""
 
-    def __init__(self, contender: str, case: str, gigabytes: float) -> None:
+    def __init__(self, contender: str, case: str, options: argparse.Namespace) -> None:
         stage, precision = CASES[case]
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer}
-        document = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": config}
+        document = {"distributed_type": "DEEPSPEED", "use_cpu": options.cpu, "deepspeed_config": config}
         self._accelerator = Accelerator(config=document, mixed_precision=precision)
-        model = make_model(gigabytes)
+        model = make_model(options.gigabytes)
         if contender == OURS:
             self._model, self._optimizer = self._accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3))
         else:
@@ -71,7 +71,8 @@ class Round:
 
     def train(self) -> None:
         """One step: then the optimizer has states."""
-        loss = self._model(torch.ones(1, LAYER, dtype=next(self._model.parameters()).dtype)).float().square().mean()
+        weight = next(self._model.parameters())
+        loss = self._model(torch.ones(1, LAYER, dtype=weight.dtype, device=weight.device)).float().square().mean()
         if self._is_ours:
             self._accelerator.backward(loss)
             self._optimizer.step()
@@ -111,10 +112,17 @@ def bare_engine(config: dict[str, Any], model: nn.Module) -> Any:
 def seconds_of(call: Callable[[], object]) -> float:
     """Until every process has returned."""
     dist.barrier()
+    wait_for_device()
     start = time.perf_counter()
     call()
+    wait_for_device()
     dist.barrier()
     return time.perf_counter() - start
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def sync_files(folder: Path) -> None:
@@ -145,9 +153,9 @@ def read_sequentially(file: Path) -> None:
             pass
 
 
-def run_round(contender: str, case: str, folder: Path, gigabytes: float) -> dict[str, float]:
+def run_round(contender: str, case: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Seconds and bytes of one contender."""
-    saving = Round(contender, case, gigabytes)
+    saving = Round(contender, case, options)
     saving.train()
     saved = folder / contender
     measured = {"save": saving.save(saved)}
@@ -155,7 +163,7 @@ def run_round(contender: str, case: str, folder: Path, gigabytes: float) -> dict
     saving.end()
     del saving
     gc.collect()
-    loading = Round(contender, case, gigabytes)
+    loading = Round(contender, case, options)
     measured["load"] = loading.load(saved)
     if contender == OURS:
         pairs = [(loading.load(saved), loading.load(saved, verify=False)) for _ in range(5)]
@@ -179,14 +187,16 @@ def run_round(contender: str, case: str, folder: Path, gigabytes: float) -> dict
 
 def measure(rank: int, world: int, case: str, folder: str, options: argparse.Namespace) -> None:
     """Run in every process; the first writes what was measured."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     rounds: list[dict[str, dict[str, float]]] = []
     for index in range(options.rounds):
         order = (OURS, THEIRS) if index % 2 == 0 else (THEIRS, OURS)
-        rounds.append({name: run_round(name, case, Path(folder), options.gigabytes) for name in order})
+        rounds.append({name: run_round(name, case, Path(folder), options) for name in order})
     if rank == 0:
         torch.save(rounds, Path(folder, "rounds.pt"))
     dist.barrier()
@@ -200,6 +210,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="default: all")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--folder", default=".", help="on the disk to measure (default: here)")
+    parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available(), help="even with a GPU")
     options = parser.parse_args()
 
     table = Table(

@@ -40,35 +40,43 @@ AT_ONCE, BEHIND = "at once", "behind the training"
 class Training:
     """A prepared model that takes steps and saves."""
 
-    def __init__(self, stage: int, gigabytes: float, folder: Path) -> None:
+    def __init__(self, stage: int, gigabytes: float, folder: Path, cpu: bool) -> None:
         section = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-        config = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": section}
+        config = {"distributed_type": "DEEPSPEED", "use_cpu": cpu, "deepspeed_config": section}
         self.accelerator = Accelerator(config=config)
         layers = round(gigabytes * 2**30 / LAYER**2 / 4)
         with self.accelerator.init_model():
             net = nn.Sequential(*(nn.Linear(LAYER, LAYER, bias=False) for _ in range(layers)))
         adamw = torch.optim.AdamW(net.parameters(), lr=1e-5)
         self.model, self.optimizer = self.accelerator.prepare(net, adamw)
+        self.batch = torch.ones(1, LAYER, device=self.accelerator.device)
         self.folder = folder
         self.next_step = 0.0  # seconds, of the step after the last save
 
     def step(self) -> float:
         """Seconds."""
         start = time.perf_counter()
-        self.accelerator.backward(self.model(torch.ones(1, LAYER)).square().mean())
+        self.accelerator.backward(self.model(self.batch).square().mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.wait_for_device()
         return time.perf_counter() - start
+
+    def wait_for_device(self) -> None:
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
 
     def save(self, *, asynchronous: bool) -> float:
         """Seconds that the loop waits, in the call and in the next step; the disk has nothing else to write."""
         self.forget()
         os.sync()
+        self.wait_for_device()
         dist.barrier()
         start = time.perf_counter()
         self.accelerator.save_state(self.folder / "state", asynchronous=asynchronous)
         returned = time.perf_counter()
-        self.accelerator.backward(self.model(torch.ones(1, LAYER)).square().mean())
+        self.accelerator.backward(self.model(self.batch).square().mean())
+        self.wait_for_device()
         waits_from = time.perf_counter()
         if (wait := self.optimizer.session.before_change) is not None:
             wait()
@@ -96,11 +104,13 @@ class Training:
 
 def measure(rank: int, world: int, stage: int, folder: str, options: argparse.Namespace) -> None:
     """Run in every process; the first writes what it measured."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    training = Training(stage, options.gigabytes, Path(folder))
+    backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    training = Training(stage, options.gigabytes, Path(folder), options.cpu)
     training.step()
     results: dict[str, Any] = {"first": training.save(asynchronous=True), "quiet": [], "behind": []}
     training.steps_behind()
@@ -125,6 +135,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="ZeRO stages (default 2 3)")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--folder", default=None, help="on the disk to write to (default: the system's temporary one)")
+    parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available(), help="even with a GPU")
     options = parser.parse_args()
     table = Table(
         title=f"pause of the loop in save_state, {options.gigabytes:g} GB of fp32 parameters with Adam's states, "

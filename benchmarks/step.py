@@ -30,7 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,23 @@ def bare_torch(model: nn.Module, loader: Batches, device: torch.device, clip: bo
     return Contender(train, loader)
 
 
-@cache
-def accelerates_own(cpu: bool) -> Any:
+def accelerates_own(cpu: bool, zero: dict[str, Any] | None) -> Any:
     from accelerate import Accelerator as AcceleratesOwn
+    from accelerate import DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
 
-    return AcceleratesOwn(cpu=cpu)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return AcceleratesOwn(cpu=cpu, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(zero)) if zero else None)
 
 
-def through_accelerate(cpu: bool, model: nn.Module, data: TensorDataset, clip: bool) -> Contender:
-    accelerator = accelerates_own(cpu)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+def through_accelerate(
+    cpu: bool, zero: dict[str, Any] | None, model: nn.Module, data: TensorDataset, clip: bool
+) -> Contender:
+    from accelerate.utils import DummyOptim as AcceleratesDummy
+
+    accelerator = accelerates_own(cpu, zero)
+    make: Any = AcceleratesDummy if zero else torch.optim.AdamW
+    optimizer: Any = make(model.parameters(), lr=LR)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
 
     def train(batches: Batches) -> None:
@@ -200,8 +207,9 @@ def build_contenders(path: str, width: int, clip: bool, cpu: bool, steps: int) -
             contenders[name] = bare_engine(accelerator.resolved.deepspeed_config(), models[name], loader)
         else:
             contenders[name] = bare_torch(models[name], loader, device, clip)
-    if not zero and installed("accelerate"):
-        contenders[ACCELERATE] = through_accelerate(cpu, models[ACCELERATE], data, clip)
+    if installed("accelerate") and not (zero and cpu and dist.get_world_size() > 1):
+        section = accelerator.resolved.deepspeed_config() if zero else None
+        contenders[ACCELERATE] = through_accelerate(cpu, section, models[ACCELERATE], data, clip)
     return {name: contenders[name] for name in (BARE, OURS, AGAIN, ACCELERATE) if name in contenders}, device
 
 

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import multiprocessing.connection
-import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import random
@@ -26,6 +25,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
+from device import ON_GPU
 from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
@@ -59,7 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Messages appear, and all processes of the tests build C++ ops by one compiler."""
     show_messages()
-    use_quick_compiler()
+    if not ON_GPU:
+        use_quick_compiler()
     startup = str(Path(__file__).parent / "startup")  # what it holds, all Pythons that tests start do first
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
     if sys.modules.get("mlflow", ...) is None:  # pytest's own workers, which are started so too, run its tests
@@ -288,8 +289,13 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Starts processes as forks of one that has imported all that takes seconds of a processor."""
+def fork_context() -> Any:
+    """Starts processes as forks of one that has imported all that takes seconds of a processor.
+
+    On a GPU they start anew: what DeepSpeed is on is settled when it is imported.
+    """
+    if ON_GPU:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED_BEFORE))
     with pytest.MonkeyPatch.context() as environment:
@@ -300,7 +306,7 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
 
 
 @pytest.fixture(scope="session")
-def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> Iterator[dict[str, str]]:
+def forked_workers(fork_context: Any) -> Iterator[dict[str, str]]:
     """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
 
     Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
@@ -308,7 +314,7 @@ def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> I
     """
     import torch
 
-    if torch.cuda.is_available() or sys.platform != "linux":
+    if ON_GPU or torch.cuda.is_available() or sys.platform != "linux":
         yield {}
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -318,7 +324,7 @@ def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> I
 
 
 @pytest.fixture
-def run_processes(tmp_path: Path, fork_context: multiprocessing.context.ForkServerContext) -> Callable[..., list[str]]:
+def run_processes(tmp_path: Path, fork_context: Any) -> Callable[..., list[str]]:
     """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
 
     STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process

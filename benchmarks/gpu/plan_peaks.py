@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from training import Figures, Run, measure
+from training import OUT_OF_MEMORY, Figures, Run, measure
 
 GIB = 2**30
 HOST: dict[str, Any] = {"device": "cpu"}
@@ -70,15 +72,17 @@ def main() -> None:
         sys.exit("There is no GPU here, and this needs one. --cpu tries the script without.")
     console = Console(width=160)
     if args.only in (None, "peaks"):
-        console.print(compare_peaks(ROWS[args.rows], args.cpu))
-    if args.only in (None, "cap") and not args.cpu:
-        console.print(compare_speed())
+        console.print(compare_peaks(ROWS[args.rows], args))
+    if args.only in (None, "cap"):
+        console.print(compare_speed(args))
 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("peaks", "cap"), help="one of the two tables")
     parser.add_argument("--rows", type=read_rows, default=slice(None), help="of the first table, FROM:TO, from 0")
+    parser.add_argument("--together", type=int, default=1, help="launches at a time, for the peaks (default 1)")
+    parser.add_argument("--kept", type=Path, help="folder of rows that are measured already, and of those to come")
     parser.add_argument("--cpu", action="store_true", help="with tiny models and without a GPU, to try the script")
     return parser.parse_args()
 
@@ -99,7 +103,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def compare_peaks(rows: tuple[tuple[str, Run], ...], cpu: bool) -> Table:
+def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -> Table:
     table = Table(box=MARKDOWN)
     for column in (
         "path",
@@ -113,10 +117,11 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], cpu: bool) -> Table:
     ):
         table.add_column(column)
     worst = 0.0
-    for path, run in rows:
-        if cpu:
-            run = replace(run, model="gpt2:64x2", micro_batch=2, length=16, steps=2, cpu=True, precision="bf16")
-        found = measure(run)
+    runs = [toy(run) if args.cpu else run for _, run in rows]
+    with ThreadPoolExecutor(args.together) as pool:
+        measured = list(pool.map(lambda run: measure(run, args.kept), runs))
+    for (path, _), run, first in zip(rows, runs, measured, strict=True):
+        found = measure(run, args.kept) if first == OUT_OF_MEMORY and args.together > 1 else first  # alone
         what = f"{run.micro_batch} × {run.length}{f' × {run.accumulation} a step' if run.accumulation > 1 else ''}"
         name = run.model + (", recomputing" if run.checkpointing else "")
         if isinstance(found, str):
@@ -128,18 +133,23 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], cpu: bool) -> Table:
         sizes = f"{found.predicted / GIB:.2f}", f"{found.peak / GIB:.2f}"
         table.add_row(path, name, run.precision, what, *sizes, off, most(found))
         tell(path, name, run.precision, what, *sizes, off)
-    if not cpu:
+    if not args.cpu:
         table.caption = f"off by at most {worst:.1%}; target 10 %"
     return table
 
 
-def compare_speed() -> Table:
+def toy(run: Run) -> Run:
+    """Of a size for a CPU."""
+    return replace(run, model="gpt2:64x2", micro_batch=2, length=16, steps=2, cpu=True, precision="bf16", cap_gib=None)
+
+
+def compare_speed(args: argparse.Namespace) -> Table:
     table = Table(box=MARKDOWN)
     for column in ("GPT-2 XL in 24 GB", "chosen", "peak, GiB", "predicted, GiB", "step, s", "tokens/s", "against it"):
         table.add_column(column)
     speeds: dict[str, float] = {}
     for name, run in CAPPED:
-        found = measure(run)
+        found = measure(toy(run) if args.cpu else run, args.kept)
         if isinstance(found, str):
             table.add_row(name, "", "", "", "", found, "")
             tell(name, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -74,8 +75,26 @@ class Figures:
     losses: list[float] = field(default_factory=list)
 
 
-def measure(run: Run) -> Figures | str:
-    """The run's figures, or in words why there are none."""
+def measure(run: Run, kept: Path | None = None) -> Figures | str:
+    """The run's figures, or in words why there are none.
+
+    Args:
+        run: what is trained.
+        kept: a folder of figures; what is found there is not measured again.
+    """
+    if kept is None:
+        return _measure(run)
+    kept.mkdir(parents=True, exist_ok=True)
+    file = kept / f"{hashlib.sha256(json.dumps(asdict(run)).encode()).hexdigest()[:16]}.json"
+    if file.exists():
+        return Figures(**json.loads(file.read_text()))
+    found = _measure(run)
+    if isinstance(found, Figures):
+        file.write_text(json.dumps(asdict(found)))
+    return found
+
+
+def _measure(run: Run) -> Figures | str:
     zero = None if run.zero is None else json.loads(json.dumps(run.zero))
     config: dict[str, Any] = {
         "distributed_type": "DEEPSPEED" if zero is not None else "MULTI_CPU" if run.cpu else "MULTI_GPU",

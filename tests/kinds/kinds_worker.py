@@ -12,7 +12,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+from device import DEVICE, place_process
+
+os.environ["DS_ACCELERATOR"] = DEVICE
 
 import cpuinfo
 import torch
@@ -42,7 +44,7 @@ def compare(kind: str, path: str, world: int) -> tuple[float | None, str]:
 def main() -> None:
     """Every kind on every path, one after the other."""
     store, rank, world, paths, folder, *kinds = sys.argv[1:]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(place_process(rank, world))
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
     )

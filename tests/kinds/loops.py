@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import DEVICE, ON_GPU, distributed_type
 from torch import Tensor, nn
 from torch.distributed.nn import functional as collectives
 from torch.utils.data import DataLoader
 
 from zero_plugin import Accelerator
+from zero_plugin.utils import send_to_device
 
 SIZE, FEATURES, OUT = 12, 8, 4  # samples of a global batch, which two and three processes divide
 ZERO = {
@@ -45,7 +47,10 @@ class Plain:
         self._window = self._size = self._left = 1
 
     def prepare(self, *objects: Any) -> Any:
-        """The objects themselves."""
+        """The objects themselves, on the device."""
+        for module in objects:
+            if isinstance(module, nn.Module):
+                module.to(DEVICE)
         return objects if len(objects) > 1 else objects[0]
 
     def free(self, *objects: Any) -> None:
@@ -77,7 +82,8 @@ class Plain:
 
     def loader(self, dataset: Any, **options: Any) -> Iterable[Any]:
         """Batches of the dataset, which together are global ones."""
-        return DataLoader(dataset, batch_size=SIZE, **options)
+        loader = DataLoader(dataset, batch_size=SIZE, **options)
+        return Moved(loader) if ON_GPU else loader
 
     def accumulate_over(self, steps: int) -> None:
         """How many batches of the loader an optimizer's step is of."""
@@ -132,18 +138,35 @@ class Plain:
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of all weights."""
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
         generator = torch.Generator().manual_seed(100 + step)
         x = torch.randn(SIZE, FEATURES, generator=generator)
-        return self.part(x), self.part(torch.randn(SIZE, OUT, generator=generator))
+        y = torch.randn(SIZE, OUT, generator=generator)
+        return self.part(x.to(DEVICE)), self.part(y.to(DEVICE))
 
     def words(self, step: int, length: int = 6, vocabulary: int = 20) -> Tensor:
         """Token ids."""
         generator = torch.Generator().manual_seed(500 + step)
-        return self.part(torch.randint(0, vocabulary, (SIZE, length), generator=generator))
+        return self.part(torch.randint(0, vocabulary, (SIZE, length), generator=generator).to(DEVICE))
+
+
+class Moved:
+    """A loader whose batches are moved to the device."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (send_to_device(batch, DEVICE) for batch in self._loader)
 
 
 class Prepared(Plain):
@@ -238,17 +261,15 @@ class Prepared(Plain):
         state = [self.accelerator.get_state_dict(model)]
         dist.broadcast_object_list(state)
         assert state[0] is not None
-        return {name: tensor.clone() for name, tensor in state[0].items()}
+        return {name: tensor.cpu().clone() for name, tensor in state[0].items()}
 
 
 @contextmanager
 def prepared(path: str) -> Iterator[Prepared]:
     """A loop on `path`, ended in the end."""
     section: dict[str, Any] = {"zero_optimization": ZERO[path]} if path in ZERO else {}
-    kind = "DEEPSPEED" if path in ZERO else "MULTI_CPU" if path == "ddp" else "NO"
-    accelerator = Accelerator(
-        config={"distributed_type": kind, "use_cpu": True, "scheduler_counts": "steps", "deepspeed_config": section}
-    )
+    config = {"distributed_type": distributed_type(path), "use_cpu": not ON_GPU, "scheduler_counts": "steps"}
+    accelerator = Accelerator(config={**config, "deepspeed_config": section})
     try:
         yield Prepared(accelerator)
     finally:

@@ -13,12 +13,13 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
 from cases import PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, pairs_of
+from device import ON_GPU
 from everyday import campaign_unless_daily
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
-# On a machine with GPUs each path runs there too, as one process.
-RUNS = [("cpu", path) for path in PATHS] + [("cuda", path) for path in PATHS if torch.cuda.is_available()]
+# On a GPU each path runs as one process over NCCL, and as its processes, which share the GPU, over gloo.
+RUNS = [(device, path) for device in (("cuda", "cuda-shared") if ON_GPU else ("cpu",)) for path in PATHS]
 # What these offload, others do too: at another stage, or more of it.
 RARE = ("zero1-cpu", "zero3-nvme-optimizer", "zero3-cpu-nvme-optimizer")
 
@@ -52,7 +53,7 @@ def results(
     def folder_of(device: str, path: str) -> Path:
         if (device, path) not in _folders:
             folder = _folders[device, path] = tmp_path_factory.mktemp(f"{device}-{path}")
-            world = PATHS[path][0] if device == "cpu" else 1
+            world = 1 if device == "cuda" else PATHS[path][0]
             cases = ",".join(_chosen_cases(request, device, path))
             run_processes(WORKER, world, device, path, cases, folder, folder / "nvme")
         return _folders[device, path]

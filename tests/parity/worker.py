@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = sys.argv[4]
+os.environ["DS_ACCELERATOR"] = sys.argv[4].removesuffix("-shared")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,9 +56,8 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
     training = PATHS[path][1]
     world, zero = dist.get_world_size(), bool(training)
     config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps"}
-    config["distributed_type"] = (
-        "DEEPSPEED" if zero else f"MULTI_{device.upper()}".replace("CUDA", "GPU") if world > 1 else "NO"
-    )
+    kind = "MULTI_CPU" if device == "cpu" else "MULTI_GPU"
+    config["distributed_type"] = "DEEPSPEED" if zero else kind if world > 1 else "NO"
     config["use_cpu"] = device == "cpu"
     accelerator = Accelerator(config=config)
     model = make_model(width_for(path), case.branch)
@@ -135,10 +134,11 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
 def main() -> None:
     """Run every case in one group of processes."""
     store, rank, world, device, path, cases, output, nvme = sys.argv[1:9]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
+    # NCCL takes one process for each GPU; who share one do so over gloo.
+    os.environ.update(RANK=rank, LOCAL_RANK=rank if device == "cpu" else "0", WORLD_SIZE=world)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=int(rank),
         world_size=int(world),

@@ -19,7 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+from device import DEVICE, place_process
+
+os.environ["DS_ACCELERATOR"] = DEVICE
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def main() -> None:
     """Run every check that was asked for and is for this number of processes."""
     store, rank, world, asked, output = sys.argv[1:6]
     wanted = set(asked.split(","))
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(place_process(rank, world))
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
     )

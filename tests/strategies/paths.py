@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE, ON_GPU, distributed_type
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,8 +70,8 @@ def start(
         **arguments: Accelerator's.
     """
     section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
-    kind = "DEEPSPEED" if is_zero(path) else "MULTI_CPU" if path == "ddp" else "NO"
-    config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": counts, "deepspeed_config": section}
+    kind = distributed_type(path)
+    config = {"distributed_type": kind, "use_cpu": not ON_GPU, "scheduler_counts": counts, "deepspeed_config": section}
     return Accelerator(config=config, **arguments)
 
 
@@ -87,13 +88,14 @@ def running(path: str, **arguments: Any) -> Iterator[Accelerator]:
 def make_net() -> nn.Module:
     """A small model with the same weights everywhere: [batch, 8] → [batch, 4]."""
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
 
 
 def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all processes together."""
     generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)
+    x = torch.randn(size, 8, generator=generator)
+    return x.to(DEVICE), torch.randn(size, 4, generator=generator).to(DEVICE)
 
 
 def own_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,7 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     state = [accelerator.get_state_dict(model)]
     dist.broadcast_object_list(state)
     assert state[0] is not None
-    return {name: tensor.clone() for name, tensor in state[0].items()}
+    return {name: tensor.to(DEVICE, copy=True) for name, tensor in state[0].items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -1,0 +1,172 @@
+"""All that needs a GPU, in pieces of at most nine minutes: `make gpu`, or `make gpu PIECES="checks peaks"`.
+
+It takes the Python that it is started with, says what is installed, and needs no network. Each piece ends with one
+table or count, which is printed and appended to benchmarks/RESULTS.md with date, device and versions. A piece that is
+done on this commit is not run again; rows that a piece had measured before it was stopped are kept.
+
+    checks       parity and the loop's checks on the GPU, as one process over NCCL and as two over gloo; late streams;
+                 memory that runs out
+    kinds        sixty kinds of training code against plain torch
+    peaks        the plan's peak of memory against the measured one, 24 times
+    capped       GPT-2 XL in 24 GB: the announcement's configuration against `auto`
+    steps        a step against the same loop on the bare engine, plain torch and Accelerate
+    stages       a model of 1.2 billion parameters with every stage and offload
+    checkpoints  saving and loading, at once and behind the training
+    tables       the announcement's largest batches
+
+    python benchmarks/gpu/kit.py --pieces peaks capped
+    python benchmarks/gpu/kit.py --rehearse        # on a machine without a GPU: the same commands at toy sizes
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "build" / "gpu"
+LIMIT_S = 540
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "pytest", "pytest-xdist")
+TABLE = "|"
+
+
+def main() -> None:
+    args = read_arguments()
+    folder = KEPT / ("rehearsed" if args.rehearse else commit())
+    folder.mkdir(parents=True, exist_ok=True)
+    where = describe_machine()
+    print(where, flush=True)
+    if "NVIDIA" not in where and not args.rehearse:
+        sys.exit("There is no GPU here. --rehearse tries the same commands at toy sizes.")
+    failed = []
+    for name in args.pieces:
+        done = folder / f"{name}.txt"
+        if done.exists() and not args.again:
+            print(f"{name}: done before, {done}")
+            continue
+        code, told, seconds = run_piece(name, folder, args.rehearse)
+        print(told, f"{name}: {seconds:.0f} s, exit code {code}", sep="\n", flush=True)
+        if code:
+            failed.append(name)
+        else:
+            done.write_text(told)
+        if not args.rehearse:
+            append(args.results, name, where, told, code)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pieces", nargs="+", choices=list(commands(ROOT, False)), default=list(commands(ROOT, False)))
+    parser.add_argument("--again", action="store_true", help="also what is done on this commit")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes; nothing is written down")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
+    return parser.parse_args()
+
+
+def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
+    """The commands of each piece, after Python's name.
+
+    Args:
+        rows: a folder for rows that are kept.
+        rehearse: at toy sizes, without a GPU.
+    """
+    gpu, benchmarks = "benchmarks/gpu", "benchmarks"
+    workers = str(max(2, min(12, (os.cpu_count() or 2) - 2)))
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", workers, "--dist", "loadgroup"]
+    pytest += ["--no-loadscope-reorder"]
+    small = ["--cpu"] if rehearse else []
+    tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []
+    little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "2", "--rounds", "3"]
+    short = ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "15"]
+    few = ["-k", "plain and zero2", "tests/parity"] if rehearse else ["tests/parity"]
+    checks = ["tests/gpu", "tests/strategies/test_every_path.py", "tests/several_models"]
+    return {
+        "checks": [[*pytest, *few, *([] if rehearse else checks)]],
+        "kinds": [[*pytest, "-m", "campaign", *(["--collect-only"] if rehearse else []), "tests/kinds"]],
+        "peaks": [
+            [f"{gpu}/plan_peaks.py", "--only", "peaks", "--together", "4", "--kept", str(rows), *small]
+            + (["--rows", "0:3"] if rehearse else [])
+        ],
+        "capped": [[f"{gpu}/plan_peaks.py", "--only", "cap", "--kept", str(rows), *small]],
+        "steps": [
+            [f"{benchmarks}/step.py", "--processes", "1", *short, "--paths", *paths]
+            for paths in (["single", "zero0", "zero1", "zero2", "zero3"],)
+        ],
+        "stages": [[f"{gpu}/stages.py", *small, *tiny]],
+        "checkpoints": [
+            [f"{benchmarks}/checkpoint.py", "--processes", "1", *little],
+            [f"{benchmarks}/save_async.py", "--processes", "1", *little],
+        ],
+        "tables": [[f"{gpu}/blog_tables.py", *(["--help"] if rehearse else ["--models", "gpt2_xl"])]],
+    }
+
+
+def run_piece(name: str, folder: Path, rehearse: bool) -> tuple[int, str, float]:
+    """Exit code, what is told at the end, and seconds."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    if not rehearse:
+        environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
+    began, told, code = time.monotonic(), [], 0
+    for arguments in commands(folder / "rows", rehearse)[name]:
+        left = LIMIT_S - (time.monotonic() - began)
+        log = folder / f"{name}.log"
+        with log.open("w") as written:
+            try:
+                command = [sys.executable, *arguments]
+                done = subprocess.run(command, cwd=ROOT, env=environ, stdout=written, stderr=2, timeout=max(left, 1))
+                code = code or done.returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+        told.append(ending(log.read_text()))
+    return code, "\n\n".join(told), time.monotonic() - began
+
+
+def ending(text: str) -> str:
+    """The tables of a program, or its last lines."""
+    lines = text.rstrip().splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith(TABLE)), None)
+    return "\n".join(lines[-40:] if first is None else lines[max(0, first - 2) :])
+
+
+def describe_machine() -> str:
+    """GPU, driver and versions; "not installed" of what is not."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
+    except (OSError, subprocess.CalledProcessError):
+        gpu = "no GPU"
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return ", ".join([str(date.today()), gpu, f"{os.cpu_count()} cores", python, *map(installed, PACKAGES)])
+
+
+def installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} not installed"
+
+
+def commit() -> str:
+    """The last commit, or "unknown" where git or its folder is missing."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def append(results: Path, name: str, where: str, told: str, code: int) -> None:
+    """What a piece told, under a heading of its own."""
+    status = "" if code == 0 else f", exit code {code}"
+    body = told if TABLE in told else f"```\n{told}\n```"
+    with results.open("a") as file:
+        file.write(f"\n### GPU, {name}{status}\n\n{where}\n\n{body}\n")
+
+
+if __name__ == "__main__":
+    main()

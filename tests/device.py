@@ -1,0 +1,32 @@
+"""The device on which the tests train: the CPU, or with ZERO_PLUGIN_TEST_DEVICE=cuda the first GPU, as `make gpu` does.
+
+There all processes of a group share the GPU, over gloo: NCCL takes one process for each.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+DEVICE: Final = os.environ.get("ZERO_PLUGIN_TEST_DEVICE", "cpu")
+ON_GPU: Final = DEVICE != "cpu"
+
+
+def place_process(rank: str, world: str) -> dict[str, str]:
+    """What a launcher sets for one of the processes of a group, all on this machine."""
+    local_rank = "0" if ON_GPU else rank
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "DS_ACCELERATOR": DEVICE,
+    }
+
+
+def distributed_type(path: str) -> str:
+    """That of a configuration for a path: `single`, `ddp` or one of ZeRO's."""
+    if path.startswith("zero"):
+        return "DEEPSPEED"
+    return "NO" if path == "single" else "MULTI_GPU" if ON_GPU else "MULTI_CPU"

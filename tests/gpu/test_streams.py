@@ -1,0 +1,32 @@
+"""Copies between GPU and CPU memory wait for what they copy: a late stream changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200), pytest.mark.usefixtures("built_ops")]
+
+WORKER = Path(__file__).parent / "streams_worker.py"
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("path", ["single", "zero1", "zero2", "zero2-cpu", "zero3", "zero3-cpu", "zero3-nvme"])
+def test_a_late_stream_changes_nothing(
+    path: str, precision: str, run_processes: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Losses, weights, and what a save behind the training wrote are bitwise equal with delays and without."""
+    run_processes(WORKER, 1, path, precision, tmp_path)
+    quiet, *late = torch.load(tmp_path / "results.pt")
+    assert len(quiet["losses"]) == 12
+    assert quiet["losses"][-1] < quiet["losses"][0]
+    assert len(quiet["written"]) > 10
+    for result in late:
+        assert torch.equal(result["losses"], quiet["losses"])
+        for part in ("weights", "written"):
+            assert result[part].keys() == quiet[part].keys()
+            wrong = [name for name, tensor in quiet[part].items() if not torch.equal(result[part][name], tensor)]
+            assert not wrong, f"{part}: {wrong}"

@@ -1,0 +1,73 @@
+"""What the GPU's tests train, alone in a group of one over NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from device import DEVICE, ON_GPU, distributed_type, place_process
+
+os.environ["DS_ACCELERATOR"] = DEVICE
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_plugin import Accelerator
+
+WIDTH, LAYERS, BATCH = 512, 6, 16
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": WIDTH * WIDTH}
+HOST = {"device": "cpu", "pin_memory": True}
+PATHS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "zero1": {"stage": 1, "reduce_bucket_size": WIDTH * WIDTH},
+    "zero2": {"stage": 2, "reduce_bucket_size": WIDTH * WIDTH, "overlap_comm": True},
+    "zero2-cpu": {
+        "stage": 2,
+        "reduce_bucket_size": WIDTH * WIDTH,
+        "overlap_comm": True,
+        "offload_optimizer": HOST,
+    },
+    "zero3": ZERO3,
+    "zero3-cpu": {**ZERO3, "sub_group_size": 300_000, "offload_optimizer": HOST, "offload_param": HOST},
+    "zero3-nvme": {
+        **ZERO3,
+        "sub_group_size": 300_000,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "NVME"},
+        "offload_param": {"device": "nvme", "nvme_path": "NVME", "max_in_cpu": 0, "buffer_size": 2_000_000},
+    },
+}
+
+
+@contextmanager
+def group_of_one() -> Iterator[list[str]]:
+    """Around all of a worker, `STORE RANK WORLD ARGS…`; the arguments."""
+    store, rank, world, *arguments = sys.argv[1:]
+    os.environ.update(place_process(rank, world))
+    backend = (
+        "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
+    )  # without a GPU the scripts can be tried, for what they are worth
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=int(rank), world_size=int(world))
+    yield arguments
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(path: str, precision: str, nvme: str = "", accumulation: int = 1, **arguments: Any) -> Accelerator:
+    """An Accelerator on a path."""
+    zero = json.loads(json.dumps(PATHS[path]).replace("NVME", nvme))
+    section: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    if zero:
+        section |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    config = {"distributed_type": distributed_type(path), "use_cpu": not ON_GPU, "scheduler_counts": "steps"}
+    return Accelerator(config={**config, "deepspeed_config": section}, mixed_precision=precision, **arguments)
+
+
+def make_net() -> nn.Sequential:
+    """The same weights each time."""
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
