@@ -17,7 +17,7 @@ batches moved to the device); and that with the gradient norm clipped at 1.
 The hand-written loop on ZeRO is `engine.backward(loss); engine.step()` on `deepspeed.initialize` with the resolved
 configuration that zero_plugin gives its own engine, where clipping is a line of the configuration; zero_plugin's calls
 `clip_grad_norm_(model.parameters(), 1.0)` and gets the norm. On DDP and one device the hand-written loop is plain
-torch. Accelerate cannot run DeepSpeed with several processes on CPUs, and takes part on DDP and one device.
+torch. Accelerate does not run DeepSpeed on CPUs, and takes part there on DDP and one device.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def build_contenders(path: str, width: int, clip: bool, cpu: bool, steps: int) -
             contenders[name] = bare_engine(accelerator.resolved.deepspeed_config(), models[name], loader)
         else:
             contenders[name] = bare_torch(models[name], loader, device, clip)
-    if installed("accelerate") and not (zero and cpu and dist.get_world_size() > 1):
+    if installed("accelerate") and not (zero and cpu):
         section = accelerator.resolved.deepspeed_config() if zero else None
         contenders[ACCELERATE] = through_accelerate(cpu, section, models[ACCELERATE], data, clip)
     return {name: contenders[name] for name in (BARE, OURS, AGAIN, ACCELERATE) if name in contenders}, device
