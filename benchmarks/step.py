@@ -209,6 +209,8 @@ def build_contenders(path: str, width: int, clip: bool, cpu: bool, steps: int) -
             contenders[name] = bare_torch(models[name], loader, device, clip)
     if installed("accelerate") and not (zero and cpu):
         section = accelerator.resolved.deepspeed_config() if zero else None
+        if section is not None:
+            section.pop("managed_gradient_accumulation")  # Accelerate tells the engine the boundaries
         contenders[ACCELERATE] = through_accelerate(cpu, section, models[ACCELERATE], data, clip)
     return {name: contenders[name] for name in (BARE, OURS, AGAIN, ACCELERATE) if name in contenders}, device
 

@@ -80,7 +80,19 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     """
     gpu, benchmarks = "benchmarks/gpu", "benchmarks"
     workers = str(max(2, min(12, (os.cpu_count() or 2) - 2)))
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", workers, "--dist", "loadgroup"]
+    pytest = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--numprocesses",
+        workers,
+        "--dist",
+        "loadgroup",
+    ]
     pytest += ["--no-loadscope-reorder"]
     small = ["--cpu"] if rehearse else []
     tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []

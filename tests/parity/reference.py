@@ -31,21 +31,21 @@ class PlainLion(torch.optim.Optimizer):
                 self.state[p]["m"] = b2 * m + (1 - b2) * p.grad
 
 
-def run_reference(path: str, case: Case) -> dict[str, Any]:
-    """Losses and applied learning rates by step, the norms, and the final weights of plain torch."""
-    model = make_model(width_for(path), case.branch)
+def run_reference(path: str, case: Case, device: str) -> dict[str, Any]:
+    """Losses and applied learning rates by step, the norms, and the final weights of plain torch on `device`."""
+    model = make_model(width_for(path), case.branch).to(device)
     name, arguments = case.optimizer
     kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
     compute: Net = model
     if case.precision != "no" and path.startswith("zero"):
         # ZeRO's regime: 16-bit weights, gradients and forward; fp32 masters that start from the 16-bit weights.
-        compute = make_model(width_for(path), case.branch).to(HALF[case.precision])
+        compute = make_model(width_for(path), case.branch).to(device, HALF[case.precision])
         with torch.no_grad():
             for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
                 master.copy_(weight)
     optimizer = kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
     schedule = _schedule(case, optimizer)
-    x, y = make_data(8 * case.batches)
+    x, y = (tensor.to(device) for tensor in make_data(8 * case.batches))
     result: dict[str, Any] = {"losses": [], "rates": [], "norms": [], "scales": []}
     criterion = torch.nn.MSELoss()
     scaler = _scaler(case)
@@ -90,13 +90,13 @@ def run_reference(path: str, case: Case) -> dict[str, Any]:
                 with torch.no_grad():
                     for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
                         weight.copy_(master)
-    result["state"] = compute.state_dict()
+    result["state"] = {name: tensor.cpu() for name, tensor in compute.state_dict().items()}
     return result
 
 
 def _loss(compute: Net, x: Tensor, y: Tensor, i: int, case: Case, path: str, criterion: Any) -> Tensor:
     if case.precision != "no" and not path.startswith("zero"):
-        with torch.autocast("cpu", HALF[case.precision]):
+        with torch.autocast(x.device.type, HALF[case.precision]):
             predicted = compute(x, i % 2 == 1)
         return criterion(predicted.float(), y)
     dtype = next(compute.parameters()).dtype

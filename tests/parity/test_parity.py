@@ -13,7 +13,7 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
 from cases import PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, pairs_of
-from device import ON_GPU
+from device import DEVICE, ON_GPU
 from everyday import campaign_unless_daily
 from reference import run_reference
 
@@ -94,7 +94,7 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
     assert file.exists(), f"{path} did not run to its end; see test_path_runs"
     case, result = case_for(path, name), torch.load(file)
     assert "error" not in result, result["error"]
-    expected = run_reference(path, case)
+    expected = run_reference(path, case, DEVICE)
 
     kernels = ("cpu" in path or "nvme" in path) and case.optimizer[0] in ("Adam", "AdamW", "Lion", "Adagrad")
     # Tight enough to find a lost clip, weight decay or group, or a learning rate 1 % off; in 16 bit, a lost clip.
@@ -106,7 +106,7 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
     _assert_close("learning rates", result["rates"], expected["rates"], 1e-12)
     assert result["state"].keys() == expected["state"].keys()
     for key, value in expected["state"].items():
-        difference = (result["state"][key].float() - value.float()).norm() / value.float().norm().clamp_min(1e-8)
+        difference = (result["state"][key].cpu().float() - value.float()).norm() / value.float().norm().clamp_min(1e-8)
         assert difference < (2.5e-2 if half else 1e-4), f"{key}: off by {difference:.2e}"
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, all_finite, most_skips
+from zero_plugin.strategies.precision import all_finite
 
 
 class EngineGradients(ABC):
@@ -488,16 +488,6 @@ def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
     dist.all_reduce(found, dist.ReduceOp.MAX)
     indices = found.nonzero().flatten().tolist()
     return str(named[indices[0]][0]) if indices else None
-
-
-def allowed_skips(engine: Any) -> int:
-    """The number of skipped steps in a row after which the run stops; disables DeepSpeed's own exception."""
-    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
-        return DEFAULT_MOST_SKIPS
-    if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:
-        scaler.raise_error_at_min_scale = False
-    fp16 = engine._config.float16_config
-    return most_skips(fp16.initial_dynamic_scale(), fp16.min_loss_scale, fp16.hysteresis)
 
 
 # Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
-from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite, preceded
+from zero_plugin.strategies.deepspeed.gradients import engine_gradients, first_nonfinite, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
 from zero_plugin.strategies.deepspeed.script_changes import (
@@ -56,7 +56,7 @@ from zero_plugin.strategies.deepspeed.states import (
 )
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
-from zero_plugin.strategies.precision import Measured, compute_in
+from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
@@ -70,6 +70,7 @@ class EngineSession(Session):
     Args:
         engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
         clipping: the largest gradient norm of a step for which `clip` was not called; None for no clipping.
+        scale: the loss scale of fp16; the engine's own does not move.
         swap_folders: the NVMe folders of this engine, which `close` removes.
         given: the script's optimizer, which may be another object than the engine's.
     """
@@ -77,7 +78,13 @@ class EngineSession(Session):
     unpartitioned_gradients = False
 
     def __init__(
-        self, engine: Any, *, clipping: float | None, swap_folders: tuple[Path, ...], given: Optimizer | None = None
+        self,
+        engine: Any,
+        *,
+        clipping: float | None,
+        scale: LossScale | None = None,
+        swap_folders: tuple[Path, ...],
+        given: Optimizer | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine
@@ -86,7 +93,9 @@ class EngineSession(Session):
         self._gradients = engine_gradients(engine)
         self._trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
-        self.most_skips = allowed_skips(engine)
+        scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
+        self._scale = scale if scales else None
+        self.most_skips = DEFAULT_MOST_SKIPS if self._scale is None else self._scale.most_skips
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
@@ -129,6 +138,7 @@ class EngineSession(Session):
             self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         self._replace_calls()
+        self._pass_scale()
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
         fix_swapping(engine)
@@ -144,6 +154,10 @@ class EngineSession(Session):
         # every output, and divide the gradients by the accumulation steps.
         engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = self._pass_output
+        if self._scale is not None:
+            # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
+            # they are halved. The session moves it after the step, on every stage alike.
+            engine.optimizer._update_scale = _keep_scale
         engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
         engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
@@ -234,11 +248,18 @@ class EngineSession(Session):
         return self.engine.scale(loss) is not loss
 
     def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:
-        wrapper = self.engine.optimizer
         if accumulated or complete:  # complete gradients have the loss scale too, until the engine's step
-            self.scale_gradients(scale / wrapper.loss_scale)
-        scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
-        scaler.cur_scale = scale
+            self.scale_gradients(scale / self.loss_scale)
+        if self._scale is not None:
+            self._scale.value = scale
+            self._pass_scale()
+
+    def _pass_scale(self) -> None:
+        """Tell the engine the loss scale."""
+        if self._scale is not None:
+            wrapper = self.engine.optimizer
+            scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
+            scaler.cur_scale = self._scale.value
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
@@ -300,6 +321,9 @@ class EngineSession(Session):
         finally:
             self._guard.is_open = False
         applied = bool(self.engine.was_step_applied())
+        if self._scale is not None:
+            self._scale.update(skipped=not applied)
+            self._pass_scale()
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
             self._gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
@@ -375,24 +399,12 @@ class EngineSession(Session):
         return nullcontext() if self._state_dicts is None else self._state_dicts.loading()
 
     def scale_state(self) -> dict[str, float]:
-        scaler = self._dynamic_scaler()
-        if scaler is None:
-            return {}
-        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
-        return {
-            "value": float(scaler.cur_scale),
-            "good_steps": good_steps,
-            "patience": getattr(scaler, "cur_hysteresis", 1),
-        }
+        return {} if self._scale is None else self._scale.state()
 
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        scaler = self._dynamic_scaler()
-        if scaler is None or not state:
-            return
-        scaler.cur_scale = float(state["value"])
-        scaler.last_overflow_iter, scaler.cur_iter = -1, int(state["good_steps"])
-        if hasattr(scaler, "cur_hysteresis"):
-            scaler.cur_hysteresis = int(state["patience"])
+        if self._scale is not None and state:
+            self._scale.restore(state)
+            self._pass_scale()
 
     @property
     def loss_scale(self) -> float:
@@ -437,13 +449,6 @@ class EngineSession(Session):
     def _await_copy(self) -> None:
         if self.before_change is not None:
             self.before_change()
-
-    def _dynamic_scaler(self) -> Any:
-        """DeepSpeed's dynamic loss scaler; None if the scale is fixed, or there is none."""
-        wrapper = self.engine.optimizer
-        scaler = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
-        is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-        return scaler if is_dynamic else None
 
     @contextmanager
     def _thawed(self) -> Iterator[None]:
@@ -528,6 +533,10 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         for name, tensor in batch:
             yield name, tensor.detach()
+
+
+def _keep_scale(*_: Any) -> None:
+    """In place of the method that moves an engine's loss scale."""
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
-from zero_plugin.strategies.precision import cast_buffers, compute_in
+from zero_plugin.strategies.precision import LossScale, cast_buffers, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
 from zero_plugin.tensors.wrappers import compile_in_place
@@ -178,7 +178,8 @@ class DeepSpeedStrategy(Strategy):
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
         engine = self._initialize(deepspeed, request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
-        session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
+        scale = LossScale(resolved.tree.section("fp16").nested())
+        session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
         if states is not None:
             try:
