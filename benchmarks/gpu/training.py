@@ -11,9 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # of `blog_models`
 
@@ -135,7 +139,6 @@ def _measure(run: Run) -> Figures | str:
 def build(run: Run) -> tuple[Any, Any]:
     """The model of a run, and the function that makes a batch of so many samples."""
     import blog_models
-    import torch
     import transformers
 
     if run.model.startswith("gpt2:"):
@@ -143,9 +146,11 @@ def build(run: Run) -> tuple[Any, Any]:
         config = transformers.GPT2Config(
             n_embd=width, n_layer=layers, n_head=max(1, width // 64), n_positions=max(run.length, 8)
         )
-        model = transformers.GPT2LMHeadModel(config)
+        with drawing_little():
+            model = transformers.GPT2LMHeadModel(config)
     else:
-        model = getattr(blog_models, run.model)()
+        with drawing_little():
+            model = getattr(blog_models, run.model)()
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -158,10 +163,30 @@ def build(run: Run) -> tuple[Any, Any]:
     return model.train(), examples.get(run.model, blocks)
 
 
+@contextmanager
+def drawing_little() -> Iterator[None]:
+    """Models are made with the same million of random numbers again and again: to draw billions takes minutes."""
+    numbers = torch.randn(1_000_003).clamp_(-1.7, 1.7)  # a prime, so that no two rows of a weight are equal
+    drawn = {name: getattr(torch.Tensor, name) for name in ("normal_", "uniform_")}
+
+    def fill(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        flat = tensor.view(-1)
+        for begin in range(0, flat.numel(), len(numbers)):
+            part = flat[begin : begin + len(numbers)]
+            part.copy_(numbers[: part.numel()]).mul_(scale)
+        return tensor
+
+    torch.Tensor.normal_ = lambda self, _=0.0, std=1.0, **__: fill(self, std)  # type: ignore[method-assign]
+    torch.Tensor.uniform_ = lambda self, a=0.0, b=1.0, **_: fill(self, (b - a) / 3.4)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name, method in drawn.items():
+            setattr(torch.Tensor, name, method)
+
+
 def train(run: Run, report: Path) -> None:
     """The worker."""
-    import torch
-
     from zero_plugin import Accelerator, set_seed
     from zero_plugin.plan.activations import trace_activations
     from zero_plugin.plan.costs import footprint

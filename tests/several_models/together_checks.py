@@ -34,6 +34,7 @@ from torch.utils.data import IterableDataset
 
 from zero_plugin import DummyOptim
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.precision import LossScale
 
 SGD = Case(frozen=False)
 
@@ -258,7 +259,7 @@ def check_a_loss_scale_changes_inside_a_window(path: str) -> None:
         model, optimizer = accelerator.prepare(model, _sgd(model))
         session = optimizer.session
         if is_zero(path):
-            session.scales_loss = True
+            session.scales_loss, session._scale = True, LossScale({})
         for i, scale in enumerate((1024.0, 64.0)):
             optimizer.window.set_loss_scale(scale)
             accelerator.backward(loss_of(model, own_batch(i)))

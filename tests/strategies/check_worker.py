@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from device import DEVICE, place_process
+from device import DEVICE, ON_GPU, place_process
 
 os.environ["DS_ACCELERATOR"] = DEVICE
 
@@ -75,6 +76,8 @@ def main() -> None:
         enter_context(f"{name} on {world}")
         try:
             check(folder)
+            if ON_GPU:
+                time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
             for _ in range(3):  # what autograd's objects hold, in C++, is garbage only when these are gone
                 gc.collect()
             assert not alive, f"the check leaves {[type(model).__name__ for model in alive]}"
