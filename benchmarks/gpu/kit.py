@@ -4,8 +4,10 @@ It takes the Python that it is started with, says what is installed, and needs n
 table or count, which is printed and appended to benchmarks/RESULTS.md with date, device and versions. A piece that is
 done on this commit is not run again; rows that a piece had measured before it was stopped are kept.
 
-    checks       parity and the loop's checks on the GPU, as one process over NCCL and as two over gloo; late streams;
-                 memory that runs out
+    ops          DeepSpeed's C++ ops, which the others need
+    streams      late streams, steps that the host queues, memory that runs out
+    parity       plain torch's numbers on every path, as one process over NCCL and as two over gloo
+    checks       the loop's checks, as two processes over gloo
     kinds        sixty kinds of training code against plain torch
     peaks        the plan's peak of memory against the measured one, 24 times
     capped       GPT-2 XL in 24 GB: the announcement's configuration against `auto`
@@ -79,7 +81,7 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
         rehearse: at toy sizes, without a GPU.
     """
     gpu, benchmarks = "benchmarks/gpu", "benchmarks"
-    workers = str(max(2, min(12, (os.cpu_count() or 2) - 2)))
+    workers = str(max(2, min(12, (os.cpu_count() or 2) // 2)))
     pytest = [
         "-m",
         "pytest",
@@ -98,10 +100,12 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []
     little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "2", "--rounds", "3"]
     short = ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "15"]
-    few = ["-k", "plain and zero2", "tests/parity"] if rehearse else ["tests/parity"]
-    checks = ["tests/gpu", "tests/strategies/test_every_path.py", "tests/several_models"]
+    few = ["-k", "plain and zero2"] if rehearse else []
     return {
-        "checks": [[*pytest, *few, *([] if rehearse else checks)]],
+        "ops": [["tests/build_ops.py"]],
+        "streams": [[*pytest, "tests/gpu"]],
+        "parity": [[*pytest, *few, "tests/parity"]],
+        "checks": [[*pytest, *few, "tests/strategies/test_every_path.py", "tests/several_models"]],
         "kinds": [[*pytest, "-m", "campaign", *(["--collect-only"] if rehearse else []), "tests/kinds"]],
         "peaks": [
             [f"{gpu}/plan_peaks.py", "--only", "peaks", "--together", "4", "--kept", str(rows), *small]
@@ -126,6 +130,8 @@ def run_piece(name: str, folder: Path, rehearse: bool) -> tuple[int, str, float]
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if not rehearse:
         environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
+    if name in ("streams", "parity", "checks", "kinds"):
+        environ["OMP_NUM_THREADS"] = "1"  # many processes at a time, each of which would take all cores
     began, told, code = time.monotonic(), [], 0
     for arguments in commands(folder / "rows", rehearse)[name]:
         left = LIMIT_S - (time.monotonic() - began)

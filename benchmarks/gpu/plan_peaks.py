@@ -15,6 +15,7 @@ a GPU only `--cpu` runs, which predicts and measures nothing.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -117,6 +118,8 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -
     ):
         table.add_column(column)
     worst = 0.0
+    # Who shares the cores does not take all of them: threads that wait by spinning would bring all launches to a stand.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.together)))
     runs = [toy(run) if args.cpu else run for _, run in rows]
     # What needs C++ ops comes last: on a new machine they are still being built.
     order = sorted(range(len(runs)), key=lambda i: "offload" in str(runs[i].zero))
