@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, ON_GPU, distributed_type
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_plugin import Accelerator
+
+sys.path.append(str(Path(__file__).parents[1]))  # for scripts that import this and run by themselves
+from device import DEVICE, ON_GPU, distributed_type  # noqa: E402
 
 ZERO = {
     "zero0": {"stage": 0},
