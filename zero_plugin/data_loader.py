@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from zero_plugin.data.active import DataLoaderStateMixin as DataLoaderStateMixin
 from zero_plugin.data.batch_sampler import BatchSamplerShard as BatchSamplerShard
-from zero_plugin.data.batch_sampler import SeedableRandomSampler as SeedableRandomSampler
 from zero_plugin.data.batch_sampler import SkipBatchSampler as SkipBatchSampler
 from zero_plugin.data.batch_sampler import batches_of
 from zero_plugin.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
@@ -22,6 +21,7 @@ from zero_plugin.data.loader import SkipDataLoader as SkipDataLoader
 from zero_plugin.data.loader import refuse_mesh
 from zero_plugin.data.loader import skip_first_batches as skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.sharing import SeedableRandomSampler as SeedableRandomSampler
 from zero_plugin.data.stream import IterableDatasetShard as IterableDatasetShard
 from zero_plugin.distributed import collectives
 

@@ -7,7 +7,8 @@ from itertools import chain, cycle, islice
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from zero_plugin.data.batch_sampler import BatchSamplerShard, Share, Sharing, share_batches
+from zero_plugin.data.batch_sampler import BatchSamplerShard
+from zero_plugin.data.sharing import Share, Sharing, share_batches
 from zero_plugin.errors import LoopError
 
 WORLDS = [1, 2, 3, 4]

@@ -16,10 +16,13 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+from zero_plugin.data import batch_sampler
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import gather, gather_object
@@ -68,6 +71,34 @@ def check_the_order_is_process_0_s() -> None:
         generator.manual_seed(50)
         alone = [[value for batch in loader for value in batch.tolist()] for _ in "ab"]
         assert epochs == alone, f"loader {index}: what one process with process 0's random state sees"
+
+
+def check_torchs_own_samplers_are_drawn_by_each() -> None:
+    """Process 0 sends no batches of theirs; two small collectives at an epoch's start agree on the order."""
+    rank, sent = dist.get_rank(), []
+    with pytest.MonkeyPatch.context() as patch:
+        send = batch_sampler.broadcast_object_list
+        patch.setattr(batch_sampler, "broadcast_object_list", lambda batches: sent.append(1) or send(batches))
+        for sampler in (RandomSampler(range(90)), SubsetRandomSampler(range(80)), WeightedRandomSampler([1.0] * 9, 9)):
+            assert len(union(prepared(DataLoader(range(90), batch_size=2, sampler=sampler)))) == len(sampler)
+        assert not sent
+        # What differs from process 0's, or is of another class there, is process 0's all the same, step by step.
+        torch.manual_seed(7 + rank)
+        others = [
+            SubsetRandomSampler([*range(10 * rank, 10 * rank + 12)]),
+            SubsetRandomSampler(range(12)) if rank else SubsetRandomSampler([*range(2, 14)]),
+            PythonShuffle(12) if rank else RandomSampler(range(12)),
+            WeightedRandomSampler([1.0 + rank, 1.0, 3.0], 12),
+        ]
+        for number, sampler in enumerate(others):
+            before = len(sent)
+            state = torch.get_rng_state()
+            found = union(prepared(DataLoader(range(90), batch_size=2, sampler=sampler)))
+            assert len(sent) > before, number
+            if rank == 0:
+                torch.set_rng_state(state)
+                alone = DataLoader(range(90), batch_size=2, sampler=sampler)
+                assert found == [value for batch in alone for value in batch.tolist()], number
 
 
 def check_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
@@ -284,6 +315,7 @@ def check_a_sampler_that_learns_is_asked_step_by_step() -> None:
 
 CHECKS = [
     check_the_order_is_process_0_s,
+    check_torchs_own_samplers_are_drawn_by_each,
     check_an_epoch_that_is_left_draws_no_more_than_torch,
     check_streams_of_different_length_stop_together,
     check_each_sample_is_read_once,

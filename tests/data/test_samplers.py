@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from zero_plugin import Accelerator, DataLoaderConfiguration
-from zero_plugin.data.batch_sampler import SeedableRandomSampler
+from zero_plugin.data.sharing import SeedableRandomSampler
 
 
 def test_seed_and_epoch_decide_the_order() -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.config.handlers import DataLoaderConfiguration
-from zero_plugin.data.batch_sampler import SeedableRandomSampler
 from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import DataLoaderShard
+from zero_plugin.data.sharing import SeedableRandomSampler
 from zero_plugin.data_loader import get_sampler, prepare_data_loader
 from zero_plugin.errors import LoopError
 

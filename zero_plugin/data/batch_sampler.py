@@ -6,14 +6,13 @@ And loaders with other batch samplers.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, cycle, islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,194 +24,24 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from zero_plugin.data.sharing import (
+    Order,
+    SeedableRandomSampler,
+    Sharing,
+    draw_alike,
+    draw_here,
+    draw_order,
+    end_order,
+    is_drawn_at_once,
+    share_batches,
+    share_order,
+    split_size,
+    take_skipped,
+)
 from zero_plugin.distributed.collectives import broadcast_object_list, process_index
-from zero_plugin.distributed.messages import working
 from zero_plugin.distributed.seeding import Draws
 from zero_plugin.errors import LoopError
 
-_Item = TypeVar("_Item")
-
-
-def take_skipped(batches: Iterator[_Item], count: int) -> Iterator[_Item]:
-    """The first `count` batches, or as many as there are, which nobody trains on."""
-    if count:
-        with working("skipping batches", count, unit="batches") as work:
-            for batch in islice(batches, count):
-                work.advance()
-                yield batch
-
-
-class Share(NamedTuple):
-    """One process's part of one step.
-
-    Attributes:
-        indices: the samples that are read from the dataset.
-        real: how many of them, from the front, are not repetitions that make the step even.
-    """
-
-    indices: list[Any]
-    real: int
-
-    @property
-    def samples(self) -> int:
-        """How many samples it has, repeated ones included."""
-        return len(self.indices)
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How batches are shared among processes.
-
-    Attributes:
-        rank, world: the rank of this process, and the number of processes.
-        batch_size: samples in a full batch of one process; None where batches have no common size.
-        even: complete the last step from the first samples of the epoch, so that every process has a full batch.
-        split: each of the loader's batches is cut into one piece per process, instead of going to one process.
-        drop_last: an incomplete last step is left out, as the loader was configured.
-        batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
-            unknown size, and counts here as one sample.
-        cut: the number of micro-batches into which each of the user's batches was cut before.
-    """
-
-    rank: int
-    world: int
-    batch_size: int | None
-    even: bool = True
-    split: bool = False
-    drop_last: bool = False
-    batched: bool = True
-    cut: int = 1
-
-
-def share_batches(
-    batches: Iterable[list[Any]], sharing: Sharing, report_dropped: Callable[[int], None] | None
-) -> Iterator[Share]:
-    """This process's shares, one per step.
-
-    At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
-    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
-    first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
-    the number of samples lost, unless `drop_last` requested it). Without `report_dropped` each process goes on as far
-    as its own shares reach, and the first ones may have one more than the last.
-
-    Raises:
-        LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
-    """
-    steps = _cut(batches, sharing) if sharing.split and sharing.world > 1 else _deal(batches, sharing.world)
-    step = first = next(steps, None)
-    while step is not None:
-        # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
-        is_full = _is_full(step, sharing)
-        following = None if is_full else next(steps, None)
-        if len(step) > sharing.world or (following is not None and len(step) < sharing.world):
-            raise LoopError(
-                f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
-                f"hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying size"
-            )
-        if following is None and not is_full and sharing.even and not sharing.drop_last:
-            assert first is not None
-            yield _complete(step, first, sharing)
-        elif len(step) == sharing.world or (
-            sharing.rank < len(step) and report_dropped is None and not sharing.drop_last
-        ):
-            own = step[sharing.rank]
-            yield Share(own, len(own))
-        elif not sharing.drop_last and report_dropped is not None:
-            report_dropped(sum(map(len, step)))
-        step = next(steps, None) if is_full else following
-
-
-def split_size(batch_size: int | None, num_processes: int) -> int:
-    """What each process gets of batches that are split among all.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    if not batch_size or batch_size % num_processes:
-        raise ValueError(
-            f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
-            "make it a multiple of their number"
-        )
-    return batch_size // num_processes
-
-
-def count_steps(samples: int, sharing: Sharing) -> int:
-    """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
-    assert sharing.batch_size is not None
-    full, tail = divmod(samples, sharing.world * sharing.batch_size)
-    needed = 1 if sharing.even else (sharing.world - 1) * sharing.batch_size + 1  # below it, some process has nothing
-    return full + (tail >= needed and not sharing.drop_last)
-
-
-def _is_full(step: list[list[Any]], sharing: Sharing) -> bool:
-    """Whether every process has a share of this step that does not need to be completed."""
-    if len(step) != sharing.world:
-        return False
-    return (
-        not sharing.even or sharing.drop_last or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
-    )
-
-
-def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
-    iterator = iter(batches)
-    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, world)]:
-        yield step
-
-
-def _cut(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
-    size = sharing.batch_size
-    assert size is not None
-    for batch in map(list, batches):
-        yield [batch[start : start + size] for start in range(0, len(batch), size)]
-
-
-def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
-    """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
-    if sharing.batch_size is None:
-        # The size of a full batch is not known: batches of the first step replace those that are missing.
-        missing = sharing.rank - len(step)
-        return (
-            Share(step[sharing.rank], len(step[sharing.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
-        )
-    # All lower ranks are completed here too: each takes its samples from `filler` first.
-    filler = cycle(chain.from_iterable(first))
-    for real in [*step, *[[]] * sharing.world][: sharing.rank + 1]:
-        own = [*real, *islice(filler, max(0, sharing.batch_size - len(real)))]
-    return Share(own, len(real))
-
-
-class SeedableRandomSampler(RandomSampler):
-    """torch's RandomSampler, with its generator seeded by `initial_seed + epoch` at the start of each epoch.
-
-    Each complete iteration ends an epoch, unless `set_epoch` sets another.
-
-    Attributes:
-        initial_seed: `data_seed`, or torch's seed when the sampler was made.
-        epoch: the next one.
-
-    Args:
-        *args: of `torch.utils.data.RandomSampler`, as the other keyword arguments.
-        data_seed: None takes torch's current seed.
-    """
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin with this epoch at the next start."""
-        self.epoch = epoch
-
-
-_BATCHES_PER_BROADCAST = 1024
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
 _TORCHS_OWN = (
     DistributedSampler,
@@ -262,9 +91,9 @@ class BatchSamplerShard(_AroundBatchSampler):
     The last step is completed from the epoch's first samples, repeatedly if needed, unless the sampler drops it;
     without `even_batches`, only the first processes have a batch in it.
 
-    In a prepared loader (`report_dropped` is given) the order is process 0's: it alone draws from the loader's sampler
-    and sends the others the batches: those of torch's own samplers a thousand at a time, those of any other, which may
-    have learnt from the loop, a step at a time. So any sampler, seeded alike on all processes or not, of
+    In a prepared loader (`report_dropped` is given) the order is process 0's. Of torch's own samplers each process
+    draws it from the state of process 0's generator. From any other, which may have learnt from the loop, process 0
+    alone draws, and sends the others the batches of each step. So any sampler, seeded alike on all processes or not, of
     torch or the user's own, deals every sample out once, in the order that a single process with process 0's random
     state would see. And all processes have equally many batches: what is left of an incomplete last step is left out.
 
@@ -313,6 +142,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         self._batched = batched
         self._skip = 0
         self._draw_from: Draws | None = None
+        self._sent: Order | None = None  # process 0's order, where it has to be sent
         if split_batches:
             split_size(self.batch_size, num_processes)
 
@@ -337,28 +167,58 @@ class BatchSamplerShard(_AroundBatchSampler):
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        if self._report_dropped is None or self.num_processes == 1 or _is_sequential(self.batch_sampler):
+        sharing, order = self.sharing(), None
+        sampler = self.batch_sampler.sampler if type(self.batch_sampler) is BatchSampler else None
+        is_main = self.num_processes == 1 or process_index() == 0
+        if self._report_dropped is not None and self._batched and self._real is None:
+            order = self._draw_order(sampler, is_main=is_main)
+        if order is not None:
+            at_end = functools.partial(end_order, sampler) if is_main else lambda: None
+            ordered = share_order(
+                order, self.batch_sampler, sharing, self._report_dropped, skip=self._skip, at_end=at_end
+            )
+            for share in ordered:
+                counts.append((share.samples, share.real))
+                yield share.indices
+            return
+        if self._report_dropped is None or self.num_processes == 1:
             batches = self._drawn()
         else:
-            step = 1 if self.split_batches else self.num_processes
-            sure = len(self.batch_sampler) if has_exact_length_and_order(self.batch_sampler) else 0
-            batches = _drawn_by_main(self._drawn, step, together=sure - step)
+            batches = _drawn_by_main(self._drawn, 1 if self.split_batches else self.num_processes)
         if not self._batched:
             batches = ([item] for item in batches)
         left = sys.maxsize if self._real is None else self._real
-        shares = share_batches(batches, self.sharing(), self._report_dropped)
+        shares = share_batches(batches, sharing, self._report_dropped)
         left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
         for share in shares:
             counts.append((share.samples, min(share.real, left)))
             yield share.indices if self._batched else share.indices[0]
             left = max(0, left - share.samples)
 
+    def _draw_order(self, sampler: Any, *, is_main: bool) -> Order | None:
+        """The epoch's order, where each process can draw it; None where process 0 draws for all, from `_drawn`."""
+        self._sent = None
+        if type(sampler) is SequentialSampler:
+            self.draws = Draws([], None)  # reading the state of the generators takes longer than a tiny model's step
+            return draw_order(sampler)
+        order, state = None, None
+        if is_main and is_drawn_at_once(sampler):
+            order, self.draws, state = draw_here(sampler, self._draw_from)
+            self._draw_from = None
+        if self.num_processes == 1:
+            return order
+        alike = draw_alike(sampler, order, state)
+        self._sent = order if alike is None else None
+        return alike
+
     def _drawn(self) -> Iterator[Any]:
+        """The batches of all processes, one by one."""
+        if self._sent is not None:  # it is drawn already, and another process finds another
+            return self._sent.batches(self.batch_sampler)
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
         draws, self._draw_from = self._draw_from, None
         if draws is None:
-            # Reading the state of the generators takes longer than a step of a tiny model.
-            self.draws = Draws([], None) if _is_sequential(self.batch_sampler) else Draws.of(sampler)
+            self.draws = Draws.of(sampler)
             return iter(self.batch_sampler)
         self.draws = draws
         return draws.begin(iter(self.batch_sampler), sampler)
@@ -441,11 +301,6 @@ class CutBatchSampler(_AroundBatchSampler):
         return len(self.batch_sampler) * self._pieces
 
 
-def _is_sequential(sampler: Any) -> bool:
-    """Whether every process surely draws the same; a subclass may do anything."""
-    return type(sampler.sampler if type(sampler) is BatchSampler else sampler) is SequentialSampler
-
-
 def has_exact_length_and_order(sampler: Any) -> bool:
     """Whether the length of the sampler is exact and its order does not depend on the loop.
 
@@ -458,22 +313,18 @@ def has_exact_length_and_order(sampler: Any) -> bool:
     return type(sampler) in _TORCHS_OWN
 
 
-def _drawn_by_main(draw: Callable[[], Iterator[Any]], step: int, together: int) -> Iterator[Any]:
-    """The batches that process 0 draws, sent to all.
+def _drawn_by_main(draw: Callable[[], Iterator[Any]], step: int) -> Iterator[Any]:
+    """The batches that process 0 draws, sent to all, step by step.
 
     Args:
         draw: begins to draw.
         step: batches of a step of all processes.
-        together: how many of them to send a thousand at a time, the others step by step. The last step is not among
-            them: in it a random sampler with the script's own generator may draw once more than in all before.
     """
     iterator = draw() if process_index() == 0 else iter(())
     while True:
-        count = min(together, _BATCHES_PER_BROADCAST) if together > 0 else step
-        together -= count
-        drawn: list[Any] = broadcast_object_list([list(islice(iterator, count))])[0]
+        drawn: list[Any] = broadcast_object_list([list(islice(iterator, step))])[0]
         yield from drawn
-        if len(drawn) < count:
+        if len(drawn) < step:
             return
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
-from zero_plugin.data.batch_sampler import Sharing
 from zero_plugin.data.batches import OverwriteCheck, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
 from zero_plugin.data.loader import DataLoaderAdapter, Delivery, refuse_mesh
+from zero_plugin.data.sharing import Sharing
 from zero_plugin.distributed.collectives import (
     broadcast,
     broadcast_object_list,

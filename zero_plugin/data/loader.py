@@ -18,15 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from zero_plugin.data.active import DataLoaderStateMixin, GradientState
 from zero_plugin.data.batch_sampler import (
     BatchSamplerShard,
-    Sharing,
     SkipBatchSampler,
     batches_of,
     has_exact_length_and_order,
     shard_of,
-    take_skipped,
     with_batches,
 )
 from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
+from zero_plugin.data.sharing import Sharing, take_skipped
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_values, num_processes, start_sum
 from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed

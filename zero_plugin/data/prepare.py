@@ -13,8 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from zero_plugin.data.batch_sampler import (
     BatchSamplerShard,
-    SeedableRandomSampler,
-    Sharing,
     batches_of,
     copy_loader,
     cut_batches,
@@ -22,6 +20,7 @@ from zero_plugin.data.batch_sampler import (
 )
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
+from zero_plugin.data.sharing import SeedableRandomSampler, Sharing
 from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
 from zero_plugin.distributed.collectives import gather_values, num_processes
 from zero_plugin.distributed.seeding import generator_of, undisturbed

@@ -20,8 +20,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
-from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, split_size, with_batches
+from zero_plugin.data.batch_sampler import copy_loader, with_batches
 from zero_plugin.data.batches import OverwriteCheck, Portion
+from zero_plugin.data.sharing import Sharing, count_steps, share_batches, split_size
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import SameDraws, generator_of
 from zero_plugin.tensors.nested import list_leaves

@@ -1,0 +1,173 @@
+"""The order of torch's own samplers, which each process draws for itself, is torch's in one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.sharing import (
+    Order,
+    SeedableRandomSampler,
+    Sharing,
+    draw_order,
+    is_drawn_at_once,
+    share_batches,
+    share_order,
+)
+
+SIZE = 103
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler[Any]]] = {
+    "random": lambda: RandomSampler(range(SIZE)),
+    "random, some": lambda: RandomSampler(range(SIZE), num_samples=40),
+    "random, more": lambda: RandomSampler(range(SIZE), num_samples=250),
+    "random, twice": lambda: RandomSampler(range(SIZE), num_samples=2 * SIZE),
+    "replaced": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=250),
+    "own generator": lambda: RandomSampler(range(SIZE), generator=seeded()),
+    "own generator, some": lambda: RandomSampler(range(SIZE), num_samples=40, generator=seeded()),
+    "subset": lambda: SubsetRandomSampler([*range(5, 90), 3]),
+    "subset, own generator": lambda: SubsetRandomSampler([*range(5, 90)], generator=seeded()),
+    "names": lambda: SubsetRandomSampler(["a", "b", "c"]),
+    "weighted": lambda: WeightedRandomSampler(torch.rand(SIZE, generator=seeded()).tolist(), 150),
+    "weighted, each once": lambda: WeightedRandomSampler(
+        torch.rand(SIZE, generator=seeded()).tolist(), 60, replacement=False, generator=seeded()
+    ),
+    "seedable": lambda: SeedableRandomSampler(range(SIZE), data_seed=3),
+}
+DRAWN_ON = {
+    "own generator, replaced": lambda: RandomSampler(range(SIZE), replacement=True, generator=seeded()),
+    "own generator, more": lambda: RandomSampler(range(SIZE), num_samples=250, generator=seeded()),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_order_is_torchs(name: str) -> None:
+    """Element by element, with the same number of draws from the global generator; twice, for two epochs."""
+    ours, theirs = SAMPLERS[name](), SAMPLERS[name]()
+    assert is_drawn_at_once(ours)
+    torch.manual_seed(4)
+    expected = [list(theirs) for _ in range(2)]
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    loader = prepare_loader(
+        DataLoader(_Numbers(), batch_sampler=BatchSampler(ours, 7, False), collate_fn=list),
+        rank=0,
+        world_size=1,
+        device=None,
+    )
+    found = []
+    for _ in range(2):
+        found.append([sample for batch in loader.base_dataloader.batch_sampler for sample in batch])
+        assert found[-1] == expected[len(found) - 1]
+    assert torch.equal(torch.get_rng_state(), after)
+    own = None if name == "seedable" else getattr(ours, "generator", None)  # that is seeded anew in each epoch
+    assert own is None or torch.equal(own.get_state(), theirs.generator.get_state())
+
+
+class _Numbers:
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+class _Foreign(RandomSampler):
+    """A class of the script's own."""
+
+
+@pytest.mark.parametrize("make", [*DRAWN_ON.values(), lambda: _Foreign(range(SIZE)), lambda: iter(range(3))])
+def test_what_draws_on_is_foreign(make: Callable[[], Any]) -> None:
+    """Process 0 draws from it for all."""
+    assert not is_drawn_at_once(make())
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_shares_are_those_of_all_batches(
+    samples: int, world: int, size: int, even: bool, split: bool, drop_last: bool, skip: int, reports: bool
+) -> None:
+    """For each process, whatever is completed, cut, dropped or skipped; so is the number of dropped samples."""
+    order = Order(torch.randperm(samples, generator=seeded()))
+    sampler: Any = BatchSampler(order.part(0, samples), world * size if split else size, drop_last)
+    for rank in range(world):
+        sharing = Sharing(rank, world, size, even=even, split=split, drop_last=drop_last)
+        wanted, found = [], []
+        report = [wanted.append, found.append] if reports else [None, None]
+        shares = list(islice(share_batches(iter(sampler), sharing, report[0]), skip, None))
+        assert list(share_order(order, sampler, sharing, report[1], skip=skip)) == shares
+        assert found == (wanted if skip <= samples // (world * size) else [])
+
+
+def test_a_part_is_cut_out_of_a_hundred_million() -> None:
+    """Process 700 of 1,000 touches its own samples only: a step takes microseconds whatever the world's size."""
+    order = Order(range(100_000_000))
+    sampler: Any = BatchSampler(SequentialSampler(range(100_000_000)), 8, False)
+    shares = share_order(order, sampler, Sharing(700, 1000, 8), None, skip=12_000)
+    first = next(shares)
+    assert first.indices == list(range(12_000 * 8000 + 5600, 12_000 * 8000 + 5608))
+    assert sum(share.samples for share in shares) == 499 * 8
+
+
+def test_indices_of_any_kind_have_no_checksum() -> None:
+    """Then process 0 sends them; numbers have one, by their values."""
+    names = draw_order(SubsetRandomSampler(["a", "b"]), seeded())
+    assert names.digest() is None
+    assert sorted(names.part(0, 2)) == ["a", "b"]
+    one, same, other = (draw_order(SubsetRandomSampler(s), seeded()) for s in ([1, 2, 3], [1, 2, 3], [1, 2, 4]))
+    assert one.digest() == same.digest() != other.digest()
+
+
+def shuffled(random_state: random.Random) -> Iterator[int]:
+    yield from random_state.sample(range(9), 9)
+
+
+def test_a_sampler_is_asked_once_an_epoch() -> None:
+    """A foreign one, as before: its draws are its own."""
+    state = random.Random(2)
+    wanted = list(shuffled(random.Random(2)))
+    batches = DataLoader(range(9), batch_size=2, sampler=_Iterated(functools.partial(shuffled, state)))
+    loader = prepare_loader(batches, rank=0, world_size=1, device=None)
+    assert [int(x) for batch in loader for x in batch] == wanted
+
+
+class _Iterated(Sampler[int]):
+    def __init__(self, begin: Callable[[], Iterator[int]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[int]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        return 9

@@ -1,0 +1,385 @@
+"""Which samples each process gets of an epoch: how batches are shared, and the order of torch's own samplers.
+
+What torch's own samplers draw follows from the state of one generator, so that the processes need to agree on that
+alone: each draws all of the order, as a tensor, and cuts out its part. A sampler of another class may do anything:
+process 0 draws from it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from zero_plugin.distributed.collectives import broadcast, gather_values, process_index
+from zero_plugin.distributed.messages import working
+from zero_plugin.distributed.seeding import Draws, generator_of
+from zero_plugin.errors import LoopError
+
+_Item = TypeVar("_Item")
+
+
+def take_skipped(batches: Iterator[_Item], count: int) -> Iterator[_Item]:
+    """The first `count` batches, or as many as there are, which nobody trains on."""
+    if count:
+        with working("skipping batches", count, unit="batches") as work:
+            for batch in islice(batches, count):
+                work.advance()
+                yield batch
+
+
+class Share(NamedTuple):
+    """One process's part of one step.
+
+    Attributes:
+        indices: the samples that are read from the dataset.
+        real: how many of them, from the front, are not repetitions that make the step even.
+    """
+
+    indices: list[Any]
+    real: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has, repeated ones included."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How batches are shared among processes.
+
+    Attributes:
+        rank, world: the rank of this process, and the number of processes.
+        batch_size: samples in a full batch of one process; None where batches have no common size.
+        even: complete the last step from the first samples of the epoch, so that every process has a full batch.
+        split: each of the loader's batches is cut into one piece per process, instead of going to one process.
+        drop_last: an incomplete last step is left out, as the loader was configured.
+        batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
+            unknown size, and counts here as one sample.
+        cut: the number of micro-batches into which each of the user's batches was cut before.
+    """
+
+    rank: int
+    world: int
+    batch_size: int | None
+    even: bool = True
+    split: bool = False
+    drop_last: bool = False
+    batched: bool = True
+    cut: int = 1
+
+
+def share_batches(
+    batches: Iterable[list[Any]], sharing: Sharing, report_dropped: Callable[[int], None] | None
+) -> Iterator[Share]:
+    """This process's shares, one per step.
+
+    At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
+    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
+    first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
+    the number of samples lost, unless `drop_last` requested it). Without `report_dropped` each process goes on as far
+    as its own shares reach, and the first ones may have one more than the last.
+
+    Raises:
+        LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
+    """
+    steps = _cut(batches, sharing) if sharing.split and sharing.world > 1 else _deal(batches, sharing.world)
+    step = first = next(steps, None)
+    while step is not None:
+        # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
+        is_full = _is_full(step, sharing)
+        following = None if is_full else next(steps, None)
+        if len(step) > sharing.world or (following is not None and len(step) < sharing.world):
+            raise LoopError(
+                f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
+                f"hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying size"
+            )
+        if following is None and not is_full and sharing.even and not sharing.drop_last:
+            assert first is not None
+            yield _complete(step, first, sharing)
+        elif len(step) == sharing.world or (
+            sharing.rank < len(step) and report_dropped is None and not sharing.drop_last
+        ):
+            own = step[sharing.rank]
+            yield Share(own, len(own))
+        elif not sharing.drop_last and report_dropped is not None:
+            report_dropped(sum(map(len, step)))
+        step = next(steps, None) if is_full else following
+
+
+def split_size(batch_size: int | None, num_processes: int) -> int:
+    """What each process gets of batches that are split among all.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if not batch_size or batch_size % num_processes:
+        raise ValueError(
+            f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
+            "make it a multiple of their number"
+        )
+    return batch_size // num_processes
+
+
+def count_steps(samples: int, sharing: Sharing) -> int:
+    """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
+    assert sharing.batch_size is not None
+    full, tail = divmod(samples, sharing.world * sharing.batch_size)
+    needed = 1 if sharing.even else (sharing.world - 1) * sharing.batch_size + 1  # below it, some process has nothing
+    return full + (tail >= needed and not sharing.drop_last)
+
+
+def _is_full(step: list[list[Any]], sharing: Sharing) -> bool:
+    """Whether every process has a share of this step that does not need to be completed."""
+    if len(step) != sharing.world:
+        return False
+    return (
+        not sharing.even or sharing.drop_last or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
+    )
+
+
+def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
+    iterator = iter(batches)
+    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, world)]:
+        yield step
+
+
+def _cut(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
+    size = sharing.batch_size
+    assert size is not None
+    for batch in map(list, batches):
+        yield [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
+    """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
+    if sharing.batch_size is None:
+        # The size of a full batch is not known: batches of the first step replace those that are missing.
+        missing = sharing.rank - len(step)
+        return (
+            Share(step[sharing.rank], len(step[sharing.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
+        )
+    # All lower ranks are completed here too: each takes its samples from `filler` first.
+    filler = cycle(chain.from_iterable(first))
+    for real in [*step, *[[]] * sharing.world][: sharing.rank + 1]:
+        own = [*real, *islice(filler, max(0, sharing.batch_size - len(real)))]
+    return Share(own, len(real))
+
+
+class SeedableRandomSampler(RandomSampler):
+    """torch's RandomSampler, with its generator seeded by `initial_seed + epoch` at the start of each epoch.
+
+    Each complete iteration ends an epoch, unless `set_epoch` sets another.
+
+    Attributes:
+        initial_seed: `data_seed`, or torch's seed when the sampler was made.
+        epoch: the next one.
+
+    Args:
+        *args: of `torch.utils.data.RandomSampler`, as the other keyword arguments.
+        data_seed: None takes torch's current seed.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.seed()
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def seed(self) -> torch.Generator:
+        """Seed the generator for the coming epoch."""
+        generator = self.generator or torch.Generator()
+        self.generator = generator
+        generator.manual_seed(self.initial_seed + self.epoch)
+        return generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with this epoch at the next start."""
+        self.epoch = epoch
+
+
+@dataclass(frozen=True)
+class Order:
+    """The samples of an epoch.
+
+    Attributes:
+        numbers: of the samples, int64 of shape [samples] or a range; with `given`, their places in it.
+        given: the indices that a SubsetRandomSampler chooses from.
+    """
+
+    numbers: Tensor | range
+    given: Sequence[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def part(self, begin: int, end: int) -> list[Any]:
+        """The samples from place `begin` to before `end`."""
+        part = self.numbers[begin:end]
+        numbers = list(part) if isinstance(part, range) else part.tolist()
+        return numbers if self.given is None else [self.given[number] for number in numbers]
+
+    def batches(self, sampler: BatchSampler, begin: int = 0, end: int | None = None) -> Iterator[list[Any]]:
+        """The sampler's batches of the samples from place `begin` to before `end`, or to the last that it gives."""
+        end, size = self.count(sampler) if end is None else end, sampler.batch_size
+        return (self.part(first, min(first + size, end)) for first in range(begin, end, size))
+
+    def count(self, sampler: BatchSampler) -> int:
+        """How many samples there are in the sampler's batches, which may leave out an incomplete last one."""
+        return len(self) // sampler.batch_size * sampler.batch_size if sampler.drop_last else len(self)
+
+    def digest(self) -> str | None:
+        """A checksum; None for indices that are no numbers."""
+        parts = [torch.as_tensor(self.numbers)]
+        if self.given is not None:
+            try:
+                parts.append(torch.as_tensor(self.given))
+            except (TypeError, ValueError, RuntimeError):
+                return None
+        checksum = xxhash.xxh3_64()
+        for part in parts:
+            checksum.update(part.contiguous().numpy())  # type: ignore[arg-type]  # NumPy's arrays are buffers
+        return checksum.hexdigest()
+
+
+def is_drawn_at_once(sampler: Any) -> bool:
+    """Whether the sampler's order follows from the state of one generator on a CPU at the epoch's start.
+
+    A subclass may do anything. A RandomSampler with a generator of the script's own draws on while the epoch runs, if
+    it draws with replacement, or more than all samples; the script may have drawn from it in between.
+    """
+    if type(sampler) not in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SeedableRandomSampler):
+        return False
+    own = generator_of(sampler)
+    if own is None or type(sampler) is SeedableRandomSampler:
+        return True
+    if own.device.type != "cpu":
+        return False
+    return type(sampler) is not RandomSampler or not (
+        sampler.replacement or sampler.num_samples > len(sampler.data_source)
+    )
+
+
+def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
+    """What iterating over the sampler gives, drawn from `generator`, in whose place it would have its own or torch's.
+
+    Args:
+        sampler: a SequentialSampler, or one that `is_drawn_at_once`.
+        generator: on a CPU; a SequentialSampler needs none.
+    """
+    if isinstance(sampler, SequentialSampler):
+        return Order(range(len(sampler.data_source)))
+    if isinstance(sampler, SubsetRandomSampler):
+        return Order(torch.randperm(len(sampler.indices), generator=generator), sampler.indices)
+    if isinstance(sampler, WeightedRandomSampler):
+        return Order(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
+    size, count = len(sampler.data_source), sampler.num_samples
+    if sampler.generator is None:  # it draws a seed for one
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        generator = torch.Generator().manual_seed(seed)
+    if sampler.replacement:
+        return Order(torch.randint(size, (count,), generator=generator))
+    complete, rest = divmod(count, size)
+    parts = [torch.randperm(size, generator=generator) for _ in range(complete)]
+    if rest:
+        parts.append(torch.randperm(size, generator=generator)[:rest])
+    return Order(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def end_order(sampler: Any) -> None:
+    """Leave the sampler as an iteration to its end does."""
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.set_epoch(sampler.epoch + 1)
+    elif type(sampler) is RandomSampler and sampler.generator is not None:
+        size = len(sampler.data_source)
+        if sampler.num_samples == size:  # torch draws once more, for the rest of nothing
+            torch.randperm(size, generator=sampler.generator)
+
+
+def draw_here(sampler: Any, draws: Draws | None) -> tuple[Order, Draws, Tensor]:
+    """The order, drawn by this process for itself, from its own generators or from `draws`.
+
+    Args:
+        sampler: one that `is_drawn_at_once`.
+        draws: of an epoch that was interrupted; the global generators then stay as they are.
+
+    Returns:
+        The order, what it was drawn from, and the state from which another process draws the same.
+    """
+    found = Draws.of(sampler) if draws is None else draws
+    own = generator_of(sampler)
+    if own is not None and draws is not None and draws.own is not None:
+        own.set_state(draws.own)
+    if isinstance(sampler, SeedableRandomSampler):
+        own = sampler.seed()
+    generator = torch.default_generator if own is None else own
+    if own is None and draws is not None:
+        generator = torch.Generator().set_state(draws.shared[-1])
+    state = generator.get_state()
+    return draw_order(sampler, generator), found, state
+
+
+def draw_alike(sampler: Any, order: Order | None, state: Tensor | None) -> Order | None:
+    """The order of process 0, drawn by every process for itself; None where one of them finds another. Collective.
+
+    Args:
+        sampler: this process' own.
+        order, state: on process 0 what `draw_here` returned; None where its sampler is not to be drawn at once.
+    """
+    agreed = broadcast(torch.zeros_like(torch.default_generator.get_state()) if state is None else state)
+    if not agreed.any():
+        return None
+    if process_index() != 0:
+        order = draw_order(sampler, torch.Generator().set_state(agreed)) if is_drawn_at_once(sampler) else None
+    # A subset, weights or a length of its own, another build of torch: then process 0's order is sent to all.
+    digests = gather_values(None if order is None else order.digest())
+    return order if digests[0] is not None and len(set(digests)) == 1 else None
+
+
+def share_order(
+    order: Order,
+    sampler: BatchSampler,
+    sharing: Sharing,
+    report_dropped: Callable[[int], None] | None,
+    *,
+    skip: int = 0,
+    at_end: Callable[[], None] = lambda: None,
+) -> Iterator[Share]:
+    """This process's shares, one per step, as `share_batches` of the sampler's batches; but others' are not touched.
+
+    Args:
+        order: of all processes.
+        sampler: torch's, with the size of its batches and whether it leaves out an incomplete last one.
+        sharing: with a batch size.
+        report_dropped: see `share_batches`.
+        skip: steps that are left out at the beginning.
+        at_end: called when an iteration over the sampler would find its end, which is before an incomplete last step.
+    """
+    size = sharing.batch_size
+    assert size is not None
+    count, step = order.count(sampler), sharing.world * size
+    full = count // step
+    for number in range(skip, full):
+        begin = number * step + sharing.rank * size
+        yield Share(order.part(begin, begin + size), size)
+    at_end()
+    if skip > full or count == full * step:
+        return
+    batches = list(order.batches(sampler, full * step))
+    if not full:
+        yield from share_batches(batches, sharing, report_dropped)
+        return
+    shares = share_batches([*order.batches(sampler, 0, step), *batches], sharing, report_dropped)
+    next(shares)  # of the first step, whose samples complete the last
+    yield from shares
