@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_plugin import Accelerator
 
 sys.path.append(str(Path(__file__).parents[1]))  # for scripts that import this and run by themselves
-from device import DEVICE, ON_GPU, distributed_type  # noqa: E402
+from device import DEVICE, ON_GPU, distributed_type
 
 ZERO = {
     "zero0": {"stage": 0},
