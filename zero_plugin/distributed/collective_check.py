@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zero_plugin.distributed.joining import STORE_VISITS
 from zero_plugin.distributed.process_end import end_process, run_in_threads
 from zero_plugin.errors import LoopError
 from zero_plugin.machine.hardware import process_stat
@@ -499,14 +500,16 @@ class CollectiveCheck:
         self._in_script = True
         try:
             come = self._store.add(key, 1)
-            pause, waited, before = 0.0005, 0.0, time.monotonic()
+            longest = max(0.1, self._world_size / STORE_VISITS)
+            pause = longest / 10 if longest > 0.1 else 0.0005
+            waited, before = 0.0, time.monotonic()
             while come < self._world_size:
                 if self._error is not None:
                     raise LoopError(self._error)
                 if waited > self._limit:
                     raise LoopError(describe_overdue(self._here("has waited"), self._limit, self._late))
                 time.sleep(pause)
-                pause = min(2 * pause, 0.1)
+                pause = min(2 * pause, longest)
                 come = self._store.add(key, 0)
                 now = time.monotonic()
                 waited, before = waited + min(now - before, 1.0), now
@@ -612,7 +615,8 @@ def start_watching(patience: Patience | None = None) -> None:
     end_watching()
     _groups_watched += 1  # groups may follow one another in the same store
     store = c10d.PrefixStore(f"zero_plugin/collective_check/{_groups_watched}", c10d._get_default_store())
-    patience = patience or Patience(tick=max(1.0, group.size() / 500))  # the store has a thousand visitors a second
+    # Each writes where it is and asks whether all are to end: two visits.
+    patience = patience or Patience(tick=max(1.0, 2 * group.size() / STORE_VISITS))
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
     atexit.unregister(_report_exit)

@@ -23,6 +23,7 @@ _TIMEOUT: Final = timedelta(minutes=30)
 _FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
 _LONGEST_NAP: Final = 1.0
 _FIRST_NAP: Final = 0.1  # the longest while the others usually come
+STORE_VISITS: Final = 1000  # that all waiting processes together may pay the store in a second
 _AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _ENVIRONMENT: Final = "env://"
 
@@ -115,15 +116,22 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _until(happens: Callable[[], bool], timeout: timedelta = _TIMEOUT) -> Iterator[None]:
-    """Wait until it happens, or the time is over; each time when that is worth a message, yield."""
-    began, pause, nap = time.monotonic(), _FIRST_PAUSE, 0.01
+def _until(happens: Callable[[], bool], timeout: timedelta = _TIMEOUT, *, waiting: int = 1) -> Iterator[None]:
+    """Wait until it happens, or the time is over; each time when that is worth a message, yield.
+
+    Args:
+        happens: one request.
+        timeout: how long.
+        waiting: how many processes may ask the same of one store.
+    """
+    began, pause, nap = time.monotonic(), _FIRST_PAUSE, max(0.01, waiting / STORE_VISITS / 10)
     while not happens() and (waited := time.monotonic() - began) < timeout.total_seconds():
         if waited > pause:
             yield
             pause *= 2
         time.sleep(nap)
-        nap = min(nap * 1.2, _LONGEST_NAP if waited > _FIRST_PAUSE else _FIRST_NAP)
+        longest = _LONGEST_NAP if waited > _FIRST_PAUSE else _FIRST_NAP
+        nap = min(nap * 1.2, max(longest, waiting / STORE_VISITS))
 
 
 def _refuse_strangers(store: Any, rank: int, world: int) -> None:
@@ -149,8 +157,8 @@ _ONE_RUN: Final = (
 def _wait_for_all(store: Any, rank: int, world: int, timeout: timedelta) -> None:
     if store.add("joined", 1) == world:
         store.set("all", "")
-    for _ in _until(lambda: store.check(["all"]), timeout):
-        if not any(store.check([f"rank/{lower}"]) for lower in range(rank)):
+    for message, _ in enumerate(_until(lambda: store.check(["all"]), timeout, waiting=world)):
+        if store.add(f"told/{message}", 1) == 1:  # of a thousand that wait, one tells it
             where, missing = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", _missing(store, world)
             _log.warning("%s of WORLD_SIZE=%d did not join yet; rank %d waits at %s", missing, world, rank, where)
     if not store.check(["all"]):
