@@ -8,6 +8,7 @@
 # make test-newest-torch   the quick half of the suite, and parity on two processes, on the newest torch of the index
 # make gpu   all that needs a GPU: checks, peaks of memory, speeds; in pieces, with what Python has installed
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
+# make bench-quick   those of them that a change may spoil, in five minutes on a quiet machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ VENV_NEWEST ?= .venv-newest
 VENV_FOREIGN ?= .venv-foreign
 
 .PHONY: demo docs test test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
-.PHONY: libaio test-tools gpu
+.PHONY: libaio test-tools gpu bench-quick
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -95,6 +96,16 @@ benchmarks: $(VENV)/.installed
 # Where there is no network, the environment is what the machine's Python has.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/kit.py $(if $(PIECES),--pieces $(PIECES))
+
+bench-quick: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/import_time.py --pairs 5
+	$(BIN)/python benchmarks/launch.py --pairs 3 --processes 2
+	$(BIN)/python benchmarks/step.py --sizes tiny --paths single ddp zero2 zero3 --pairs 8
+	$(BIN)/python benchmarks/many_tensors.py --rounds 5 --windows 8
+	$(BIN)/python benchmarks/collectives.py --rounds 8
+	$(BIN)/python benchmarks/checkpoint.py --gigabytes 0.1 --rounds 1 --cases "stage 2, fp32"
+	$(BIN)/python benchmarks/shuffled.py --samples 1000000
+	$(BIN)/python benchmarks/plan.py --repeats 1
 
 clean:
 	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_FOREIGN) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
