@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +48,28 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_the_table(plan: PlanCommand) -> None:
-    """A line for each strategy, one marked, a reason on what does not fit; below it what the chosen one is made of."""
+    """What fits and nothing betters, best first, by what differs; then what does not fit, in short."""
     code, output, _ = plan(*LLAMA, *NODE)
+    assert code == 0
+    _, _, columns, *lines = output.splitlines()
+    assert columns.split() == ["ZeRO", "optimizer", "params", "recompute", "device", "CPU", "samples/s"]
+    table = lines[: next(n for n, line in enumerate(lines) if "more fit" in line)]
+    assert table[0].startswith("→  stage 3")
+    assert all(line.startswith("   ") for line in table[1:])
+    rates = [float(line.split()[-1]) for line in table]
+    assert rates == sorted(rates, reverse=True)
+    assert len(table) == len({line.split("GiB")[0] for line in table}) <= 6
+    assert "gain nothing; --all prints every strategy" in output
+    assert "\ndoes not fit: stage 2 (" in output
+    assert "\n6 not tried: no NVMe disk is stated" in output
+    _, output, _ = plan(*LLAMA, "--gpu", "A100-80GB", "--offload_optimizer_device", "none", "--global_batch", "8")
+    assert "adam_bandwidth" not in output  # no strategy steps on the CPU
+    assert "network_bandwidth" not in output  # nor is there a second node
+
+
+def test_every_strategy(plan: PlanCommand) -> None:
+    """A line for each, one marked, a reason on what does not fit; below it what the chosen one is made of."""
+    code, output, _ = plan(*LLAMA, *NODE, "--all")
     assert code == 0
     head, memories, columns, *lines = output.splitlines()
     assert memories.startswith("device: capacity 39.6 GiB, budget 35.6 GiB; CPU memory of a node: capacity ")
@@ -262,10 +286,39 @@ def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
 def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two lines for each strategy: what it is and why it is not taken, then its numbers."""
     monkeypatch.setattr("zero_plugin.cli.plan.terminal_width", lambda: 80)
-    monkeypatch.setattr(sys, "argv", ["zero-plugin", "plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"])
+    monkeypatch.setattr(
+        sys, "argv", ["zero-plugin", "plan", "--all", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"]
+    )
     with contextlib.suppress(SystemExit):
         main()
     lines = capsys.readouterr().out.splitlines()
     chosen = next(number for number, line in enumerate(lines) if line.startswith("→ "))
     assert re.fullmatch(r"    batch .*, device .* GiB, CPU memory .*, step .* s, samples/s .*", lines[chosen + 1])
     assert any(re.fullmatch(r"  DDP: .* GiB on the device, budget .*", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [
+        ("--gpu", "A100-80GB", "--gpus", "8"),
+        ("--gpu", "A10", "--gpus", "2", "--host_memory", "512GiB"),
+        ("--gpu", "V100-32GB", "--gpus", "16", "--nodes", "4", "--nvme", "30TB", "--host_memory", "1500GiB"),
+        ("--gpu_memory", "8GiB", "--host_memory", "16GiB", "--gpus", "2"),
+    ],
+)
+def test_a_screen_of_80_columns(machines: tuple[str, ...]) -> None:
+    """What is printed on a terminal, all of it, is read without scrolling."""
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 80, 0, 0))
+    command = [sys.executable, "-m", "zero_plugin", "plan", *LLAMA, *machines]
+    with subprocess.Popen(command, stdout=terminal, env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # of Linux, at the end
+            while read := os.read(screen, 4096):
+                shown += read
+    os.close(screen)
+    assert process.returncode in (0, 1)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    assert len(lines) <= 25, shown.decode()
+    assert max(map(len, lines)) <= 80

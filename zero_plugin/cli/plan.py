@@ -1,12 +1,14 @@
 """`zero-plugin plan`: what every stage and offload costs in memory and time, and which is the fastest that fits.
 
-It prints a line for every setup, the chosen one marked and taken apart; or all of it as JSON.
+It prints those that nothing betters, best first, the chosen one marked and taken apart, and what does not fit; or all
+of them, or all numbers as JSON.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -28,6 +30,10 @@ from zero_plugin.plan.situation import Cluster, Workload, describe_budget, is_kn
 
 _HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
+_SHOWN: Final = 6  # strategies of the short table
+_TERMS: Final = 4  # of a memory
+_NAMED: Final = 2  # below it, of those that do not fit
+_ALWAYS: Final = ("", "ZeRO", "device", "samples/s")  # its columns that are there though all rows agree
 _WIDE: Final = 110  # columns of a terminal that the table fits into
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
@@ -80,17 +86,100 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
-def print_report(report: Report, written: Sequence[Path]) -> None:
-    """Print it: in a table on a terminal that is wide, in two lines each on another, aligned plain lines elsewhere.
+def print_report(report: Report, written: Sequence[Path], *, every: bool) -> None:
+    """Print it.
 
     Args:
         report: what to print.
         written: files that were written.
+        every: all strategies, in the order in which they were looked at, each with why it is not taken.
     """
+    print_line(report.headline, "bold", wraps=True)
+    print_line(_memories(report.cluster, report.wanted.margin), wraps=True)
+    if every:
+        _print_all(report)
+    else:
+        _print_best(report)
+    notes = [*_about_chosen(report, every=every), *_about_what_if(report), *(f"written: {file}" for file in written)]
+    for note in notes:
+        print_line(note, "bold green" if note.startswith(_CHOSEN) else "", wraps=True)
+
+
+def _print_best(report: Report) -> None:
+    """What fits and nothing betters, best first, in columns for what differs; below it what does not fit."""
+    chosen = report.choice.chosen
+    fitting = sorted((c for c in report.choice.table if not c.rejected), key=lambda c: c.seconds_per_sample)
+    fitting.sort(key=lambda c: c is not chosen)
+    best: list[Candidate] = []
+    for candidate in fitting:
+        if len(best) < _SHOWN and not any(_is_as_good(other, candidate) for other in best):
+            best.append(candidate)
+    cells = [_cells(candidate, report) for candidate in best]
+    columns = [name for name in (cells[0] if cells else ()) if name in _ALWAYS or len({c[name] for c in cells}) > 1]
+    styles = ["bold green" if candidate is chosen else "" for candidate in best]
+    styled = [[(one[name], style) for name in columns] for one, style in zip(cells, styles, strict=True)]
+    if styled:
+        print_rows(styled, columns, unbroken=columns)
+    if hidden := len(fitting) - len(best):
+        print_line(f"{hidden} more fit, and gain nothing; --all prints every strategy")
+    for line in _not_fitting(report):
+        print_line(line, "dim", wraps=True)
+
+
+def _is_as_good(one: Candidate, other: Candidate) -> bool:
+    """Whether it is as fast in no more memory, as far as three digits show."""
+    figures = [
+        (c.seconds_per_sample, c.footprint.device_bytes, c.footprint.host_bytes, c.footprint.nvme_bytes)
+        for c in (one, other)
+    ]
+    return all(float(f"{a:.3g}") <= float(f"{b:.3g}") for a, b in zip(*figures, strict=True))
+
+
+def _cells(candidate: Candidate, report: Report) -> dict[str, str]:
+    """One strategy's cells in the short table, by column."""
+    setup, needed = candidate.setup, candidate.footprint
+    samples = setup.micro_batch * setup.accumulation * report.cluster.processes
+    share = f" {setup.ratio:.0%}" if setup.offload_optimizer != "none" and setup.ratio < 1 else ""
+    return {
+        "": _CHOSEN if candidate is report.choice.chosen else "",
+        "ZeRO": "DDP" if setup.stage is None else f"stage {setup.stage}",
+        "optimizer": f"{_place(setup.offload_optimizer)}{share}",
+        "params": _place(setup.offload_param),
+        "recompute": "yes" if setup.activation_checkpointing else "",
+        "device": show_bytes(needed.device_bytes),
+        "CPU": show_bytes(needed.host_bytes),
+        "NVMe": show_bytes(needed.nvme_bytes) if needed.nvme_bytes else "",
+        "samples/s": _number(samples / candidate.time.seconds),
+    }
+
+
+def _place(device: str) -> str:
+    return "" if device == "none" else {"cpu": "CPU", "nvme": "NVMe"}.get(device, device)
+
+
+def _not_fitting(report: Report) -> list[str]:
+    """What does not fit, with why; where nothing does, the two that need least of the device."""
+    rejected = [candidate for candidate in report.choice.table if candidate.rejected]
+    short = sorted((c for c in rejected if c.short), key=lambda c: c.footprint.device_bytes)
+    if report.choice.chosen is None:
+        return [
+            *(f"  {name_setup(c.setup)}: {c.rejected}" for c in short[:_NAMED]),
+            f"and {max(0, len(short) - _NAMED)} more; --all prints every strategy",
+        ]
+    lines = []
+    if short:
+        named = [f"{name_setup(c.setup)} ({c.rejected.partition(',')[0]})" for c in short]
+        more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        lines.append(f"does not fit: {', '.join(named[:_NAMED])}{more}")
+    reasons = Counter(c.rejected for c in rejected if not c.short)
+    lines += [f"{count} not tried: {reason}" for reason, count in reasons.items()]
+    return lines
+
+
+def _print_all(report: Report) -> None:
+    """In a table on a terminal that is wide, in two lines each on another, in aligned plain lines elsewhere."""
     rows = [_row(candidate, report) for candidate in report.choice.table]
     styles = ["bold green" if row[0] else "dim" if row[-1] else "" for row in rows]
-    print_line(report.headline, "bold")
-    print_line(_memories(report.cluster, report.wanted.margin))
     if (width := terminal_width()) is not None and width < _WIDE:
         for (mark, strategy, *numbers, why), style in zip(rows, styles, strict=True):
             print_line(f"{mark or ' '} {strategy}{f': {why}' if why else ''}", style, wraps=True)
@@ -99,8 +188,6 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
     else:
         styled = [[(cell, style) for cell in row] for row, style in zip(rows, styles, strict=True)]
         print_rows(styled, _HEAD, unbroken=_HEAD[2:-1])
-    for note in [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]:
-        print_line(note, "bold green" if note.startswith(_CHOSEN) else "", wraps=True)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -145,7 +232,7 @@ def _memories(cluster: Cluster, margin: float) -> str:
     return "; ".join(f"{name}: {describe_budget(size, margin)}" for name, size in found.items() if size)
 
 
-def _about_chosen(report: Report) -> list[str]:
+def _about_chosen(report: Report, *, every: bool) -> list[str]:
     chosen, cluster = report.choice.chosen, report.cluster
     if chosen is None:
         return ["", f"nothing fits with {report.wanted.margin:.0%} of each memory left free"]
@@ -157,19 +244,36 @@ def _about_chosen(report: Report) -> list[str]:
         ("CPU memory", needed.host, needed.host_bytes, cluster.host_bytes),
         ("NVMe", needed.nvme, needed.nvme_bytes, cluster.nvme_bytes),
     )
-    lines = ["", f"{_CHOSEN} {name_setup(chosen.setup)}: {fits}; {batch} samples per optimizer step"]
+    sizes = f"{batch} samples per optimizer step, micro-batch {chosen.setup.micro_batch} × {chosen.setup.accumulation}"
+    lines = ["", f"{_CHOSEN} {name_setup(chosen.setup)}: {fits}; {sizes}"]
     lines += [
-        f"  {place}: {_terms(terms)} = {show_bytes(size)} of {show_bytes(there)}"
+        f"  {place}: {_terms(terms, None if every else _TERMS)} = {show_bytes(size)} of {show_bytes(there)}"
         for place, terms, size, there in places
         if size
     ]
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in chosen.time.terms.items())
     lines.append(f"  step: {seconds} = {chosen.time.seconds:.3g} s")
-    lines.append(f"  sizes: {report.work.model.source}; activations: {report.work.activations.source}")
-    assumed = [f"{name} {source}" for name, source in cluster.sources.items() if source.startswith("assumed")]
-    if assumed:
-        lines.append(f"  {'; '.join(assumed)}")
+    sources = f"activations: {report.work.activations.source}"
+    lines.append(f"  sizes: {report.work.model.source}; {sources}" if every else f"  {sources}")
+    assumed = dict(_assumptions(report))
+    if every:
+        lines += [f"  {name} {source}" for name, source in assumed.items()]
+    elif assumed:
+        lines.append(f"  assumed, --all says why: {', '.join(assumed)}")
     return lines
+
+
+def _assumptions(report: Report) -> Iterator[tuple[str, str]]:
+    """What was assumed of the machines, and why, where it makes a difference to a strategy that fits."""
+    cluster, fitting = report.cluster, [c for c in report.choice.table if not c.rejected]
+    matters = {
+        "network_bandwidth": cluster.nodes > 1,
+        "adam_bandwidth": any(c.setup.offload_optimizer != "none" for c in fitting),
+        **dict.fromkeys(("nvme_read", "nvme_write"), any(c.footprint.nvme_bytes for c in fitting)),
+    }
+    for name, source in cluster.sources.items():
+        if source.startswith("assumed") and matters.get(name, True):
+            yield name, source
 
 
 def _about_what_if(report: Report) -> list[str]:
@@ -192,9 +296,13 @@ def _as_flag(change: str) -> str:
     return f"without --{negated}{_FLAGS.get(field, field)}{shown}"
 
 
-def _terms(terms: Mapping[str, int]) -> str:
+def _terms(terms: Mapping[str, int], most: int | None) -> str:
+    """The largest first; what is more than so many, as one."""
     ordered = sorted(terms.items(), key=lambda term: -term[1])
-    return " + ".join(f"{name} {show_bytes(size)}" for name, size in ordered)
+    shown = ordered if most is None or len(ordered) <= most + 1 else ordered[:most]
+    if rest := sum(size for _, size in ordered[len(shown) :]):
+        shown = [*shown, ("others", rest)]
+    return " + ".join(f"{name} {show_bytes(size)}" for name, size in shown)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -307,6 +415,9 @@ class Options:
     margin: Annotated[
         float, _training("--margin", help="Fraction of each memory that stays free.", min=0, max=0.9, show_default=True)
     ] = 0.1
+    every: Annotated[
+        bool, _output("--all", help="Print every strategy, and why it is not taken.", show_default=True)
+    ] = False
     json: Annotated[bool, _output("--json", help="Print all numbers as JSON.", show_default=True)] = False
     what_if: Annotated[
         bool,
@@ -405,6 +516,6 @@ def plan(**typed: Any) -> None:
     if options.json:
         print_json(as_json(report))
     elif choice.chosen is None or not options.quiet:
-        print_report(report, written)
+        print_report(report, written, every=options.every)
     if choice.chosen is None:
         raise typer.Exit(1)
