@@ -167,7 +167,7 @@ def test_operations_of_a_token_are_those_that_torch_counts() -> None:
         ("NVIDIA H100 80GB HBM3", "fp16", 989),
         ("Tesla V100-SXM2-32GB", "bf16", 15.7),  # it computes bf16 as fp32
         ("NVIDIA A100-SXM4-40GB", "no", 19.5),
-        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("CPU", "bf16", None),

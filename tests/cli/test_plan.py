@@ -102,7 +102,7 @@ def test_json_has_every_number(plan: PlanCommand) -> None:
         assert sum(way["time"].values()) == pytest.approx(way["seconds"])
     assert any(way["hidden_time"] for way in found["candidates"])
     assert found["model"]["parameters"] == pytest.approx(7e9, rel=0.01)
-    assert found["cluster"]["sources"]["flops"] == "40% of A100-40GB's data sheet"
+    assert found["cluster"]["sources"]["flops"] == "40% of A100-40GB, by NVIDIA's data sheet"
     assert found["what_if"]["largest_parameters"] > 7e9
 
 
@@ -322,3 +322,15 @@ def test_a_screen_of_80_columns(machines: tuple[str, ...]) -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
     assert len(lines) <= 25, shown.decode()
     assert max(map(len, lines)) <= 80
+
+
+def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
+    """Bytes choose no speed: it is said whose is taken, and only the order of the strategies is told."""
+    code, output, _ = plan(*LLAMA, "--gpu_memory", "80GB", "--gpus", "8")
+    assert code == 0
+    lines = output.splitlines()
+    assert lines[0].endswith("on 8 × devices of 74.5 GiB, as fast as A100-80GB")
+    assert lines[2].split()[-1] == "speed"
+    assert next(line for line in lines if line.startswith("→")).split()[-1] == "1.00"
+    assert "samples/s" not in output
+    assert "  which GPU it is nobody says: the order is that of A100-80GB; --gpu names another" in lines

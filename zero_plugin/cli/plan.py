@@ -21,7 +21,7 @@ from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import printable
 from zero_plugin.machine.hardware import has_gpu_driver
-from zero_plugin.plan.machines import state_cluster
+from zero_plugin.plan.machines import UNNAMED, state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
@@ -33,7 +33,7 @@ _CHOSEN: Final = "→"
 _SHOWN: Final = 6  # strategies of the short table
 _TERMS: Final = 4  # of a memory
 _NAMED: Final = 2  # below it, of those that do not fit
-_ALWAYS: Final = ("", "ZeRO", "device", "samples/s")  # its columns that are there though all rows agree
+_ALWAYS: Final = ("", "ZeRO", "device", "samples/s", "speed")  # its columns that are there though all rows agree
 _WIDE: Final = 110  # columns of a terminal that the table fits into
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
@@ -62,7 +62,8 @@ class Report:
     @property
     def headline(self) -> str:
         """What is trained on what."""
-        machine = self.cluster.device_name or f"devices of {show_bytes(self.cluster.device_bytes)}"
+        unnamed = f"devices of {show_bytes(self.cluster.device_bytes)}, as fast as {UNNAMED}"
+        machine = self.cluster.device_name or unnamed
         count = f"{self.cluster.devices} × {machine}"
         nodes = f", {self.cluster.nodes} nodes" if self.cluster.nodes > 1 else ""
         length = (
@@ -149,8 +150,16 @@ def _cells(candidate: Candidate, report: Report) -> dict[str, str]:
         "device": show_bytes(needed.device_bytes),
         "CPU": show_bytes(needed.host_bytes),
         "NVMe": show_bytes(needed.nvme_bytes) if needed.nvme_bytes else "",
-        "samples/s": _number(samples / candidate.time.seconds),
+        **_speed(samples / candidate.time.seconds, candidate, report),
     }
+
+
+def _speed(rate: float, candidate: Candidate, report: Report) -> dict[str, str]:
+    """Samples per second; where nobody says which GPU it is, compared with the chosen strategy."""
+    if report.cluster.device_name:
+        return {"samples/s": _number(rate)}
+    assert report.choice.chosen is not None
+    return {"speed": f"{report.choice.chosen.seconds_per_sample / candidate.seconds_per_sample:.2f}"}
 
 
 def _place(device: str) -> str:
@@ -252,7 +261,10 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
         if size
     ]
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in chosen.time.terms.items())
-    lines.append(f"  step: {seconds} = {chosen.time.seconds:.3g} s")
+    if cluster.device_name or every:
+        lines.append(f"  step: {seconds} = {chosen.time.seconds:.3g} s")
+    else:
+        lines.append(f"  which GPU it is nobody says: the order is that of {UNNAMED}; --gpu names another")
     sources = f"activations: {report.work.activations.source}"
     lines.append(f"  sizes: {report.work.model.source}; {sources}" if every else f"  {sources}")
     assumed = dict(_assumptions(report))

@@ -24,14 +24,17 @@ class KnownDevice:
     """One GPU, from its maker's data sheet.
 
     Attributes:
-        name: as `--gpu` takes it.
+        name: as `--gpu` takes it: the model, the form where it is not the usual one, and the memory where there are
+            several. Of models that there are with and without NVLink's own socket (SXM), that with it is the usual one.
         mebibytes: memory as `nvidia-smi` shows it, which is a little less than what it is sold with.
         tensor_tflops: dense peak in 16 bits with sums in fp32.
         fp32_tflops: peak in fp32, TF32 off, as torch has it.
         memory_gb_s: gigabytes per second of its memory.
         pcie: bytes per second between it and CPU memory, each way.
-        nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink.
+        nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink, or where it needs a bridge that is
+            sold apart.
         bf16: whether its tensor cores take bf16; else bf16 runs as fp32.
+        sheet: the document that the numbers are from.
     """
 
     name: str
@@ -42,6 +45,7 @@ class KnownDevice:
     pcie: float
     nvlink_gb_s: float = 0.0
     bf16: bool = True
+    sheet: str = "NVIDIA's data sheet"
 
     @property
     def memory_bytes(self) -> int:
@@ -60,24 +64,62 @@ class KnownDevice:
         return self.nvlink_gb_s * 1e9 or self.pcie / 2
 
 
+_TURING, _ADA, _BLACKWELL = (f"NVIDIA's {name} architecture whitepaper" for name in ("Turing", "Ada", "RTX Blackwell"))
+_AMPERE, _AMD = "NVIDIA's GA102 whitepaper", "AMD's data sheet"
+_C2C = 450e9  # between a Grace CPU and its GPU, each way
+
 KNOWN_DEVICES: Final = (
     KnownDevice("T4", 15360, 65, 8.1, 320, _PCIE3, bf16=False),
+    KnownDevice("P100-16GB", 16280, 21.2, 10.6, 732, _PCIE3, 80, bf16=False),
+    KnownDevice("P100-PCIe-16GB", 16280, 18.7, 9.3, 732, _PCIE3, bf16=False),
     KnownDevice("V100-16GB", 16160, 125, 15.7, 900, _PCIE3, 150, bf16=False),
     KnownDevice("V100-32GB", 32510, 125, 15.7, 900, _PCIE3, 150, bf16=False),
+    KnownDevice("V100-PCIe-16GB", 16160, 112, 14, 900, _PCIE3, bf16=False),
+    KnownDevice("V100-PCIe-32GB", 32510, 112, 14, 900, _PCIE3, bf16=False),
+    KnownDevice("RTX-2080-Ti", 11264, 53.8, 13.4, 616, _PCIE3, bf16=False, sheet=_TURING),
+    KnownDevice("TITAN-RTX", 24220, 130.5, 16.3, 672, _PCIE3, bf16=False, sheet=_TURING),
     KnownDevice("A10", 23028, 125, 31.2, 600, _PCIE4),
-    KnownDevice("A10G", 23028, 70, 31.5, 600, _PCIE4),
+    KnownDevice("A10G", 23028, 70, 31.5, 600, _PCIE4, sheet="Amazon's description of g5 instances"),
+    KnownDevice("A30", 24576, 165, 10.3, 933, _PCIE4),
+    KnownDevice("A40", 46068, 149.7, 37.4, 696, _PCIE4),
     KnownDevice("L4", 23034, 121, 30.3, 300, _PCIE4),
-    KnownDevice("RTX-3090", 24576, 71, 35.6, 936, _PCIE4),
-    KnownDevice("RTX-4090", 24564, 165, 82.6, 1008, _PCIE4),
-    KnownDevice("RTX-5090", 32607, 209, 104.8, 1792, _PCIE5),
-    KnownDevice("A6000", 49140, 155, 38.7, 768, _PCIE4),
+    KnownDevice("L40", 46068, 181, 90.5, 864, _PCIE4),
     KnownDevice("L40S", 46068, 362, 91.6, 864, _PCIE4),
+    KnownDevice("RTX-3090", 24576, 71, 35.6, 936, _PCIE4, sheet=_AMPERE),
+    KnownDevice("RTX-3090-Ti", 24564, 80, 40, 1008, _PCIE4, sheet=_AMPERE),
+    KnownDevice("RTX-4080", 16376, 97.5, 48.7, 717, _PCIE4, sheet=_ADA),
+    KnownDevice("RTX-4090", 24564, 165, 82.6, 1008, _PCIE4, sheet=_ADA),
+    KnownDevice("RTX-5080", 16303, 112.6, 56.3, 960, _PCIE5, sheet=_BLACKWELL),
+    KnownDevice("RTX-5090", 32607, 209, 104.8, 1792, _PCIE5, sheet=_BLACKWELL),
+    KnownDevice("A6000", 49140, 155, 38.7, 768, _PCIE4),
+    KnownDevice("RTX-6000-Ada", 49140, 364, 91.1, 960, _PCIE4),
+    KnownDevice("RTX-PRO-6000", 97887, 503.8, 126, 1792, _PCIE5, sheet=_BLACKWELL),
     KnownDevice("A100-40GB", 40536, 312, 19.5, 1555, _PCIE4, 300),
     KnownDevice("A100-80GB", 81920, 312, 19.5, 2039, _PCIE4, 300),
+    KnownDevice("A100-PCIe-40GB", 40960, 312, 19.5, 1555, _PCIE4),
+    KnownDevice("A100-PCIe-80GB", 81920, 312, 19.5, 1935, _PCIE4),
+    KnownDevice("A800-80GB", 81920, 312, 19.5, 2039, _PCIE4, 200),
     KnownDevice("H100-80GB", 81559, 989, 67, 3350, _PCIE5, 450),
+    KnownDevice("H100-PCIe-80GB", 81559, 756, 51, 2000, _PCIE5),
+    KnownDevice("H100-NVL-94GB", 95830, 835, 60, 3900, _PCIE5, 300),
+    KnownDevice("H800-80GB", 81559, 989, 67, 3350, _PCIE5, 200),
+    KnownDevice("H20-96GB", 97871, 148, 44, 4000, _PCIE5, 450),
     KnownDevice("H200-141GB", 143771, 989, 67, 4800, _PCIE5, 450),
+    KnownDevice("H200-NVL-141GB", 143771, 835, 60, 4800, _PCIE5, 450),
+    KnownDevice("GH200-96GB", 97871, 989, 67, 4000, _C2C, 450),
+    KnownDevice("GH200-144GB", 147456, 989, 67, 4900, _C2C, 450),
     KnownDevice("B200-180GB", 183359, 2250, 75, 8000, _PCIE5, 900),
+    KnownDevice("GB200-186GB", 189471, 2500, 80, 8000, _C2C, 900),
+    KnownDevice("B300-288GB", 275040, 2250, 75, 8000, _PCIE5, 900),
+    KnownDevice("MI250X-64GB", 65520, 191.5, 23.9, 1638, _PCIE4, 50, sheet=f"{_AMD}; one of its two dies"),
+    KnownDevice("MI300X-192GB", 196592, 1307, 163.4, 5300, _PCIE5, 448, sheet=_AMD),
+    KnownDevice("MI325X-256GB", 262128, 1307, 163.4, 6000, _PCIE5, 448, sheet=_AMD),
 )
+# Whose speeds order the strategies where only bytes are stated: those of every size have one order.
+UNNAMED: Final = "A100-80GB"
+# Words of a name that make it another GPU than the one without. What no row has is not known.
+_FORMS: Final = frozenset({"ada", "d", "laptop", "maxq", "mig", "nvl", "pcie", "super", "ti"})
+_OF_THE_CPU: Final = {"gh200": "480gb"}  # memory that drivers write behind the name
 
 
 def find_device(name: str) -> KnownDevice:
@@ -90,16 +132,19 @@ def find_device(name: str) -> KnownDevice:
     """
     wanted = _words(name)
     found = [device for device in KNOWN_DEVICES if _names(device.name, wanted)]
+    if not found and "pcie" in wanted:  # a card's name may say so where there is no other form
+        found = [d for d in KNOWN_DEVICES if not d.nvlink_gb_s and _names(d.name, wanted - {"pcie"})]
     if not found:
         known = [device.name for device in KNOWN_DEVICES]
-        near = get_close_matches(name.upper(), known, 1, 0.5)
-        fix = f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(known)}. For another write --gpu_memory."
+        near = get_close_matches(name.upper(), [one.upper() for one in known], 1, 0.5)
+        meant = f"Did you mean {_spelled(near[0])}? " if near else ""
+        fix = f"{meant}Known: {', '.join(known)}. For another write --gpu_memory."
         raise ConfigError([Problem("--gpu", "", f"{name!r} is no GPU that is known here", fix)])
     return found[0]
 
 
-# Kinds whose name a known one's is a part of, and whose peak is lower.
-_SLOWER: Final = re.compile(r"\bMIG\b|\bH[12]00\b.*\b(PCIe|NVL)\b|\bRTX\b.*\b(Laptop|Max-Q|D)\b", re.IGNORECASE)
+def _spelled(upper: str) -> str:
+    return next(device.name for device in KNOWN_DEVICES if device.name.upper() == upper)
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:
@@ -109,8 +154,6 @@ def peak_flops(name: str, precision: Precision) -> float | None:
         name: as a driver writes it.
         precision: of the computation; fp32 is without TF32.
     """
-    if _SLOWER.search(name):
-        return None
     try:
         device = find_device(name)
     except ConfigError:
@@ -118,24 +161,23 @@ def peak_flops(name: str, precision: Precision) -> float | None:
     return device.flops[precision] / ATTAINABLE
 
 
-def nearest_device(memory_bytes: int) -> KnownDevice:
-    """The known GPU whose memory is nearest; the slower one, if two are equally near."""
-    return min(KNOWN_DEVICES, key=lambda device: (abs(device.memory_bytes - memory_bytes), device.tensor_tflops))
-
-
 def _words(name: str) -> set[str]:
     """`NVIDIA GeForce RTX 4090` and `rtx4090` as words to compare; `-80`, `80G` and `80 GB` are all `80gb`."""
-    joined = re.sub(r"rtx[\s_-]*(?=\d)", "rtx", name.lower())
+    joined = re.sub(r"(titan[\s_-]*rtx)", "titanrtx", name.lower().replace("max-q", "maxq"))
+    joined = re.sub(r"rtx[\s_-]*(pro)?[\s_-]*(?=\d)", r"rtx\1", joined)
     sized = re.sub(r"(?<=[^a-z0-9.])(\d{2,3})(?:\s*gi?b?)?(?![a-z0-9.])", r"\1gb", joined)
-    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+", sized))
+    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+|[a-z]+", sized))
 
 
 def _names(known: str, wanted: set[str]) -> bool:
-    """Whether the words of a name mean that device: they contain its model, and no other memory size than its own."""
-    model, *memory = re.sub(r"rtx-", "rtx", known.lower()).split("-")
-    sizes = {word for word in wanted if re.fullmatch(r"\d+gb", word)}
+    """Whether the words of a name mean that device: its model, its form, and no other memory size than its own."""
+    words = _words(known)
+    form, memory = words & _FORMS, {word for word in words if re.fullmatch(r"\d+gb", word)}
+    (model,) = words - form - memory
+    sizes = {word for word in wanted if re.fullmatch(r"\d+gb", word)} - {_OF_THE_CPU.get(model)}
     plain = model.removeprefix("rtx")
-    return (model in wanted or (plain != model and plain in wanted)) and (not sizes or not memory or memory[0] in sizes)
+    is_model = model in wanted or (plain != model and plain in wanted)
+    return is_model and form == wanted & _FORMS and (not sizes or not memory or memory <= sizes)
 
 
 # What a node is assumed to have if it was neither stated nor measured, and why.
@@ -173,7 +215,7 @@ def state_cluster(
     """The machines that the arguments describe, with the source of every constant.
 
     If `gpu` is given, another machine is meant, and nothing is taken from `here`. Otherwise `here` fills what is not
-    given; if it has no GPU, speeds are those of the known GPU whose memory is nearest to `gpu_memory`.
+    given; if it has no GPU, speeds are not known: they are taken to be one GPU's, whatever `gpu_memory` is.
 
     Args:
         gpu: a name of `KNOWN_DEVICES`.
@@ -209,7 +251,7 @@ def state_cluster(
 
 
 def _cluster_of(device: KnownDevice) -> Cluster:
-    sheet = f"{device.name}'s data sheet"
+    sheet = f"{device.name}, by {device.sheet}"
     constants = {
         "device_bytes": (device.memory_bytes, sheet),
         "host_bytes": (0, ""),
@@ -222,18 +264,19 @@ def _cluster_of(device: KnownDevice) -> Cluster:
 
 
 def _cluster_of_unnamed_gpu(memory_bytes: int, here: Cluster | None) -> Cluster:
-    """The cluster for a GPU of which only the memory is known: its speeds are those of the most similar known GPU.
+    """The cluster for a GPU of which only the memory is known, which chooses no speed.
 
     The node is this machine, if `here` is given.
     """
-    like = nearest_device(memory_bytes)
-    cluster = _cluster_of(like)
-    sources = {**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, f"as {like.name}, whose memory is nearest")}
-    cluster = replace(cluster, device_name="", sources=sources)
+    cluster = replace(_cluster_of(find_device(UNNAMED)), device_bytes=memory_bytes)
+    unknown = f"as {UNNAMED}'s: which GPU it is nobody says; `zero-plugin plan --gpu` takes a name"
+    cluster = replace(cluster, device_name="", sources={**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, unknown)})
     if here is None:
         return cluster
     known = {name: here.sources[name] for name in _NODE_FIELDS if name in here.sources}
-    return replace(cluster, **{name: getattr(here, name) for name in _NODE_FIELDS}, sources={**sources, **known})
+    return replace(
+        cluster, **{name: getattr(here, name) for name in _NODE_FIELDS}, sources={**cluster.sources, **known}
+    )
 
 
 def _with_assumed_host(cluster: Cluster) -> Cluster:
