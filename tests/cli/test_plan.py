@@ -334,3 +334,26 @@ def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
     assert next(line for line in lines if line.startswith("→")).split()[-1] == "1.00"
     assert "samples/s" not in output
     assert "  which GPU it is nobody says: the order is that of A100-80GB; --gpu names another" in lines
+
+
+def test_the_network_between_machines(plan: PlanCommand) -> None:
+    """Stated in bits or bytes; where it is not, it is said that it is assumed, and a slower one takes longer."""
+    nodes = (*LLAMA, "--gpu", "H100-80GB", "--gpus", "8", "--nodes", "4", "--zero_stage", "3")
+    _, output, _ = plan(*nodes)
+    assert "network_bandwidth" in output
+
+    def stated(network: str) -> tuple[float, str, float]:
+        _, output, _ = plan(*nodes, "--network", network, "--json")
+        found = json.loads(output)
+        cluster = found["cluster"]
+        seconds = found["candidates"][found["chosen"]]["seconds"]
+        return cluster["network_bandwidth"], cluster["sources"]["network_bandwidth"], seconds
+
+    assert stated("400Gb")[:2] == stated("50GB/s")[:2] == stated("0.4 Tbps")[:2] == (50e9, "stated")
+    assert stated("1Gb")[2] > stated("400Gb")[2]
+    _, output, _ = plan(*nodes, "--network", "400Gb")
+    assert "network_bandwidth" not in output
+    for wrong in ("fast", "400", "0Gb"):
+        code, _, errors = plan(*nodes, "--network", wrong)
+        assert code == 2
+        assert f"--network: {wrong!r} is no bandwidth" in errors

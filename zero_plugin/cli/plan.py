@@ -17,7 +17,7 @@ import typer
 
 from zero_plugin.cli.launch_flags import typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
-from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
+from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import printable
 from zero_plugin.machine.hardware import has_gpu_driver
@@ -394,6 +394,9 @@ class Options:
     nvme: Annotated[str | None, _machines("--nvme", help="Free NVMe space of each machine, e.g. 2TB.")] = None
     gpus: Annotated[int | None, _machines("--gpus", help="GPUs of each machine.", min=1)] = None
     nodes: Annotated[int | None, _machines("--nodes", help="Number of machines.", min=1)] = None
+    network: Annotated[
+        str | None, _machines("--network", help="Bandwidth of each machine's network, e.g. 400Gb; default: 200Gb.")
+    ] = None
     precision: Annotated[
         Literal["no", "fp16", "bf16"],
         _training("--mixed_precision", help="Dtype of the computation.", show_default=True),
@@ -484,7 +487,8 @@ class Options:
             from zero_plugin.plan.speeds import measure_cluster  # imports torch
 
             here = measure_cluster(self.gpus, self.nodes or 1)
-        return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, here=here, **sizes)
+        network = None if self.network is None else require_bandwidth("--network", self.network)
+        return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, network=network, here=here, **sizes)
 
 
 _STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {

@@ -71,6 +71,27 @@ def require_bytes(where: str, amount: Any) -> int:
     return size
 
 
+_BANDWIDTH: Final = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([MGT])(b|bit|B)(?:/s|ps)?\s*")
+
+
+def require_bandwidth(where: str, amount: str) -> float:
+    """Bytes per second from a string such as `400Gb` or `400Gbps`, of bits as networks are sold, or `50GB/s`.
+
+    Args:
+        where: the flag that `amount` was given by.
+        amount: as it is written.
+
+    Raises:
+        ConfigError: it is no bandwidth, or 0.
+    """
+    found = _BANDWIDTH.fullmatch(amount[: _LONGEST + 1])
+    speed = float(found[1]) * 1000 ** _POWERS[found[2]] / (1 if found[3] == "B" else 8) if found else 0.0
+    if not speed:
+        fix = "Write bits per second, e.g. 400Gb, or bytes, e.g. 50GB/s."
+        raise ConfigError([Problem(where, "", f"{amount!r} is no bandwidth", fix)])
+    return speed
+
+
 def read_count(amount: Any) -> int | None:
     """A count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; None for anything else."""
     found = _COUNT.fullmatch(str(amount)[: _LONGEST + 1])

@@ -210,6 +210,7 @@ def state_cluster(
     gpus: int | None = None,
     nodes: int | None = None,
     nvme: int | None = None,
+    network: float | None = None,
     here: Cluster | None = None,
 ) -> Cluster:
     """The machines that the arguments describe, with the source of every constant.
@@ -224,6 +225,7 @@ def state_cluster(
         gpus: of one node.
         nodes: machines.
         nvme: free bytes of one node's NVMe disk.
+        network: bytes per second between two nodes, of each node.
         here: this machine, as `measure_cluster` found it.
 
     Raises:
@@ -246,6 +248,7 @@ def state_cluster(
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
         raise _problem("gpu", "it is not known how much memory a GPU has", fix)
     changes: dict[str, Any] = {_FIELDS[flag]: number for flag, number in numbers.items()}
+    changes |= {} if network is None else {"network_bandwidth": network}
     cluster = replace(base, **changes, sources={**base.sources, **dict.fromkeys(changes, "stated")})
     return cluster if cluster.host_bytes else _with_assumed_host(cluster)
 
