@@ -49,6 +49,18 @@ def noting(build: Callable[..., None], alive: weakref.WeakSet[torch.nn.Module]) 
     return noted
 
 
+def run_check(check: Callable[[Path], None], folder: Path) -> None:
+    """Run a check; on a GPU again, with its own models and tensors made there, if it gave a model there CPU tensors."""
+    try:
+        check(folder)
+    except RuntimeError as error:
+        if not ON_GPU or not any(words in str(error) for words in ("same device", "two devices", "should be the same")):
+            raise
+        (again := folder / "again").mkdir()
+        with torch.device(DEVICE):
+            check(again)
+
+
 def main() -> None:
     """Run every check that was asked for and is for this number of processes."""
     store, rank, world, asked, output = sys.argv[1:6]
@@ -75,7 +87,7 @@ def main() -> None:
         print(f"=== {name}", flush=True)
         enter_context(f"{name} on {world}")
         try:
-            check(folder)
+            run_check(check, folder)
             if ON_GPU:
                 time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
             for _ in range(3):  # what autograd's objects hold, in C++, is garbage only when these are gone

@@ -98,8 +98,8 @@ def make_net() -> nn.Module:
 def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all processes together."""
     generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(size, 8, generator=generator)
-    return x.to(DEVICE), torch.randn(size, 4, generator=generator).to(DEVICE)
+    x = torch.randn(size, 8, generator=generator, device="cpu")
+    return x.to(DEVICE), torch.randn(size, 4, generator=generator, device="cpu").to(DEVICE)
 
 
 def own_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
