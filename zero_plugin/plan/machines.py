@@ -64,7 +64,8 @@ class KnownDevice:
         return self.nvlink_gb_s * 1e9 or self.pcie / 2
 
 
-_TURING, _ADA, _BLACKWELL = (f"NVIDIA's {name} architecture whitepaper" for name in ("Turing", "Ada", "RTX Blackwell"))
+_TURING, _ADA = "NVIDIA's Turing architecture whitepaper", "NVIDIA's Ada architecture whitepaper"
+_BLACKWELL = "NVIDIA's RTX Blackwell architecture whitepaper"
 _AMPERE, _AMD = "NVIDIA's GA102 whitepaper", "AMD's data sheet"
 _C2C = 450e9  # between a Grace CPU and its GPU, each way
 
