@@ -100,16 +100,7 @@ class EngineSession(Session):
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
         wrapper = engine.optimizer
-        self.states_stay = not (
-            getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
-        )
-        self.unpartitioned_states = self.optimizer is wrapper
-        if isinstance(wrapper, ZeROOptimizer) and dist.get_world_size() > 1:
-            self.states_are = f"partitioned over {dist.get_world_size()} processes"
-        elif not self.states_stay:
-            self.states_are = "on NVMe"
-        elif self.optimizer is not None and engine.zero_optimization_partition_weights():
-            self.states_are = "in sub-groups of stage 3, which are not in the parameter groups"
+        self._describe_states()
         # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
         # buffers of the engine.
         stage = engine.zero_optimization_stage()
@@ -146,6 +137,20 @@ class EngineSession(Session):
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
+
+    def _describe_states(self) -> None:
+        """Where the optimizer's states are, and how they lie."""
+        engine, wrapper = self.engine, self.engine.optimizer
+        self.states_stay = not (
+            getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
+        )
+        self.unpartitioned_states = self.optimizer is wrapper
+        if isinstance(wrapper, ZeROOptimizer) and dist.get_world_size() > 1:
+            self.states_are = f"partitioned over {dist.get_world_size()} processes"
+        elif not self.states_stay:
+            self.states_are = "on NVMe"
+        elif self.optimizer is not None and engine.zero_optimization_partition_weights():
+            self.states_are = "in sub-groups of stage 3, which are not in the parameter groups"
 
     def _replace_calls(self) -> None:
         """Replace the engine's methods that would run a backward or a step outside of the session."""
