@@ -81,6 +81,10 @@ def check_torchs_own_samplers_are_drawn_by_each() -> None:
         patch.setattr(batch_sampler, "broadcast_object_list", lambda batches: sent.append(1) or send(batches))
         for sampler in (RandomSampler(range(90)), SubsetRandomSampler(range(80)), WeightedRandomSampler([1.0] * 9, 9)):
             assert len(union(prepared(DataLoader(range(90), batch_size=2, sampler=sampler)))) == len(sampler)
+        for shuffle in (False, True):  # items that are batches by themselves
+            items = prepared(DataLoader(range(9), batch_size=None, shuffle=shuffle), even_batches=False)
+            samples = gather_object([*items])
+            assert len(set(samples)) == len(samples) > 9 - dist.get_world_size()
         assert not sent
         # What differs from process 0's, or is of another class there, is process 0's all the same, step by step.
         torch.manual_seed(7 + rank)

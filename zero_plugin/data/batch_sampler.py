@@ -167,29 +167,25 @@ class BatchSamplerShard(_AroundBatchSampler):
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        sharing, order = self.sharing(), None
-        sampler = self.batch_sampler.sampler if type(self.batch_sampler) is BatchSampler else None
+        sharing, left = self.sharing(), sys.maxsize if self._real is None else self._real
+        # A sampler whose items are batches by themselves is shared as one of batches of one item.
+        outer = self.batch_sampler if self._batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
+        sampler = outer.sampler if type(outer) is BatchSampler else None
         is_main = self.num_processes == 1 or process_index() == 0
-        if self._report_dropped is not None and self._batched and self._real is None:
+        order = None
+        if self._report_dropped is not None and self._real is None:
             order = self._draw_order(sampler, is_main=is_main)
         if order is not None:
             at_end = functools.partial(end_order, sampler) if is_main else lambda: None
-            ordered = share_order(
-                order, self.batch_sampler, sharing, self._report_dropped, skip=self._skip, at_end=at_end
-            )
-            for share in ordered:
-                counts.append((share.samples, share.real))
-                yield share.indices
-            return
-        if self._report_dropped is None or self.num_processes == 1:
-            batches = self._drawn()
+            shares = share_order(order, outer, sharing, self._report_dropped, skip=self._skip, at_end=at_end)
         else:
-            batches = _drawn_by_main(self._drawn, 1 if self.split_batches else self.num_processes)
-        if not self._batched:
-            batches = ([item] for item in batches)
-        left = sys.maxsize if self._real is None else self._real
-        shares = share_batches(batches, sharing, self._report_dropped)
-        left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
+            if self._report_dropped is None or self.num_processes == 1:
+                batches = self._drawn(outer)
+            else:
+                step = 1 if self.split_batches else self.num_processes
+                batches = _drawn_by_main(functools.partial(self._drawn, outer), step)
+            shares = share_batches(batches, sharing, self._report_dropped)
+            left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
         for share in shares:
             counts.append((share.samples, min(share.real, left)))
             yield share.indices if self._batched else share.indices[0]
@@ -211,17 +207,21 @@ class BatchSamplerShard(_AroundBatchSampler):
         self._sent = order if alike is None else None
         return alike
 
-    def _drawn(self) -> Iterator[Any]:
-        """The batches of all processes, one by one."""
+    def _drawn(self, outer: Any) -> Iterator[Any]:
+        """The batches of all processes, one by one.
+
+        Args:
+            outer: the batch sampler, or one of batches of one item.
+        """
         if self._sent is not None:  # it is drawn already, and another process finds another
-            return self._sent.batches(self.batch_sampler)
-        sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+            return self._sent.batches(outer)
+        sampler = getattr(outer, "sampler", outer)
         draws, self._draw_from = self._draw_from, None
         if draws is None:
             self.draws = Draws.of(sampler)
-            return iter(self.batch_sampler)
+            return iter(outer)
         self.draws = draws
-        return draws.begin(iter(self.batch_sampler), sampler)
+        return draws.begin(iter(outer), sampler)
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""
