@@ -59,7 +59,7 @@ def test_the_table(plan: PlanCommand) -> None:
     rates = [float(line.split()[-1]) for line in table]
     assert rates == sorted(rates, reverse=True)
     assert len(table) == len({line.split("GiB")[0] for line in table}) <= 6
-    assert "gain nothing; --all prints every strategy" in output
+    assert re.search(r"\n\d+ more fit, \d+ of them in less memory; --all prints every strategy\n", output)
     assert "\ndoes not fit: stage 2 (" in output
     assert "\n6 not tried: no NVMe disk is stated" in output
     _, output, _ = plan(*LLAMA, "--gpu", "A100-80GB", "--offload_optimizer_device", "none", "--global_batch", "8")
@@ -325,7 +325,7 @@ def test_a_screen_of_80_columns(machines: tuple[str, ...]) -> None:
 
 
 def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
-    """Bytes choose no speed: it is said whose is taken, and only the order of the strategies is told."""
+    """Bytes choose no speed: it is said whose is taken, and only the order of the strategies is shown."""
     code, output, _ = plan(*LLAMA, "--gpu_memory", "80GB", "--gpus", "8")
     assert code == 0
     lines = output.splitlines()

@@ -113,16 +113,19 @@ def _print_best(report: Report) -> None:
     fitting.sort(key=lambda c: c is not chosen)
     best: list[Candidate] = []
     for candidate in fitting:
-        if len(best) < _SHOWN and not any(_is_as_good(other, candidate) for other in best):
+        if not any(_is_as_good(other, candidate) for other in best):
             best.append(candidate)
+    hidden, further = len(fitting) - min(len(best), _SHOWN), best[_SHOWN:]
+    best = best[:_SHOWN]
     cells = [_cells(candidate, report) for candidate in best]
     columns = [name for name in (cells[0] if cells else ()) if name in _ALWAYS or len({c[name] for c in cells}) > 1]
     styles = ["bold green" if candidate is chosen else "" for candidate in best]
     styled = [[(one[name], style) for name in columns] for one, style in zip(cells, styles, strict=True)]
     if styled:
         print_rows(styled, columns, unbroken=columns)
-    if hidden := len(fitting) - len(best):
-        print_line(f"{hidden} more fit, and gain nothing; --all prints every strategy")
+    if hidden:
+        gain = f"{len(further)} of them in less memory" if further else "and gain nothing"
+        print_line(f"{hidden} more fit, {gain}; --all prints every strategy")
     for line in _not_fitting(report):
         print_line(line, "dim", wraps=True)
 
@@ -170,13 +173,12 @@ def _not_fitting(report: Report) -> list[str]:
     """What does not fit, with why; where nothing does, the two that need least of the device."""
     rejected = [candidate for candidate in report.choice.table if candidate.rejected]
     short = sorted((c for c in rejected if c.short), key=lambda c: c.footprint.device_bytes)
-    if report.choice.chosen is None:
-        return [
-            *(f"  {name_setup(c.setup)}: {c.rejected}" for c in short[:_NAMED]),
-            f"and {max(0, len(short) - _NAMED)} more; --all prints every strategy",
-        ]
     lines = []
-    if short:
+    if report.choice.chosen is None:
+        lines = [f"  {name_setup(c.setup)}: {c.rejected}" for c in short[:_NAMED]]
+        if len(short) > _NAMED:
+            lines.append(f"and {len(short) - _NAMED} more; --all prints every strategy")
+    elif short:
         named = [f"{name_setup(c.setup)} ({c.rejected.partition(',')[0]})" for c in short]
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         lines.append(f"does not fit: {', '.join(named[:_NAMED])}{more}")
