@@ -52,14 +52,14 @@ def main() -> None:
         if done.exists() and not args.again:
             print(f"{name}: done before, {done}")
             continue
-        code, told, seconds = run_piece(name, folder, args.rehearse)
-        print(told, f"{name}: {seconds:.0f} s, exit code {code}", sep="\n", flush=True)
+        code, output, seconds = run_piece(name, folder, args.rehearse)
+        print(output, f"{name}: {seconds:.0f} s, exit code {code}", sep="\n", flush=True)
         if code:
             failed.append(name)
         else:
-            done.write_text(told)
+            done.write_text(output)
         if not args.rehearse:
-            append(args.results, name, where, told, code)
+            append(args.results, name, where, output, code)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
@@ -113,8 +113,18 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
         ],
         "capped": [[f"{gpu}/plan_peaks.py", "--only", "cap", "--kept", str(rows), *small]],
         "steps": [
-            [f"{benchmarks}/step.py", "--processes", "1", *short, "--paths", *paths]
-            for paths in (["single", "zero0", "zero1", "zero2", "zero3"],)
+            [
+                f"{benchmarks}/step.py",
+                "--processes",
+                "1",
+                *short,
+                "--paths",
+                "single",
+                "zero0",
+                "zero1",
+                "zero2",
+                "zero3",
+            ]
         ],
         "stages": [[f"{gpu}/stages.py", *small, *tiny]],
         "checkpoints": [
@@ -126,13 +136,13 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
 
 
 def run_piece(name: str, folder: Path, rehearse: bool) -> tuple[int, str, float]:
-    """Exit code, what is told at the end, and seconds."""
+    """Exit code, the end of what the commands print, and seconds."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if not rehearse:
         environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
     if name in ("streams", "parity", "checks", "kinds"):
         environ["OMP_NUM_THREADS"] = "1"  # many processes at a time, each of which would take all cores
-    began, told, code = time.monotonic(), [], 0
+    began, endings, code = time.monotonic(), [], 0
     for arguments in commands(folder / "rows", rehearse)[name]:
         left = LIMIT_S - (time.monotonic() - began)
         log = folder / f"{name}.log"
@@ -143,8 +153,8 @@ def run_piece(name: str, folder: Path, rehearse: bool) -> tuple[int, str, float]
                 code = code or done.returncode
             except subprocess.TimeoutExpired:
                 code = 124
-        told.append(ending(log.read_text()))
-    return code, "\n\n".join(told), time.monotonic() - began
+        endings.append(ending(log.read_text()))
+    return code, "\n\n".join(endings), time.monotonic() - began
 
 
 def ending(text: str) -> str:
@@ -178,10 +188,10 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def append(results: Path, name: str, where: str, told: str, code: int) -> None:
-    """What a piece told, under a heading of its own."""
+def append(results: Path, name: str, where: str, output: str, code: int) -> None:
+    """What a piece printed, under a heading of its own."""
     status = "" if code == 0 else f", exit code {code}"
-    body = told if TABLE in told else f"```\n{told}\n```"
+    body = output if TABLE in output else f"```\n{output}\n```"
     with results.open("a") as file:
         file.write(f"\n### GPU, {name}{status}\n\n{where}\n\n{body}\n")
 

@@ -158,7 +158,7 @@ def _wait_for_all(store: Any, rank: int, world: int, timeout: timedelta) -> None
     if store.add("joined", 1) == world:
         store.set("all", "")
     for message, _ in enumerate(_until(lambda: store.check(["all"]), timeout, waiting=world)):
-        if store.add(f"told/{message}", 1) == 1:  # of a thousand that wait, one tells it
+        if store.add(f"logged/{message}", 1) == 1:  # of a thousand that wait, one
             where, missing = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", _missing(store, world)
             _log.warning("%s of WORLD_SIZE=%d did not join yet; rank %d waits at %s", missing, world, rank, where)
     if not store.check(["all"]):
