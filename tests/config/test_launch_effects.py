@@ -68,6 +68,7 @@ FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
     "deepspeed_moe_layer_cls_names": ("accelerator.prepare() with ZeRO", "Block"),
     "gpu_memory": ("the plan of stage auto", "20GiB"),
     "host_memory": ("the plan of stage auto", "64GiB"),
+    "network": ("the plan of stage auto", "400Gb"),
     "zero3_init_flag": ("Accelerator() at stage 3, for transformers' from_pretrained", True),
 }
 # key -> why no launch follows it: each of several machines is warned of it
@@ -201,6 +202,7 @@ def test_no_kind_of_launch_passes_over_a_key(key: str, launch: str) -> None:
         "zero3_init_flag": {"stage 3", "a plan"},
         "gpu_memory": {"a plan"},
         "host_memory": {"a plan"},
+        "network": set(),  # the plan here is for one machine
     }.items(),
 )
 def test_what_a_run_does_not_follow_is_warned_of(key: str, launches: set[str]) -> None:

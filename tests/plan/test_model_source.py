@@ -138,7 +138,7 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "source", "message"),
     [
-        (None, {"model": "nowhere/at-all"}, "is neither a file, nor a folder, nor module:function"),
+        (None, {"model": "nowhere/at/all"}, "is neither a file, nor a folder, nor module:function"),
         (None, {"model": ".", "hidden_size": 64, "layers": 2}, "holds neither config.json nor"),
         ("{", {"model": ".", "trace": False}, "cannot be read"),
         ("[]", {"model": ".", "trace": False}, "holds no keys\n *Give a transformers model's config.json"),

@@ -47,6 +47,35 @@ def test_any_batch() -> None:
     assert len(found) == 13
 
 
+def test_every_batch() -> None:
+    """On request any number, so that the largest that fits is found exactly: one more does not fit."""
+    wanted = Wanted(stage=2, offload_optimizer="none", every_batch=True)
+    choice = plan(Workload(MODEL, replace(WORK, saved=Affine(0, 10**8)), OptimizerSizes()), FOUR, wanted)
+    assert choice.chosen is not None
+    found = choice.chosen.setup.micro_batch
+    assert found & (found - 1)
+    more = replace(wanted, micro_batch=found + 1)
+    work = Workload(MODEL, replace(WORK, saved=Affine(0, 10**8)), OptimizerSizes())
+    assert plan(work, FOUR, more).chosen is None
+    assert plan(work, FOUR, replace(wanted, micro_batch=found)).chosen is not None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stages"),
+    [
+        (Wanted(), {None, 1, 2, 3}),
+        (Wanted(ddp=False, precision="no"), {0, 1, 2, 3}),
+        (Wanted(ddp=False, precision="fp16"), {0, 1, 2, 3}),
+        (Wanted(ddp=False, accumulation=1), {0, 1, 2, 3}),
+        (Wanted(ddp=False, accumulation=2), {1, 2, 3}),
+        (Wanted(ddp=False, global_batch=24), {1, 2, 3}),
+    ],
+)
+def test_stage_0_stands_in_for_ddp(wanted: Wanted, stages: set[int | None]) -> None:
+    """Where DeepSpeed runs whatever is chosen; not where its stage 0 sums bf16 gradients in bf16, as no other does."""
+    assert {setup.stage for _, setup in setups(wanted)} == stages
+
+
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [

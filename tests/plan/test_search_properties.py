@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.plan.costs import footprint, step_time
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
-from zero_plugin.plan.search import Candidate, Choice, Wanted, plan, scale_model, what_if
+from zero_plugin.plan.search import Candidate, Choice, Wanted, batches, options, plan, scale_model, what_if
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -165,6 +166,53 @@ def test_what_fits_fits(
     if choice.chosen is not None:
         assert choice.chosen in fitting
         assert pace(choice) <= min(candidate.seconds_per_sample for candidate in fitting)
+
+
+def every_setup(cluster: Cluster, work: Workload, wanted: Wanted) -> Iterator[Setup]:
+    """All that the search may choose from, one by one."""
+    bases = [setup for option in options(work, cluster, wanted) if not option.refused for setup in option.setups]
+    for setup in bases:
+        pins = (True, False) if setup.offload_optimizer != "none" and wanted.pin_memory is None else (setup.pin_memory,)
+        for pin in pins:
+            for batch in batches(cluster, wanted):
+                yield replace(setup, pin_memory=pin, **batch)
+
+
+@settings(max_examples=200)
+@given(
+    models(),
+    clusters,
+    optimizers,
+    st.sampled_from([1, 6, 16, None]),
+    st.sampled_from(["no", "bf16", "fp16"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_search_finds_what_trying_everything_finds(
+    drawn: tuple[ModelSizes, Activations],
+    cluster: Cluster,
+    optimizer: OptimizerSizes,
+    samples: int | None,
+    precision: Any,
+    overlap: bool,
+    ddp: bool,
+) -> None:
+    """Of every setup in its space, with every batch, pinned or not: none that fits is faster than what it chose."""
+    work = Workload(*drawn, optimizer)
+    total = None if samples is None else samples * cluster.processes
+    wanted = Wanted(global_batch=total, precision=precision, overlap_comm=overlap or None, ddp=ddp)
+    budgets = {name: int(0.9 * getattr(cluster, name)) for name in ("device_bytes", "host_bytes", "nvme_bytes")}
+    usable = replace(cluster, device_bytes=budgets["device_bytes"])
+    best = float("inf")
+    for setup in every_setup(cluster, work, wanted):
+        needed = footprint(work, setup, usable)
+        if all(getattr(needed, name) <= budgets[name] for name in budgets):
+            seconds = step_time(work, setup, cluster).seconds / (setup.micro_batch * setup.accumulation)
+            best = min(best, seconds)
+    chosen = plan(work, cluster, wanted).chosen
+    assert (chosen is None) == (best == float("inf"))
+    if chosen is not None:
+        assert chosen.seconds_per_sample <= best * (1 + 1e-8)
 
 
 FIXED: dict[str, st.SearchStrategy[Any]] = {

@@ -24,6 +24,7 @@ from zero_plugin.plan.costs import (
     window_gradients,
 )
 from zero_plugin.plan.situation import (
+    CPU,
     Activations,
     Affine,
     Cluster,
@@ -338,3 +339,15 @@ def test_more_processes_never_need_more_of_each(model: ModelSizes, stage: Any, f
     setup = Setup(stage, persistence_threshold=0)
     less, more = (sum(device_states(model, ADAM, setup, n).values()) for n in (many, few))
     assert less <= more + 24 * (4 * len(model.parameters) + 2 * many)
+
+
+def test_a_cpu_has_no_context_and_no_empty_buckets() -> None:
+    """A bucket of 5e8 elements of which a model of 8 million fills a sixtieth takes that; on a GPU it is all there."""
+    model = ModelSizes("small", (ParameterSize(8_000, 1000),))
+    setup = Setup(stage=1, precision="no", gradient_bytes=4, reduce_bucket=500_000_000)
+    work = Workload(model, Activations(Affine()), OptimizerSizes())
+    gpu = Cluster(80 * 2**30, 2**40)
+    cpu = footprint(work, setup, replace(gpu, device_name=CPU))
+    assert not {"context", "fragmentation"} & cpu.device.keys()
+    assert cpu.device_bytes == 7 * 32_000_000
+    assert footprint(work, setup, gpu).device_bytes > 2e9

@@ -117,6 +117,24 @@ def test_overlap_comm() -> None:
     assert "gradients between devices" not in terms(Setup(stage=2, overlap_comm=True))
 
 
+def test_stage_3_gathers_and_reduces_beside_its_passes() -> None:
+    """Two gathers of 15 ms and a reduction of 15 ms: a forward of 100 ms and a backward of 200 ms hide all, of 1 ms and
+    2 ms none but these; where PCIe takes longer than what is sent, it alone is waited for."""
+    setup = Setup(stage=3, overlap_comm=True)
+    assert not {"gradients between devices", "weights between devices"} & terms(setup).keys()
+    assert time(setup).hidden["weights between devices"] == pytest.approx(0.03)
+    few = replace(WORK, flops_per_sample=1e9)
+    idle = replace(CLUSTER, memory_bandwidth=1e30)
+    found = terms(setup, idle, activations=few)
+    forward, backward = 1e-4, 2e-4
+    assert found["weights between devices"] == pytest.approx(0.03 - forward - backward)
+    assert found["gradients between devices"] == pytest.approx(0.015)
+    assert sum(found.values()) < sum(terms(replace(setup, overlap_comm=False), idle, activations=few).values())
+    offloaded = terms(replace(setup, offload_param="cpu"), replace(idle, pcie_bandwidth=1e9), activations=few)
+    assert "weights between devices" not in offloaded
+    assert offloaded["PCIe"] > 0.9
+
+
 def test_nodes() -> None:
     """Between nodes the ring is as slow as the network: 15/16 of 2 GB at 1e10."""
     found = terms(Setup(stage=1), replace(CLUSTER, nodes=4))

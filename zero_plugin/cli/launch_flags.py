@@ -30,7 +30,7 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Hardware": (
         *("multi_gpu", "tpu", "gpu_ids", "num_cpu_threads_per_process", "enable_cpu_affinity", "gpu_memory"),
-        "host_memory",
+        *("host_memory", "network"),
     ),
     "ZeRO and the loop": (
         *("use_deepspeed", "deepspeed_config_file", "prefer", "offload_optimizer_nvme_path"),
@@ -81,7 +81,7 @@ WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where a
 METAVARS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
     **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "nvme_path", "folder"), "PATH"),
-    **dict.fromkeys(("gpu_memory", "host_memory", "nvme"), "SIZE"),
+    **dict.fromkeys(("gpu_memory", "host_memory", "nvme", "network"), "SIZE"),
     **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
     "sequence_length": "INT",
 }

@@ -364,8 +364,12 @@ _model, _machines = _panel("The model"), _panel("The machines")
 _training, _output = _panel("What is fixed"), _panel("Output")
 _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
 _RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
+_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: at stage 3."
 _TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
-_SOURCE: Final = "A transformers model's folder or config.json, a folder of *.safetensors, or module:function."
+_SOURCE: Final = (
+    "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "
+    "module:function."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +413,12 @@ class Options:
     global_batch: Annotated[
         int | None, _training("--global_batch", help="Samples per optimizer step, on all GPUs.", min=1)
     ] = None
+    every_batch: Annotated[
+        bool,
+        _training(
+            "--every_batch", help="Find the largest micro-batch exactly, not as a power of two.", show_default=True
+        ),
+    ] = False
     micro_batch: Annotated[int | None, _training("--micro_batch", help="Samples per GPU and backward.", min=1)] = None
     accumulation: Annotated[
         int | None, _training("--gradient_accumulation_steps", help="Micro-batches per optimizer step.", min=1)
@@ -429,6 +439,7 @@ class Options:
     activation_checkpointing: Annotated[
         bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
     ] = None
+    overlap_comm: Annotated[bool | None, _training("--overlap_comm/--no_overlap_comm", help=_OVERLAP)] = None
     margin: Annotated[
         float, _training("--margin", help="Fraction of each memory that stays free.", min=0, max=0.9, show_default=True)
     ] = 0.1

@@ -71,11 +71,18 @@ def require_bytes(where: str, amount: Any) -> int:
     return size
 
 
-_BANDWIDTH: Final = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([MGT])(b|bit|B)(?:/s|ps)?\s*")
+BANDWIDTH_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([MGT])(b|bit|B)(?:/s|ps)?\s*$"
+
+
+def read_bandwidth(amount: Any) -> float | None:
+    """Bytes per second from a string such as `400Gb` or `400Gbps`, of bits as networks are sold, or `50GB/s`; None for
+    anything else, and for 0."""
+    found = re.match(BANDWIDTH_PATTERN, amount) if isinstance(amount, str) and len(amount) <= _LONGEST else None
+    return float(found[1]) * 1000 ** _POWERS[found[2]] / (1 if found[3] == "B" else 8) or None if found else None
 
 
 def require_bandwidth(where: str, amount: str) -> float:
-    """Bytes per second from a string such as `400Gb` or `400Gbps`, of bits as networks are sold, or `50GB/s`.
+    """Bytes per second, as `read_bandwidth`.
 
     Args:
         where: the flag that `amount` was given by.
@@ -84,9 +91,8 @@ def require_bandwidth(where: str, amount: str) -> float:
     Raises:
         ConfigError: it is no bandwidth, or 0.
     """
-    found = _BANDWIDTH.fullmatch(amount[: _LONGEST + 1])
-    speed = float(found[1]) * 1000 ** _POWERS[found[2]] / (1 if found[3] == "B" else 8) if found else 0.0
-    if not speed:
+    speed = read_bandwidth(amount)
+    if speed is None:
         fix = "Write bits per second, e.g. 400Gb, or bytes, e.g. 50GB/s."
         raise ConfigError([Problem(where, "", f"{amount!r} is no bandwidth", fix)])
     return speed

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
+from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, read_bandwidth, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document, offload_devices
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
@@ -40,6 +40,7 @@ _TEXT: Final = {"type": "string"}
 _CLASS_NAMES: Final = {"type": "array", "items": {"type": "string", "not": {"const": "auto"}}}
 _BY_WORKER: Final = {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]}
 _SIZE: Final = {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"]}
+_SPEED: Final = {"type": "string", "pattern": BANDWIDTH_PATTERN, "examples": ["400Gb"]}
 _ClassNames = Annotated[tuple[str, ...], BeforeValidator(_names), _any_of(_TEXT, _CLASS_NAMES, {"type": "null"})]
 _GpuIds = Annotated[
     str,
@@ -48,6 +49,7 @@ _GpuIds = Annotated[
 ]
 _Streams = Annotated[str, BeforeValidator(str), _any_of({"type": "integer", "minimum": 0, "maximum": 3}, _BY_WORKER)]
 _Bytes = Annotated[int, BeforeValidator(read_bytes), _any_of({"type": "integer", "minimum": 1}, _SIZE)]
+_Bandwidth = Annotated[float, BeforeValidator(read_bandwidth), WithJsonSchema(_SPEED)]
 _PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
 
 
@@ -134,6 +136,8 @@ class LaunchSettings(BaseModel):
     """Memory of one device that the plan of stage auto may use, e.g. 24GiB. Default: what is free."""
     host_memory: _Bytes | None = None
     """CPU memory of one machine that the plan of stage auto may use, e.g. 64GiB. Default: what is free."""
+    network: _Bandwidth | None = None
+    """Bandwidth of each machine's network that the plan of stage auto counts on, e.g. 400Gb. Default: 200Gb."""
     zero3_init_flag: bool | None = None
     """true or false: at stage 3, transformers' from_pretrained builds models partitioned. Default: true."""
 

@@ -268,11 +268,15 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
     folder = nvme_folder(document.deepspeed)
     if settings.gpu_memory is not None and folder is None:
         host = settings.host_memory or available_cpu_memory()
-        return state_cluster(gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes)
+        return state_cluster(
+            gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes, network=settings.network
+        )
     from zero_plugin.plan.speeds import measure_cluster  # imports torch
 
     here = measure_cluster(each, nodes, folder)
-    return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
+    return state_cluster(
+        gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, network=settings.network, here=here
+    )
 
 
 _JOB: Final = "the job"

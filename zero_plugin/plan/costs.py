@@ -10,10 +10,10 @@ Time, by a roofline: what must pass through each resource, and what runs beside 
 Sources of the amounts: the code of DeepSpeed 0.19's stages as this package runs them, torch's DDP; for the bytes of a
 step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). DDP reduces beside the last backward. Under
 ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, run beside the computation of their
-micro-batch. Everything else waits: stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on,
-the step begins when the last gradient is there, and the next forward when the last weight is. Stage 3 fetches ahead,
-but is counted as if it waited for every gather: what another schedule of the same gathers gains over it (1.28 to 1.5
-times, DeepCompile) is at least as much.
+micro-batch. Between devices, stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on, with
+which stage 2 reduces beside its backwards. Stage 3, which has it on, gathers ahead beside each pass and reduces beside
+each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. The step begins
+when the last gradient is there, and the next forward when the last weight is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Final
@@ -504,6 +504,8 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
             DeepSpeed flattens parameters in CPU memory where it is too small.
     """
     model, optimizer, processes = work.model, work.optimizer, cluster.processes
+    if cluster.is_of_cpus:  # a bucket's pages are there once they are written
+        setup = replace(setup, reduce_bucket=min(setup.reduce_bucket, model.trainable))
     states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
     saved, forward, backward = _activations(work.activations.under(setup.stage), setup)
     beside = {
@@ -519,7 +521,7 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     }
     at_end_of_backward = {"gradients": window_gradients(model, setup, processes), "transient": backward}
     initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
-    if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
+    if setup.stage in (1, 2) and sum(_with_margins(initial, states, cluster).values()) > cluster.device_bytes:
         initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
@@ -528,7 +530,7 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
         "backward": _sum(states, beside, at_end_of_backward),
         "step": _sum(states, step),
     }
-    phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
+    phases = {name: _with_margins(terms, states, cluster) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
     host, pinned, locked = _host(model, optimizer, setup, cluster)
     nvme = {k: v * cluster.devices for k, v in nvme_states(model, optimizer, setup, processes).items()}
@@ -557,10 +559,12 @@ def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], processes: int) -> dict[str, int]:
+def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
     found = {name: size for name, size in terms.items() if size}
+    if cluster.is_of_cpus:
+        return found  # no CUDA, and the C library gives back what is free
     comes_and_goes = sum(terms.values()) - sum(min(size, terms.get(name, 0)) for name, size in states.items())
-    found["context"] = CONTEXT_BYTES + (COMMUNICATION_BYTES if processes > 1 else 0)
+    found["context"] = CONTEXT_BYTES + (COMMUNICATION_BYTES if cluster.processes > 1 else 0)
     found["fragmentation"] = int(FRAGMENTED * comes_and_goes)
     return found
 
@@ -634,25 +638,49 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
     model, micro_batches = work.model, setup.accumulation
     forward, backward = _compute(model, work.activations, setup, cluster)
     compute = micro_batches * (forward + backward)
-    reduction, gather = _collectives(model, setup, cluster)
     beside = {
         "PCIe": _pcie_beside(model, setup, cluster),
         "NVMe": _seconds(_weights_from(model, setup, "nvme") / cluster.nodes, cluster.nvme_read, "nvme_read"),
     }
     if setup.stage == 3:
         beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
-    hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
+    between = dict(zip(_BETWEEN, _collectives(model, setup, cluster), strict=True))
+    waited = _waited_for(between, setup, micro_batches * forward, (micro_batches if setup.stage else 1) * backward)
     # They use different resources, so the slowest one alone is waited for.
     slowest = max(beside, key=lambda name: beside[name])
-    terms = {"compute": compute, slowest: max(0.0, beside[slowest] - compute)}
-    if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
-        free = backward * (1 if setup.stage is None else micro_batches)
-        hidden["gradients between devices"] = min(reduction, free)
-        reduction = max(0.0, reduction - free)
-    terms |= {"gradients between devices": reduction, "weights between devices": gather}
+    wait = max(0.0, beside[slowest] - compute)
+    if setup.stage == 3 and setup.overlap_comm:
+        if sum(waited.values()) > wait:
+            wait = 0.0
+        else:
+            waited = dict.fromkeys(_BETWEEN, 0.0)
+    hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
+    hidden |= {name: between[name] - waited[name] for name in _BETWEEN}
+    terms = {"compute": compute, slowest: wait, **waited}
     for name, seconds in _update(model, work.optimizer, setup, cluster).items():
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
+
+
+_BETWEEN: Final = ("gradients between devices", "weights between devices")
+
+
+def _waited_for(between: Mapping[str, float], setup: Setup, forward: float, backward: float) -> dict[str, float]:
+    """Seconds per step of what passes between devices that no computation hides.
+
+    Args:
+        between: all of it, by term.
+        setup: the strategy.
+        forward, backward: seconds per step of the forwards, and of those backwards beside which gradients are reduced.
+    """
+    gradients, weights = (between[name] for name in _BETWEEN)
+    if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
+        gradients = max(0.0, gradients - backward)
+    elif setup.stage == 3 and setup.overlap_comm:  # a half of the weights comes for the forwards
+        free = max(0.0, backward - weights / 2)
+        weights = max(0.0, weights / 2 - forward) + max(0.0, weights / 2 - backward)
+        gradients = max(0.0, gradients - free)
+    return dict(zip(_BETWEEN, (gradients, weights), strict=True))
 
 
 def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster) -> tuple[float, float]:

@@ -241,7 +241,7 @@ def state_cluster(
             raise _problem(flag, f"{number} is {number} bytes, which holds no model", "Write the unit too, e.g. 24GiB.")
     if gpu is not None:
         base = _cluster_of(find_device(gpu))
-    elif here is not None and (here.device_name != "CPU" or gpu_memory is None):
+    elif here is not None and (not here.is_of_cpus or gpu_memory is None):
         base = here
     elif gpu_memory is not None:
         base = _cluster_of_unnamed_gpu(gpu_memory, here)

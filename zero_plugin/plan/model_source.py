@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
+_HUB_NAME: Final = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _EMBEDDING: Final = re.compile(r"embed|wte|lm_head")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
 _GATED: Final = ("silu", "swish", "gelu_pytorch_tanh")  # Llama's, Gemma's; others have no gate
@@ -49,14 +50,12 @@ class ModelSource:
     """Where the model is, or how large.
 
     Attributes:
-        model: a transformers model's folder or its `config.json`, a folder of `*.safetensors`, or `module:function`,
-            which returns a module, or a module and example inputs (see `trace_activations`).
+        model: a transformers model's folder or its `config.json`, a folder of `*.safetensors`, a model's name on the
+            Hugging Face hub, or `module:function`, which returns a module, or a module and example inputs (see
+            `trace_activations`).
         parameters, hidden_size, layers, vocabulary, heads, kv_heads, intermediate: of a decoder, where there is no
             model; beside a folder of weights, what those do not tell.
         trace: whether activations are traced where that can be; else they follow a decoder's formula.
-
-    Raises:
-        ConfigError: `model` names nothing.
     """
 
     model: str | None = None
@@ -68,14 +67,6 @@ class ModelSource:
     kv_heads: int | None = None
     intermediate: int | None = None
     trace: bool = True
-
-    def __post_init__(self) -> None:
-        named = self.model
-        if named is not None and not _FUNCTION.fullmatch(named) and not (Path(named).is_dir() or Path(named).is_file()):
-            raise _error(
-                f"{named} is neither a file, nor a folder, nor module:function",
-                "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function.",
-            )
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -100,25 +91,78 @@ def open_model(
     if source.model is None:
         sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # tied is no number
         return _by_formula(sizes, source.numbers, sequence_length or DEFAULT_LENGTH, precision)
+    if _FUNCTION.fullmatch(source.model):
+        with working(f"building the model of {source.model}, without its weights"):
+            model, example = call_function(source.model, sequence_length)
+        return _traced(model, example, precision, source.model)
     path = Path(source.model)
-    config = path / "config.json" if path.is_dir() else path
-    if path.is_dir() and not config.is_file():
-        return _from_weights(path, source, sequence_length or DEFAULT_LENGTH, precision)
+    if not (path.is_dir() or path.is_file()):
+        config, shapes = look_up(source.model)
+    else:
+        config = path / "config.json" if path.is_dir() else path
+        shapes = weight_shapes(path, "plan") if path.is_dir() and not config.is_file() else {}
+    if config is None or not config.is_file():
+        if not shapes:
+            raise _error(f"{source.model} holds neither config.json nor *.safetensors", "Name the folder of a model.")
+        return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
         raise _error(
             f"{_flag(next(iter(source.numbers)))} is given beside {source.model}, which has sizes of its own",
             "Leave one of them out.",
         )
-    if config.is_file():
-        if source.trace and installed_version("transformers"):
-            with working(f"building the model of {config}, without its weights"):
-                model = build_model(config)
-            length = sequence_length or usual_length(model.config)
-            return _traced(model, example_inputs(model, length), precision, str(config))
-        return _from_config(config, sequence_length, precision)
-    with working(f"building the model of {source.model}, without its weights"):
-        model, example = call_function(source.model, sequence_length)
-    return _traced(model, example, precision, source.model)
+    if source.trace and installed_version("transformers"):
+        with working(f"building the model of {source.model}, without its weights"):
+            model = build_model(config)
+        length = sequence_length or usual_length(model.config)
+        return _traced(model, example_inputs(model, length), precision, str(config))
+    return _from_config(config, sequence_length, precision)
+
+
+def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
+    """A model of the Hugging Face hub: its `config.json`, from the hub's cache or downloaded into it; of a model that
+    has none, the shapes in its weights' headers, for which no weight is downloaded.
+
+    Args:
+        name: as the hub has it, e.g. `meta-llama/Llama-3.1-8B`.
+
+    Raises:
+        ConfigError: it is no name of the hub's, there is no such model, it may not be seen, or there is no network.
+    """
+    fix = "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function"
+    nothing = f"{name} is neither a file, nor a folder, nor module:function"
+    if not _HUB_NAME.fullmatch(name):
+        raise _error(nothing, f"{fix}.")
+    if installed_version("huggingface_hub") is None:
+        raise _error(f"{nothing}, and huggingface_hub, which looks models up, is not installed", f"{fix}.")
+    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download, try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        return Path(cached), {}
+    offline = f"{fix}; or its sizes: --params, --hidden_size and --layers."
+    try:
+        with working(f"looking {name} up on the Hugging Face hub"):
+            try:
+                return Path(hf_hub_download(name, "config.json")), {}
+            except errors.LocalEntryNotFoundError:
+                raise
+            except errors.EntryNotFoundError:
+                files = get_safetensors_metadata(name).files_metadata.values()
+                return None, {key: tuple(found.shape) for file in files for key, found in file.tensors.items()}
+    except errors.LocalEntryNotFoundError:
+        raise _error(
+            f"{nothing}; the Hugging Face hub's cache lacks it, and the hub does not answer", offline
+        ) from None
+    except errors.GatedRepoError:
+        raise _error(f"{name} is shown to those only who were given access", "Type `hf auth login` first.") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise _error(
+            f"{nothing}, and the Hugging Face hub has no such model, or shows it to others only", fix
+        ) from None
+    except errors.NotASafetensorsRepoError:
+        raise _error(f"{name} on the Hugging Face hub holds neither config.json nor *.safetensors", offline) from None
+    except Exception as error:  # of whatever library it asks the network by
+        reason = (str(error).splitlines() or [""])[0]
+        raise _error(f"{nothing}; the hub does not answer: {reason}", offline) from error
 
 
 def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[ModelSizes, Activations]:
@@ -157,26 +201,23 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
 
 
 def _from_weights(
-    folder: Path, source: ModelSource, sequence_length: int, precision: Precision
+    name: str, shapes: Mapping[str, tuple[int, ...]], source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
-    """From the headers of a folder of safetensors: every tensor's shape, and by its name which layer it is of."""
-    shapes = weight_shapes(folder, "plan")
-    if not shapes:
-        raise _error(f"{folder} holds neither config.json nor *.safetensors", "Name the folder of a model.")
+    """From the shape of every tensor in a model's safetensors, and by its name which layer it is of."""
     if source.parameters is not None:
-        raise _error(f"--params is given beside {folder}, whose weights have it", "Leave one of them out.")
-    sizes = Counter((math.prod(shape), is_expert(name)) for name, shape in shapes.items())
+        raise _error(f"--params is given beside {name}, whose weights have it", "Leave one of them out.")
+    sizes = Counter((math.prod(shape), is_expert(key)) for key, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
-    tall = [shape[0] for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)]
+    tall = [shape[0] for key, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(key)]
     model = ModelSizes(
-        name=folder.name,
+        name=Path(name).name,
         parameters=tuple(ParameterSize(size, count, expert=expert) for (size, expert), count in sizes.items()),
         largest_module=max((size for size, _ in sizes), default=0),
         hidden_size=hidden,
         layers=source.layers or depth,
         vocabulary=source.vocabulary or max(tall, default=None),
-        source=f"the headers of {folder}/*.safetensors",
+        source=f"the headers of {name}/*.safetensors",
     )
     return _by_formula(model, source.numbers, sequence_length, precision)
 

@@ -26,6 +26,7 @@ from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
 from zero_plugin.plan.search import Change, Choice, Wanted, plan, what_if
 from zero_plugin.plan.situation import (
+    CPU,
     Activations,
     Affine,
     Cluster,
@@ -214,6 +215,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
     sub_group = KEYS["sub_group_size"]
     # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
     is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, KEYS["ratio"]))
+    sizes: dict[str, Any] = {name: _size(tree, KEYS[name]) for name in _SIZES}
     return Wanted(
         stage=_fixed(tree, KEYS["stage"], 0),
         ddp=False,
@@ -232,7 +234,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         gradient_views=None,  # DDP's
         global_batch=total,
         margin=activations.margin,
-        **{name: _size(tree, KEYS[name]) for name in _SIZES},
+        **sizes,
     )
 
 
@@ -482,9 +484,9 @@ def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster
     here = measure_cluster(devices, nodes, nvme_folder(document.deepspeed))
     if free:
         here = replace(here, device_bytes=free, sources={**here.sources, "device_bytes": "free now"})
-    if settings.gpu_memory is None and settings.host_memory is None:
-        return here
-    return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
+    return state_cluster(
+        gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, network=settings.network, here=here
+    )
 
 
 def free_bytes(model: nn.Module, device: torch.device) -> int:
@@ -542,7 +544,7 @@ def predict_memory(
     return RunMemory(
         Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer),
         running_setup(resolved, stage),
-        Cluster(device, host, nodes=processes.world_size // here, devices=here),
+        Cluster(device, host, processes.world_size // here, here, device_name="" if on_gpu else CPU),
     )
 
 

@@ -47,11 +47,13 @@ class Wanted:
     """What the user has fixed; None is free. The fields are those of `Setup`, and:
 
     Attributes:
-        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3; stage 0 is only taken if it is
-            requested.
-        ddp: whether a free stage may be training without ZeRO.
+        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3.
+        ddp: whether a free stage may be training without ZeRO; else DeepSpeed's stage 0 stands in for it, where that
+            sums gradients as the other stages do: in bf16 it has no sums in fp32.
+        overlap_comm: free, stage 3 alone overlaps: of stage 2 wrong gradients are reported with it.
         global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
             of two that fits, and what counts is the time per sample.
+        every_batch: whether it may then be any number, not only a power of two.
         margin: the share of device memory, CPU memory and disk that stays free, since a peak is predicted within 10 %.
     """
 
@@ -76,6 +78,7 @@ class Wanted:
     pin_memory: bool | None = None
     gradient_views: bool | None = None
     global_batch: int | None = None
+    every_batch: bool = False
     margin: float = 0.1
 
 
@@ -129,7 +132,8 @@ def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
     processes, micro, accumulation = cluster.processes, wanted.micro_batch, wanted.accumulation
     if wanted.global_batch is None:
         exponents = range(_LARGEST_MICRO_BATCH.bit_length() - 1, -1, -1)
-        sizes = [micro] if micro is not None else [2**exponent for exponent in exponents]
+        sizes = list(range(_LARGEST_MICRO_BATCH, 0, -1)) if wanted.every_batch else [2**power for power in exponents]
+        sizes = sizes if micro is None else [micro]
         return [{"micro_batch": size, "accumulation": accumulation or 1} for size in sizes]
     share, rest = divmod(wanted.global_batch, processes)
     sizes = [size for size in range(share, 0, -1) if share % size == 0] if not rest else []
@@ -179,14 +183,15 @@ def _stages(wanted: Wanted, offloads: tuple[Device, Device]) -> Iterator[Stage]:
     if wanted.stage is not None:
         asked: list[Stage] = [None if wanted.stage == "ddp" else wanted.stage]
     else:
-        asked = [None, 1, 2, 3] if wanted.ddp else [1, 2, 3]
+        sums_alike = wanted.precision != "bf16" or wanted.accumulation == 1 or wanted.gradient_bytes == 2
+        asked = [None, 1, 2, 3] if wanted.ddp else [0, 1, 2, 3] if sums_alike else [1, 2, 3]
     needs_three = offloads[1] != "none" or "nvme" in offloads or wanted.ratio not in (None, 1.0)
     lowest = 3 if needs_three else 1 if offloads[0] == "cpu" else 0
     yield from (stage for stage in asked if (stage or 0) >= lowest)
 
 
 def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted: Wanted) -> Setup:
-    # What DeepSpeed overlaps by itself: at stage 2 that is known to give wrong gradients on some machines.
+    # What DeepSpeed overlaps by itself. At stage 2 reports of wrong gradients are open: its issues 5545, 2867 and 4298.
     overlap = stage == 3 if wanted.overlap_comm is None else wanted.overlap_comm and (stage or 0) >= 2
     return replace(
         base, stage=stage, offload_optimizer=offloads[0], offload_param=offloads[1], overlap_comm=bool(overlap)
@@ -425,7 +430,7 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
 
 
 # What stays as the user has it: another batch or number type trains another model.
-_KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "margin")
+_KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
 _MOST_NODES: Final = 1024
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes

@@ -13,6 +13,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, Precision
 
 Device = Literal["none", "cpu", "nvme"]
+CPU: Final = "CPU"  # as a device's name
 Stage = Literal[0, 1, 2, 3] | None  # of ZeRO; None trains without
 
 
@@ -190,7 +191,7 @@ class Cluster:
 
     Attributes:
         nodes, devices: machines, and devices (processes) on each.
-        device_name: e.g. "NVIDIA A100 80GB"; "" where only its memory is stated.
+        device_name: e.g. "NVIDIA A100 80GB"; `CPU` where there is none; "" where only its memory is stated.
         device_bytes: memory of one device.
         host_bytes: memory of one node that the processes may use.
         nvme_bytes: free bytes on one node's NVMe disk, 0 without one.
@@ -234,6 +235,11 @@ class Cluster:
     def processes(self) -> int:
         """Data-parallel world size."""
         return self.nodes * self.devices
+
+    @property
+    def is_of_cpus(self) -> bool:
+        """Whether the devices are CPUs, whose memory all processes of a node share."""
+        return self.device_name == CPU
 
 
 def budget(capacity: int, margin: float) -> int:

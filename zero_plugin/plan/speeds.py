@@ -20,7 +20,7 @@ from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
 from zero_plugin.plan.machines import ASSUMED, find_device
-from zero_plugin.plan.situation import Cluster
+from zero_plugin.plan.situation import CPU, Cluster
 
 # The fraction of the rate of one large multiplication that training steps reach: 125 of 250 TFLOPS on an A100.
 _TRAINING_SHARE: Final = 0.5
@@ -46,7 +46,7 @@ def measure_cluster(
         cache: file of the measured constants; by default `constants_file()`.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else CPU
     devices = processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
     host_bytes, here = available_cpu_memory(), "this machine"
     device_bytes = host_bytes // devices

@@ -148,10 +148,18 @@ _PLANNED: Final = (
 )
 
 
+def _writes_machines(asked: Asked) -> bool:
+    return asked.entry("num_machines") is not None and asked.value("num_machines") is not AUTO
+
+
+def _has_several_machines(asked: Asked) -> bool:
+    several = _writes_machines(asked) and asked.value("num_machines") != 1
+    return several or asked.value("deepspeed_hostfile") not in _NOTHING
+
+
 def _of_several_machines(asked: Asked) -> Iterator[Problem]:
     """How machines meet, where there is one; and what they need not know."""
-    written = asked.entry("num_machines") is not None and asked.value("num_machines") is not AUTO
-    several = asked.value("deepspeed_hostfile") not in _NOTHING or (written and asked.value("num_machines") != 1)
+    written, several = _writes_machines(asked), _has_several_machines(asked)
     on_tpu = asked.value("distributed_type") in _ON_TPU
     if several and asked.value("same_network") not in _NOTHING:
         meeting = "the runtime of a TPU finds its machines" if on_tpu else "machines meet at main_process_ip"
@@ -202,14 +210,16 @@ def _of_deepspeed(asked: Asked) -> Iterator[Problem]:
 
 
 def _of_a_plan(asked: Asked) -> Iterator[Problem]:
-    """Memory that a plan may count on; that of a device is also what a model needs to fit without a ZeRO that is
-    dropped."""
+    """What a plan may count on. Memory of a device is also what a model needs to fit without a ZeRO that is dropped."""
     zero, fills = _requests_zero(asked), any(asked.value(key) is AUTO for key in _PLANNED)
     dropped = asked.stage != 0 or any(asked.offload(what) not in (None, "none") for what in ("optimizer", "param"))
     why = "only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch"
-    for key, read in (("gpu_memory", fills if zero else dropped), ("host_memory", fills and zero)):
+    counted = {"gpu_memory": fills if zero else dropped, "host_memory": fills and zero, "network": fills and zero}
+    for key, read in counted.items():
         if asked.value(key) not in _NOTHING and not read:
             yield asked.no_effect(key, why) if zero else _without_zero(asked, key, "a plan of ZeRO")
+        elif asked.value(key) not in _NOTHING and key == "network" and not _has_several_machines(asked):
+            yield asked.note(key, "counts with several machines, and num_machines is not above 1")
 
 
 def _of_a_tpu(asked: Asked) -> Iterator[Problem]:
