@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan import activations as device_kernels
 from zero_plugin.plan.activations import LiveBytes, trace_activations
-from zero_plugin.plan.model_source import repeated_blocks
+from zero_plugin.plan.blocks import repeated_blocks
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
 BATCH, TOKENS = 4, 96

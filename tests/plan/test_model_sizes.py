@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.plan.model_source import is_expert, model_sizes, repeated_blocks
+from zero_plugin.plan.blocks import repeated_blocks
+from zero_plugin.plan.model_source import is_expert, model_sizes
 from zero_plugin.plan.situation import ParameterSize
 
 

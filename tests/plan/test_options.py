@@ -49,7 +49,7 @@ def test_any_batch() -> None:
 
 def test_every_batch() -> None:
     """On request any number, so that the largest that fits is found exactly: one more does not fit."""
-    wanted = Wanted(stage=2, offload_optimizer="none", every_batch=True)
+    wanted = Wanted(stage=2, offload_optimizer="none", overlap_comm=False, every_batch=True)
     choice = plan(Workload(MODEL, replace(WORK, saved=Affine(0, 10**8)), OptimizerSizes()), FOUR, wanted)
     assert choice.chosen is not None
     found = choice.chosen.setup.micro_batch
@@ -168,8 +168,11 @@ def test_gradients_sum_as_resolution_has_them(precision: Any, width: int) -> Non
     assert {setup.gradient_bytes for _, setup in setups(Wanted(precision=precision))} == {width}
 
 
-def test_overlap_is_deepspeeds_own() -> None:
-    """On at stage 3, off below; below stage 2 there is none."""
-    assert all(setup.overlap_comm == (setup.stage == 3) for _, setup in setups(Wanted()))
+def test_overlap() -> None:
+    """On at stage 3, tried at stage 2 where there are several processes; below there is none."""
+    found = {(setup.stage, setup.overlap_comm) for _, setup in setups(Wanted())}
+    assert found == {(None, False), (1, False), (2, False), (2, True), (3, True)}
+    alone = {(setup.stage, setup.overlap_comm) for _, setup in setups(Wanted(), cluster=replace(FOUR, devices=1))}
+    assert alone == found - {(2, True)}
     asked = setups(Wanted(overlap_comm=True))
     assert all(setup.overlap_comm == (setup.stage in (2, 3)) for _, setup in asked)

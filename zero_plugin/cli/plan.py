@@ -364,7 +364,7 @@ _model, _machines = _panel("The model"), _panel("The machines")
 _training, _output = _panel("What is fixed"), _panel("Output")
 _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
 _RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
-_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: at stage 3."
+_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: the faster choice."
 _TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
 _SOURCE: Final = (
     "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "

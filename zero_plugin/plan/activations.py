@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -31,26 +32,15 @@ from torch.utils.flop_counter import flop_registry
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.blocks import Trace, repeated_blocks, trace_few
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, repeated_blocks, usual_length
+from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, usual_length
 from zero_plugin.plan.situation import Activations, Affine, Highest, ModelSizes, highest
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
 _SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """Bytes alive after the forward and after each operation of a step, of which `forward` are the forward's; the same
-    with checkpointing; floating-point operations."""
-
-    saved: int
-    forward: int
-    after: list[int]
-    checkpointed: tuple[int, list[int]] | None
-    flops: float
 
 
 def trace_activations(
@@ -63,7 +53,8 @@ def trace_activations(
     Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
     in fp32, and the loss live until the backward ends, as in most loops. A parameter's gradient dies when it is made,
     since the plan counts gradients by themselves. The model stays as it is. What the working space is made of grows at
-    different rates: every operation has its line, and the highest ones are kept.
+    different rates: every operation has its line, and the highest ones are kept. Of a row of like blocks few are traced
+    (`trace_few`).
 
     Args:
         model: any module; its parameters may be on `meta` or partitioned (`ds_shape`).
@@ -81,7 +72,12 @@ def trace_activations(
     def trace(*, autocast: bool) -> Activations:
         dtype = None if autocast else _TYPES.get(precision)
         regime = torch.autocast("cpu", _TYPES[precision]) if autocast else nullcontext()
-        return _affine(*(_trace(model, make(samples), dtype, regime) for samples in _SAMPLES))
+
+        def trace_with(samples: int) -> Trace:
+            run = partial(_trace, model, make(samples), dtype, regime)
+            return trace_few(model, run) or run()
+
+        return _affine(*map(trace_with, _SAMPLES))
 
     try:
         with working(f"tracing a step of the {type(model).__name__}"), _no_warnings_of_fakes():
@@ -137,7 +133,7 @@ def _trace(
     example: Example,
     dtype: torch.dtype | None,
     regime: AbstractContextManager[Any],
-) -> _Trace:
+) -> Trace:
     """One step with all weights in `dtype`, or as they are, and the forward under `regime`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kernels = DeviceKernels()
@@ -145,7 +141,7 @@ def _trace(
     def narrowed(leaf: Any) -> Any:
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    def step(run: Callable[[Any], Any]) -> _Trace:
+    def step(run: Callable[[Any], Any]) -> Trace:
         with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as blocks:
             batch = map_leaves(_fake, example)  # which the loop holds, beside what the model gets
             with regime:
@@ -160,7 +156,7 @@ def _trace(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
             checkpointed = blocks.checkpointed(saved) if blocks.passes else None
-        return _Trace(saved, forward, tape.after, checkpointed, flops)
+        return Trace(saved, forward, tape.after, checkpointed, flops)
 
     with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
         weights: dict[str, Tensor] = {
@@ -182,7 +178,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, step: Callable[[Callable[[Any], Any]], _Trace]) -> _Trace:
+    def forward(self, step: Callable[[Callable[[Any], Any]], Trace]) -> Trace:
         return step(self._run)
 
     def _run(self, example: Any) -> Any:
@@ -191,7 +187,7 @@ class _Step(nn.Module):
         return self.model(*example) if isinstance(example, list | tuple) else self.model(example)
 
 
-def _affine(two: _Trace, three: _Trace) -> Activations:
+def _affine(two: Trace, three: Trace) -> Activations:
     """The lines through the traces of two samples and of three."""
     saved, transient = _lines(two.saved, two.after, three.saved, three.after)
     flops = three.flops - two.flops

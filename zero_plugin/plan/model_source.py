@@ -410,6 +410,8 @@ def model_sizes(module: nn.Module) -> ModelSizes:
 
     A parameter that several modules share counts once; tensors of one size, all trainable or all frozen, are one entry.
     """
+    from zero_plugin.plan.blocks import repeated_blocks  # imports torch
+
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: Counter[tuple[int, bool, bool, int]] = Counter()
     for name, parameter in module.named_parameters():
@@ -434,22 +436,6 @@ def model_sizes(module: nn.Module) -> ModelSizes:
         vocabulary=stated_number(config, KEYS["vocabulary"]),
         source="the model",
     )
-
-
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The modules that activation checkpointing recomputes one by one: the outermost that stand in a row of their kind.
-
-    A row is a ModuleList or a Sequential that holds at least two modules of one class, which have modules of their own:
-    transformer layers, residual blocks.
-    """
-    from torch import nn
-
-    found: list[nn.Module] = []
-    for child in module.children():
-        kinds = Counter(type(block) for block in child.children() if any(True for _ in block.children()))
-        is_row = isinstance(child, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
-        found += child.children() if is_row else repeated_blocks(child)
-    return found
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:

@@ -228,7 +228,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         micro_batch=micro,
         accumulation=steps or (None if total else 1),
         activation_checkpointing=False,  # the script's own is part of the model
-        overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
+        overlap_comm=_overlaps(tree, asked, is_placed=is_placed),
         param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
         pin_memory=False if unpinned else (True if is_placed else None),
         gradient_views=None,  # DDP's
@@ -236,6 +236,14 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         margin=activations.margin,
         **sizes,
     )
+
+
+def _overlaps(tree: Tree, asked: Tree, *, is_placed: bool) -> bool | None:
+    """Whether reductions overlap, where that is fixed: as typed, or as DeepSpeed has it for a stage that is."""
+    typed = asked.value(*KEYS["overlap_comm"])
+    if isinstance(typed, bool):
+        return typed
+    return bool(tree.value(*KEYS["stage"], default=0) == 3) if is_placed else None
 
 
 def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath, tuple[Any, str]]:
@@ -257,7 +265,11 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
         names.add("sub_group_size")  # the plan counts on smaller ones than DeepSpeed's default
     if setup.offload_optimizer == "none":
         names.discard("ratio")
-    found = {KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name in _CHOSEN if name in names}
+    if setup.stage == 2 and setup.overlap_comm and wanted.overlap_comm is None:
+        names.add("overlap_comm")
+    found = {
+        KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name in (*_CHOSEN, "overlap_comm") if name in names
+    }
     if not setup.pin_memory and wanted.pin_memory is None:
         pinned = (path for path in _PINNED if asked.has_section(*path[:-1]))
         found |= dict.fromkeys(pinned, (False, choice.reasons["pin_memory"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
@@ -39,6 +39,8 @@ _OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
     ("nvme", "cpu"),
     ("nvme", "nvme"),
 )
+# The share of a step's time by which strategies are as fast for a roofline: then the simplest is taken.
+ALIKE: Final = 0.03
 _GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution settles it
 
 
@@ -50,7 +52,7 @@ class Wanted:
         stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3.
         ddp: whether a free stage may be training without ZeRO; else DeepSpeed's stage 0 stands in for it, where that
             sums gradients as the other stages do: in bf16 it has no sums in fp32.
-        overlap_comm: free, stage 3 alone overlaps: of stage 2 wrong gradients are reported with it.
+        overlap_comm: free, stage 3 overlaps, and stage 2 where that is faster.
         global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
             of two that fits, and what counts is the time per sample.
         every_batch: whether it may then be any number, not only a power of two.
@@ -84,7 +86,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One line of a plan: setups that differ only in `ratio`, and in the batch that each then gets.
+    """One line of a plan: setups that differ only in `ratio` or `overlap_comm`, and in the batch that each then gets.
 
     Attributes:
         setups: from the least memory on the device to the most.
@@ -191,7 +193,6 @@ def _stages(wanted: Wanted, offloads: tuple[Device, Device]) -> Iterator[Stage]:
 
 
 def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted: Wanted) -> Setup:
-    # What DeepSpeed overlaps by itself. At stage 2 reports of wrong gradients are open: its issues 5545, 2867 and 4298.
     overlap = stage == 3 if wanted.overlap_comm is None else wanted.overlap_comm and (stage or 0) >= 2
     return replace(
         base, stage=stage, offload_optimizer=offloads[0], offload_param=offloads[1], overlap_comm=bool(overlap)
@@ -201,7 +202,7 @@ def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted
 def _ratios(
     setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
 ) -> Iterator[Option]:
-    """The optimizer offloaded completely, and in part.
+    """The optimizer offloaded completely, and in part; at stage 2 reductions with the computation, and beside it.
 
     Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
     and only where there are several can a part of them be offloaded.
@@ -213,6 +214,9 @@ def _ratios(
         own = model.trainable // cluster.processes
         size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
         setup = replace(setup, sub_group_size=size)
+    if setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1:
+        yield Option((setup, replace(setup, overlap_comm=True)), refused)
+        return
     if setup.stage != 3 or setup.offload_optimizer != "cpu":
         yield Option((setup,), refused)
         return
@@ -231,7 +235,7 @@ def _ratios(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One strategy, as good as it can be made: the micro-batch (and ratio) by which it is fastest.
+    """One strategy, as good as it can be made: the micro-batch (and ratio, and overlap) by which it is fastest.
 
     Attributes:
         setup: all its settings.
@@ -317,8 +321,9 @@ class _Question:
 def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
     """The fastest setup that keeps what is fixed and fits with the margin.
 
-    Of equally fast ones the simplest: parameters less offloaded, then the optimizer, all of it rather than a part, a
-    lower stage, no activation checkpointing, the larger micro-batch. The same question always has the same answer.
+    Of those that are as fast but for `ALIKE` the simplest: parameters less offloaded, then the optimizer, all of it
+    rather than a part, a lower stage, no activation checkpointing, no overlap at stage 2, the larger micro-batch. The
+    same question always has the same answer.
 
     Args:
         work: what is trained, in the wanted precision.
@@ -348,7 +353,7 @@ def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> C
     largest = ((setup, _largest_batch(question, setup, sizes)) for setup in setups)
     fitting = [question.candidate(replace(setup, **batch)) for setup, batch in largest if batch]
     if fitting:
-        return _fastest(fitting)
+        return _fastest(fitting, alike=0.0)
     return question.candidate(setups[0], question.missing_memory(question.measure(setups[0])), short=True)
 
 
@@ -375,8 +380,10 @@ def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
     return setup if fits else replace(setup, pin_memory=False)
 
 
-def _fastest(candidates: Iterable[Candidate]) -> Candidate:
-    return min(candidates, key=lambda c: (float(f"{c.seconds_per_sample:.9g}"), *_complexity(c.setup)))
+def _fastest(candidates: Sequence[Candidate], alike: float = ALIKE) -> Candidate:
+    """The simplest of those that are as fast as the fastest but for a share of its time, and for what is rounded."""
+    most = min(c.seconds_per_sample for c in candidates) * (1 + alike + 1e-9)
+    return min((c for c in candidates if c.seconds_per_sample <= most), key=lambda c: _complexity(c.setup))
 
 
 def _complexity(setup: Setup) -> tuple[float, ...]:
@@ -390,6 +397,7 @@ def _complexity(setup: Setup) -> tuple[float, ...]:
         part,
         stage,
         setup.activation_checkpointing,
+        setup.stage == 2 and setup.overlap_comm,
         -setup.micro_batch,
     )
 
@@ -425,6 +433,7 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
         "micro_batch": f"the largest that fits, with {fits} {knowledge}",
         "sub_group_size": f": {groups}",
         "pin_memory": ": page-locked tensors are rounded up, and CPU memory is short",
+        "overlap_comm": ": gradients are reduced beside the backward",
     }
     return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}
 

@@ -306,6 +306,8 @@ def name_setup(setup: Setup) -> str:
         parts.append(f"optimizer{share} on {setup.offload_optimizer}")
     if setup.offload_param != "none":
         parts.append(f"parameters on {setup.offload_param}")
+    if setup.stage == 2 and setup.overlap_comm:
+        parts.append("overlap_comm")
     if setup.activation_checkpointing:
         parts.append("checkpointing")
     return ", ".join(parts)

@@ -132,11 +132,12 @@ def _gpu_names(ids: Any) -> list[str]:
 # ---- keys that say nothing to this kind of launch --------------------------------------------------------------------
 
 _ON_TPU: Final = ("TPU", "XLA")
-_FOR_MEETING: Final = {
+_OF_SEVERAL: Final = {
     "main_process_ip": _NOTHING,
     "rdzv_backend": (*_NOTHING, "static"),
     "rdzv_conf": _NOTHING,
     "deepspeed_multinode_launcher": (*_NOTHING, "standard"),
+    "network": _NOTHING,
 }
 # What a plan fills where it is open.
 _PLANNED: Final = (
@@ -165,11 +166,11 @@ def _of_several_machines(asked: Asked) -> Iterator[Problem]:
         meeting = "the runtime of a TPU finds its machines" if on_tpu else "machines meet at main_process_ip"
         yield asked.no_effect("same_network", f"{meeting}, in one network or in several")
     launcher = "deepspeed_multinode_launcher"
-    if on_tpu and asked.value(launcher) not in _FOR_MEETING[launcher]:
+    if on_tpu and asked.value(launcher) not in _OF_SEVERAL[launcher]:
         yield asked.no_effect(launcher, "the same command is started on every machine of a TPU")
     if several or on_tpu:  # what else there is, the launch on a TPU refuses
         return
-    for key, nothing in _FOR_MEETING.items():
+    for key, nothing in _OF_SEVERAL.items():
         if asked.value(key) in nothing:
             continue
         if written:
@@ -214,12 +215,12 @@ def _of_a_plan(asked: Asked) -> Iterator[Problem]:
     zero, fills = _requests_zero(asked), any(asked.value(key) is AUTO for key in _PLANNED)
     dropped = asked.stage != 0 or any(asked.offload(what) not in (None, "none") for what in ("optimizer", "param"))
     why = "only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch"
-    counted = {"gpu_memory": fills if zero else dropped, "host_memory": fills and zero, "network": fills and zero}
+    counted = {"gpu_memory": fills if zero else dropped, "host_memory": fills and zero}
+    if _has_several_machines(asked):
+        counted["network"] = fills and zero
     for key, read in counted.items():
         if asked.value(key) not in _NOTHING and not read:
             yield asked.no_effect(key, why) if zero else _without_zero(asked, key, "a plan of ZeRO")
-        elif asked.value(key) not in _NOTHING and key == "network" and not _has_several_machines(asked):
-            yield asked.note(key, "counts with several machines, and num_machines is not above 1")
 
 
 def _of_a_tpu(asked: Asked) -> Iterator[Problem]:
