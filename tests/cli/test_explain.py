@@ -367,7 +367,7 @@ def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
     code, output, _ = explain("auto.yaml", *known, "--gpu_memory=80GiB", "--host_memory=64GiB")
     assert code == 0
     roomy = lines(output)
-    assert roomy["zero_optimization.stage"][0] == "1"
+    assert roomy["zero_optimization.stage"][0] == "0"
     assert "by the plan the fastest that fits" in roomy["zero_optimization.stage"][1]
     assert roomy["zero_optimization.offload_optimizer.device"][0] == "none"
     assert "by the plan the largest that fits" in roomy["train_micro_batch_size_per_gpu"][1]

@@ -36,12 +36,13 @@ def write(folder: Path, config: dict[str, object]) -> str:
 def test_the_group_starts_again_with_smaller_micro_batches(
     launch: Launch, forked_workers: dict[str, str], tmp_path: Path
 ) -> None:
-    """From the start: accumulation, every step's loss and the weights are those of a run started with that size."""
-    script = [SCRIPT, "python", "4", "8", "0", str(tmp_path / "out")]
+    """Under a limit of the system's (`ulimit -v`), from the start: accumulation, every step's loss and the weights are
+    those of a run started with that size."""
+    script = [SCRIPT, "ulimit", "4", "8", "0", str(tmp_path / "out")]
     done = launch("--config_file", write(tmp_path, ZERO), *script, **forked_workers)
     assert done.returncode == 0, done.stderr
     backed_off, started_so = json.loads(done.stdout.splitlines()[-1])
-    assert backed_off[0] == 2
+    assert backed_off[0] == 2, done.stderr
     assert backed_off == started_so
     assert "all workers start again with micro-batch 4, which makes 2 of each of the loader's batches" in done.stderr
     assert done.stderr.count("CPU memory ran out on rank 1, in the forward, at micro-batch 8") == 1

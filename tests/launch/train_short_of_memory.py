@@ -1,6 +1,7 @@
 """Trains while the last rank's memory does not suffice for batches above LIMIT; KIND LIMIT BATCH FROM FOLDER.
 
-KIND is how memory runs out, from step FROM on; a checkpoint is saved after the first step. Then the same is trained
+KIND is how memory runs out, from step FROM on; by `ulimit` each step asks for memory in proportion to its batch, of
+which the system grants what LIMIT samples need. A checkpoint is saved after the first step. Then the same is trained
 once more in the same processes, with the micro-batch that sufficed and the accumulation that belongs to it.
 """
 
@@ -8,24 +9,36 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.config.run_files import CUT_VARIABLE
 
+SAMPLE = 2**27  # bytes
+
 
 def run_out(kind: str) -> None:
     """Ask for what no machine has, or say what a GPU says."""
     if kind == "torch":
         torch.empty(1 << 47)
+    elif kind == "ulimit":
+        raise AssertionError("the system has granted more than its limit")
     elif kind == "python":
         bytearray(1 << 60)
     else:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4")
+
+
+def limit_memory(samples: int) -> None:
+    """From now on this process gets no more than it has and half as much again as so many samples need."""
+    taken = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * samples * SAMPLE // 2, resource.RLIM_INFINITY))
 
 
 def train(out: Path, kind: str, limit: int, size: int, asked: int, begins: int) -> tuple[int, list[float], list[float]]:
@@ -38,6 +51,8 @@ def train(out: Path, kind: str, limit: int, size: int, asked: int, begins: int) 
     loader = DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=size, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if kind == "ulimit" and accelerator.is_last_process:
+        limit_memory(limit)
     resumed = accelerator.resume()
     steps = resumed.steps if resumed else 0
     os.write(1, f"started at {steps}\n".encode())
@@ -45,6 +60,8 @@ def train(out: Path, kind: str, limit: int, size: int, asked: int, begins: int) 
     for _ in range(resumed.epochs[0] if resumed else 0, 2):
         for features, targets in loader:
             with accelerator.accumulate(model):
+                if kind == "ulimit" and accelerator.is_last_process:
+                    assert len(torch.empty(len(features) * SAMPLE, dtype=torch.uint8))
                 if steps >= begins and len(features) > limit and accelerator.is_last_process:
                     run_out(kind)
                 loss = torch.nn.functional.mse_loss(model(features), targets)
@@ -67,6 +84,6 @@ if __name__ == "__main__":
     kind, (limit, size, begins), folder = sys.argv[1], map(int, sys.argv[2:5]), Path(sys.argv[5])
     results = [train(folder, kind, limit, size, 1, begins)]
     cut = int(os.environ.pop(CUT_VARIABLE, "1"))
-    results.append(train(folder / "again", kind, size, size // cut, cut, 0))
+    results.append(train(folder / "again", "" if kind == "ulimit" else kind, size, size // cut, cut, 0))
     if os.environ["RANK"] == "0":
         print(json.dumps(results))

@@ -416,6 +416,7 @@ def settle_zero(draft: Draft) -> None:
                 draft.miss(path, "model to tell its size", "Prepare the model.")
             else:
                 draft.put(path, *found)
+    _cap_bucket(draft)
     _settle_overlap(draft)
 
 
@@ -516,6 +517,18 @@ def _leave_offload_open(draft: Draft, offload: str) -> None:
     for path in draft.still_open():
         if path[:2] == (_ZERO, offload) and not draft.facts.complete:
             draft.miss(path, _PLAN, "Write a value.")
+
+
+def _cap_bucket(draft: Draft) -> None:
+    """An absent `reduce_bucket_size`: of DeepSpeed's default as much as the model fills; the rest is reserved in vain.
+
+    With all parameters in one bucket the reductions are the same.
+    """
+    path, model = (_ZERO, "reduce_bucket_size"), draft.facts.model
+    if draft.get(*path) is None and not draft.is_open(*_STAGE) and _stage(draft) and model and model.parameters:
+        default, _ = _default("reduce_bucket_size")
+        if model.parameters < default:
+            draft.put(path, model.parameters, f"all parameters of the model; DeepSpeed's default is {int(default):,}")
 
 
 def _settle_overlap(draft: Draft) -> None:
