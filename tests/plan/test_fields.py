@@ -21,7 +21,7 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.run_plan import fits_nowhere, fixed_fields, open_fields, planned_values
-from zero_plugin.plan.search import Change, Wanted, plan, what_if
+from zero_plugin.plan.search import Change, Wanted, WhatIf, plan, what_if
 from zero_plugin.plan.situation import OptimizerSizes, Workload, asked_optimizer, optimizer_sizes
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
@@ -105,8 +105,8 @@ def test_nothing_fits() -> None:
     wanted = FIXED
     choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
     assert choice.chosen is None
-    changes = what_if(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted).changes
-    error = fits_nowhere(choice, changes, "ds.json:3:5")
+    answers = what_if(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
+    error = fits_nowhere(choice, answers, "ds.json:3:5")
     text = str(error)
     assert "ds.json:3:5: zero_optimization: auto, but nothing fits: stage 3" in text
     assert "zero_optimization.offload_optimizer.device: auto instead of none" in text
@@ -126,7 +126,7 @@ def test_changes_are_keys_to_write(field: str, key: str) -> None:
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, FIXED)
     change = Change(f"{field} free instead of 7", choice.table[0], cluster)
-    assert f"{key}: auto instead of 7" in str(fits_nowhere(choice, [change], "ds.json"))
+    assert f"{key}: auto instead of 7" in str(fits_nowhere(choice, WhatIf((change,), 0), "ds.json"))
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,48 @@ def test_model_without_parameters() -> None:
     """There is nothing to scale."""
     empty = ModelSizes("none", ())
     assert what_if(Workload(empty, WORK, ADAM), state_cluster(gpu="T4"), Wanted(global_batch=1)).largest_elements == 0
+
+
+def test_long_samples() -> None:
+    """Logits of 65,536 tokens and 128,256 words take 63 GiB, and their gradients as much: in eight chunks all fits.
+
+    Where one change suffices, a device of more than twice the memory is no advice.
+    """
+    model = decoder_sizes(parameters=8 * 10**9, hidden_size=4096, layers=32, vocabulary=128_256)
+    work = Workload(model, decoder_activations(model, 65_536), ADAM)
+    cluster = state_cluster(gpu="A100-80GB", gpus=8, host_memory=2000 * GIB)
+    answer = what_if(work, cluster, Wanted())
+    assert [change.what for change in answer.changes] == [
+        "a loss that makes its logits in 8 chunks, anew in the backward",
+        "samples of 16,384 tokens instead of 65,536",
+    ]
+    (chunks, less), *_ = answer.savings
+    assert chunks == answer.changes[0].what
+    logits = 8 * 128_256 * 65_536
+    assert less == pytest.approx(2 * logits * 7 / 8, rel=0.05)
+    plain = what_if(work, cluster, Wanted(activation_checkpointing=False))
+    assert {"activation checkpointing", "samples of 32,768 tokens"} < {what for what, _ in plain.savings}
+    assert any(change.what.startswith("activation_checkpointing free") for change in plain.changes) is False
+    halved = what_if(work, cluster, Wanted(micro_batch=4))
+    assert "micro-batch 2" in {what for what, _ in halved.savings}
+
+
+def test_logits_in_chunks_are_what_a_smaller_vocabulary_would_be() -> None:
+    """Of the decoder's formula, but for what the chunks themselves take: within 5 %."""
+    whole, small = (decoder_sizes(hidden_size=2048, layers=16, vocabulary=words) for words in (128_000, 16_000))
+    chunked = decoder_activations(whole, 4096).with_logits_in_chunks(8 * 128_000 * 4096, 8)
+    expected = decoder_activations(small, 4096)
+    assert chunked.saved.at(2) == pytest.approx(expected.saved.at(2), rel=0.05)
+    assert chunked.transient.at(2) == pytest.approx(expected.transient.at(2), rel=0.25)
+
+
+def test_what_nvme_cannot_hold() -> None:
+    """ZeRO-Infinity's 1T on a node of 16 V100 and 1.5 TB is published as fitting; this DeepSpeed keeps all gradients in
+    CPU memory, and the plan says so.
+    """
+    model = decoder_sizes(parameters=10**12, hidden_size=25_600, layers=128)
+    cluster = state_cluster(gpu="V100-32GB", gpus=16, host_memory=1500 * 10**9, nvme=28 * 10**12)
+    choice = plan(Workload(model, decoder_activations(model, 1024), ADAM), cluster, Wanted(precision="fp16"))
+    assert choice.chosen is None
+    told = [c.rejected for c in choice.table if c.setup.offload_param == "nvme"]
+    assert any("mostly gradients" in why and "DeepSpeed 0.19.8 keeps there and never on NVMe" in why for why in told)

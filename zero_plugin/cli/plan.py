@@ -170,11 +170,12 @@ def _place(device: str) -> str:
 
 
 def _not_fitting(report: Report) -> list[str]:
-    """What does not fit, with why; where nothing does, the two that need least of the device."""
-    rejected = [candidate for candidate in report.choice.table if candidate.rejected]
+    """What does not fit, with why; where nothing does, the two that are closest to it."""
+    rejected, cluster = [candidate for candidate in report.choice.table if candidate.rejected], report.cluster
     short = sorted((c for c in rejected if c.short), key=lambda c: c.footprint.device_bytes)
     lines = []
     if report.choice.chosen is None:
+        short.sort(key=lambda c: c.footprint.excess(cluster))
         lines = [f"  {name_setup(c.setup)}: {c.rejected}" for c in short[:_NAMED]]
         if len(short) > _NAMED:
             lines.append(f"and {len(short) - _NAMED} more; --all prints every strategy")
@@ -295,6 +296,8 @@ def _about_what_if(report: Report) -> list[str]:
         return []
     lines = ["", "any one of these changes is enough:"] if report.what_if.changes else []
     lines += [f"  {_as_flag(change.what)}: {name_setup(change.chosen.setup)}" for change in report.what_if.changes]
+    lines += ["on each device less is taken by:"] if report.what_if.savings else []
+    lines += [f"  {what}: {show_bytes(size)}" for what, size in report.what_if.savings]
     largest = report.what_if.largest_elements
     lines.append(f"the largest model of this shape that fits: {show_count(largest) if largest else 'none'}")
     return lines
@@ -341,7 +344,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 def _what_if(found: WhatIf) -> dict[str, Any]:
     changes = [{"what": change.what, "chosen": _candidate(change.chosen)} for change in found.changes]
-    return {"changes": changes, "largest_parameters": found.largest_elements}
+    savings = [{"what": what, "bytes": size} for what, size in found.savings]
+    return {"changes": changes, "largest_parameters": found.largest_elements, "savings": savings}
 
 
 def _plain(value: Any) -> Any:

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
@@ -305,6 +305,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 _ASK_DEVICE: Final = torch.ops.prim.device.default
 _CONVERT: Final = torch.ops.aten._to_copy.default
+_RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
+_STEPS: Final = (64, 128)
 
 
 @dataclass(slots=True)
@@ -365,6 +367,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _ASK_DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, and slow ones
             return args[0].fake_device
         result = func(*args, **kwargs)
+        if func is _RECURRENT:
+            result = (*result[:3], torch.empty(_recurrent_workspace(*args), dtype=torch.uint8))
         for taken in args:
             if isinstance(taken, Tensor) and (known := self._alive.get(taken.untyped_storage()._cdata)):
                 known.used = len(self.after)
@@ -389,6 +393,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _release(self, key: int, size: int) -> None:
         del self._alive[key]
         self.live -= size
+
+
+def _recurrent_workspace(rows: Tensor, *args: Any) -> int:
+    """Bytes that a layer of an LSTM keeps beside its output, of which a kernel on fake tensors says nothing.
+
+    It is what torch's kernel for CPUs keeps, of which the size is asked with few steps; what cuDNN keeps, nobody tells.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in (rows[0], *args[:6]))
+    settings = tuple(tuple(value) if isinstance(value, list) else value for value in args[6:])
+    few, more = (_workspace_of(steps, shapes, settings) for steps in _STEPS)
+    return few + (more - few) * (rows.shape[0] - _STEPS[0]) // (_STEPS[1] - _STEPS[0])
+
+
+@lru_cache(maxsize=256)
+def _workspace_of(steps: int, shapes: tuple[tuple[int, ...], ...], settings: tuple[Any, ...]) -> int:
+    with unset_fake_temporarily():
+        tensors = (torch.zeros(steps, *shapes[0]), *map(torch.zeros, shapes[1:]))
+        return _RECURRENT(*tensors, *settings)[3].numel()  # type: ignore[no-any-return]
 
 
 # What CUDA's autocast runs in fp32 and the CPU's does not, of what models are made of (torch's "Automatic Mixed

@@ -492,6 +492,10 @@ class Footprint:
         """Bytes of NVMe on one node."""
         return sum(self.nvme.values())
 
+    def excess(self, cluster: Cluster) -> float:
+        """The fraction of a memory that this needs: of a device's, or of CPU memory if that is larger."""
+        return max(self.device_bytes / cluster.device_bytes, self.host_bytes / max(1, cluster.host_bytes))
+
 
 def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     """The memory that training needs: of a device at its peak, of one node's CPU memory, and of its NVMe drive.

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.facts import PLACEMENT, Facts, LoopFacts, MachineFacts, Resolved
@@ -24,7 +25,7 @@ from zero_plugin.machine.hardware import available_cpu_memory, memory_available_
 from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
-from zero_plugin.plan.search import Change, Choice, Wanted, plan, what_if
+from zero_plugin.plan.search import Choice, Wanted, WhatIf, plan, what_if
 from zero_plugin.plan.situation import (
     CPU,
     Activations,
@@ -276,20 +277,22 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
     return found
 
 
-def fits_nowhere(choice: Choice, changes: Sequence[Change], where: str) -> ConfigError:
+def fits_nowhere(choice: Choice, answers: WhatIf, where: str) -> ConfigError:
     """The error if no candidate fits: it names the closest one, what that one lacks, and changes that would be enough.
 
     Args:
         choice: a choice without a candidate that fits.
-        changes: the result of `what_if`.
+        answers: the result of `what_if`.
         where: the place of the `auto` that left the choice to the plan.
     """
-    ways = "; ".join(_as_key(change.what) for change in changes[:3])
+    ways = "; ".join(_as_key(change.what) for change in answers.changes[:3])
     fix = (
         f"Any one of these changes is enough: {ways}."
         if ways
         else "No single change is enough; use a smaller model, or more GPUs."
     )
+    if less := "; ".join(f"{what} ({show_bytes(size)})" for what, size in answers.savings):
+        fix += f" On each device less is taken by {less}."
     return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
 
@@ -358,7 +361,7 @@ def fill_fields(
     if choice.chosen is None:
         first = open_fields(document.deepspeed, facts)[0]
         where = document.deepspeed.entries[first].origin.where
-        raise fits_nowhere(choice, what_if(work, cluster, wanted).changes, where)
+        raise fits_nowhere(choice, what_if(work, cluster, wanted), where)
     return planned_values(choice, wanted, document.deepspeed)
 
 

@@ -16,7 +16,6 @@ from zero_plugin.plan.situation import (
     Affine,
     Cluster,
     Device,
-    Highest,
     ModelSizes,
     OptimizerSizes,
     Setup,
@@ -274,6 +273,10 @@ class Choice:
     why_not: str = ""
 
 
+# `grad_partitions_flat_buffer` of its stage 3.
+_OF_ALL: Final = ", of all parameters, which DeepSpeed 0.19.8 keeps there and never on NVMe"
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     """What is to be trained, on what, and what is fixed."""
@@ -304,6 +307,7 @@ class _Question:
                 found.append(
                     f"{show_bytes(need)} {where}, budget {show_bytes(budget(there, self.wanted.margin))}; "
                     f"mostly {most}, {show_bytes(terms[most])}"
+                    + (_OF_ALL if most == "gradients" and needed.nvme and terms is needed.host else "")
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:
             found.append(
@@ -312,10 +316,8 @@ class _Question:
         return "; ".join(found)
 
     def excess(self, candidate: Candidate) -> float:
-        """The fraction of a memory that the candidate needs: of a device's, or of CPU memory if that is larger."""
-        needed = candidate.footprint
-        host = needed.host_bytes / max(1, self.cluster.host_bytes)
-        return max(needed.device_bytes / self.cluster.device_bytes, host)
+        """See `Footprint.excess`."""
+        return candidate.footprint.excess(self.cluster)
 
 
 def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
@@ -441,6 +443,10 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
 # What stays as the user has it: another batch or number type trains another model.
 _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
 _MOST_NODES: Final = 1024
+# Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
+_LOGITS_BYTES: Final = 8
+_CHUNKS: Final = 8
+_SHORTEST: Final = 128  # tokens
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes
 _MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
@@ -469,10 +475,12 @@ class WhatIf:
         changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
             memory, machines. Empty where something fits.
         largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
+        savings: where nothing fits and activations are why: what takes less, and how many bytes of each device.
     """
 
     changes: tuple[Change, ...]
     largest_elements: int
+    savings: tuple[tuple[str, int], ...] = ()
 
 
 def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
@@ -487,7 +495,9 @@ def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
         ConfigError: what is fixed excludes itself.
     """
     question = _Question(work, cluster, wanted)
-    return WhatIf(() if _fits(question) else tuple(_changes(question)), _largest(question))
+    if _fits(question):
+        return WhatIf((), _largest(question))
+    return WhatIf(tuple(_changes(question)), _largest(question), tuple(_savings(question)))
 
 
 def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
@@ -501,21 +511,6 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
     def line(amount: Affine) -> Affine:
         return Affine(int(amount.fixed * factor), int(amount.per_sample * area))
 
-    def grown(amount: Affine | Highest | None) -> Affine | Highest | None:
-        return Highest(tuple(map(line, amount.lines))) if isinstance(amount, Highest) else amount and line(amount)
-
-    def scaled(of: Activations) -> Activations:
-        return replace(
-            of,
-            saved=line(of.saved),
-            transient=grown(of.transient) or Affine(),
-            checkpointed=of.checkpointed and line(of.checkpointed),
-            checkpointed_transient=grown(of.checkpointed_transient),
-            checkpointed_forward=grown(of.checkpointed_forward),
-            flops_per_sample=of.flops_per_sample * factor,
-            autocast=None if of.autocast is None else scaled(of.autocast),
-        )
-
     larger = replace(
         model,
         parameters=tuple(replace(p, elements=max(1, round(p.elements * factor))) for p in model.parameters),
@@ -523,7 +518,7 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
         largest_module=round(model.largest_module * factor),
         hidden_size=None if model.hidden_size is None else round(model.hidden_size * width),
     )
-    return larger, scaled(activations)
+    return larger, activations.mapped(line, factor)
 
 
 def _changes(question: _Question) -> Iterator[Change]:
@@ -537,9 +532,12 @@ def _changes(question: _Question) -> Iterator[Change]:
     if wanted.stage == "ddp" and not wanted.gradient_views:
         views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
         yield from _tried(question, views, wanted={"gradient_views": True})
+    smaller = tuple(_smaller_activations(question))
+    yield from smaller
     for name, where in _MEMORIES.items():
         least = _least(question, name)
-        if least is not None:
+        no_help = smaller and name == "device_bytes" and least is not None and least > 2 * cluster.device_bytes
+        if least is not None and not no_help:
             instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
             yield from _tried(question, f"{show_bytes(least)} {where} instead of {instead}", cluster={name: least})
     nodes = 2 * cluster.nodes
@@ -549,6 +547,56 @@ def _changes(question: _Question) -> Iterator[Change]:
             yield from found
             return
         nodes *= 2
+
+
+_CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in the backward"
+
+
+def _with_logits_in_chunks(question: _Question, stage: Stage) -> Activations | None:
+    """The activations then; None where no such logits are among them."""
+    kept = question.work.activations
+    logits = _LOGITS_BYTES * (question.work.model.vocabulary or 0) * kept.sample_length
+    is_there = 0 < logits <= kept.under(stage).saved.per_sample
+    return kept.with_logits_in_chunks(logits, _CHUNKS) if is_there else None
+
+
+def _smaller_activations(question: _Question) -> Iterator[Change]:
+    """A loss in chunks; and the longest samples, by halves, with which something fits."""
+    kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
+    if chunked is not None:
+        yield from _tried(question, _CHUNKED, work={"activations": chunked})
+    length = kept.sample_length // 2
+    while length >= _SHORTEST:
+        what = f"samples of {length:,} tokens instead of {kept.sample_length:,}"
+        found = tuple(_tried(question, what, work={"activations": kept.of_length(length)}))
+        if found:
+            yield from found
+            return
+        length //= 2
+
+
+def _savings(question: _Question) -> Iterator[tuple[str, int]]:
+    """What takes less on each device, and bytes, where activations fill most of it: of what is closest to fitting."""
+    kept, table = question.work.activations, plan(question.work, question.cluster, question.wanted).table
+    least = min([c for c in table if c.short] or table, key=question.excess)
+    setup, terms = least.setup, least.footprint.device
+    if 2 * (terms.get("activations", 0) + terms.get("transient", 0)) < least.footprint.device_bytes:
+        return
+    tried: dict[str, tuple[Setup, Activations]] = {}
+    chunked = _with_logits_in_chunks(question, setup.stage)
+    if chunked is not None:
+        tried[_CHUNKED] = (setup, chunked)
+    if kept.checkpointed is not None and not setup.activation_checkpointing:
+        tried["activation checkpointing"] = (replace(setup, activation_checkpointing=True), kept)
+    if kept.sample_length >= 2 * _SHORTEST:
+        half = kept.sample_length // 2
+        tried[f"samples of {half:,} tokens"] = (setup, kept.of_length(half))
+    if setup.micro_batch > 1:
+        tried[f"micro-batch {setup.micro_batch // 2}"] = (replace(setup, micro_batch=setup.micro_batch // 2), kept)
+    for what, (other, activations) in tried.items():
+        needed = _changed(question, work={"activations": activations}).measure(other)
+        if needed.device_bytes < least.footprint.device_bytes:
+            yield what, least.footprint.device_bytes - needed.device_bytes
 
 
 def _changed(question: _Question, **changes: Mapping[str, Any]) -> _Question:

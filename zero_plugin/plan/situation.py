@@ -5,8 +5,8 @@ What optimizers keep for each parameter is looked up by the name that a configur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from zero_plugin.config.amounts import show_bytes
@@ -159,6 +159,38 @@ class Activations:
     def under(self, stage: Stage) -> Activations:
         """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self
+
+    def mapped(self, lines: Callable[[Affine], Affine], flops: float = 1.0) -> Activations:
+        """The activations with other lines, and so many times the operations."""
+
+        def changed(amount: Any) -> Any:
+            return Highest(tuple(map(lines, amount.lines))) if isinstance(amount, Highest) else amount and lines(amount)
+
+        names = ("saved", "transient", "checkpointed", "checkpointed_transient", "checkpointed_forward")
+        found = {name: changed(getattr(self, name)) for name in names}
+        autocast = self.autocast and self.autocast.mapped(lines, flops)
+        return replace(self, flops_per_sample=self.flops_per_sample * flops, autocast=autocast, **found)
+
+    def with_logits_in_chunks(self, logits: int, chunks: int) -> Activations:
+        """The activations where the loss makes its logits chunk by chunk, and anew in the backward.
+
+        Args:
+            logits: bytes per sample of the logits and their log-softmax, and as many of their gradients.
+            chunks: how many.
+        """
+        less = logits - logits // chunks
+
+        def line(amount: Affine) -> Affine:
+            """Without the logits where they are; what follows them in the backward no longer gains by their end."""
+            return Affine(amount.fixed, amount.per_sample + (-less if amount.per_sample >= less else less // 2))
+
+        return self.mapped(line)
+
+    def of_length(self, tokens: int) -> Activations:
+        """The activations of samples of another length, but for attention that keeps its scores."""
+        share = tokens / self.sample_length
+        shorter = self.mapped(lambda line: Affine(line.fixed, int(line.per_sample * share)), share)
+        return replace(shorter, sample_length=tokens)
 
 
 @dataclass(frozen=True, slots=True)
