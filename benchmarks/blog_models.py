@@ -1,13 +1,19 @@
-"""The three models of Accelerate's ZeRO announcement, and inputs of the shape that it trained them with."""
+"""The three models of Accelerate's ZeRO announcement, and inputs of the shape that it trained them with.
+
+Each with its inputs, as `zero-plugin plan blog_models:deberta_2022` takes them; attention as it was then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 __all__ = ["blenderbot", "conversations", "deberta", "gpt2_xl", "sentences", "text"]
+
+Inputs = Callable[[int], dict[str, Any]]
 
 
 def deberta(attention: str = "eager") -> torch.nn.Module:
@@ -77,3 +83,18 @@ def conversations(samples: int) -> dict[str, Any]:
 def text(samples: int) -> dict[str, Any]:
     """Blocks of 128 tokens."""
     return {"input_ids": _tokens(samples, 128), "labels": _tokens(samples, 128)}
+
+
+def deberta_2022() -> tuple[torch.nn.Module, Inputs]:
+    """The first row."""
+    return deberta(), sentences
+
+
+def blenderbot_2022() -> tuple[torch.nn.Module, Inputs]:
+    """The second row."""
+    return blenderbot("eager"), conversations
+
+
+def gpt2_xl_2022() -> tuple[torch.nn.Module, Inputs]:
+    """The third row."""
+    return gpt2_xl("eager"), text

@@ -6,6 +6,7 @@ nothing fails.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 Row = tuple[str, str]
@@ -59,6 +60,7 @@ CAMPAIGN: set[Row] = {
     ("docs/checkpoints.md", "zero-plugin checkpoint export"),
     ("docs/checkpoints.md", "zero-plugin checkpoint import"),
     ("docs/planning.md", "zero-plugin plan path/to/model"),
+    ("docs/planning.md", "zero-plugin plan blog_models"),
     ("docs/demo.md", "zero-plugin demo --cpu"),
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"),
     ("docs/demo.md", "zero-plugin demo --config"),
@@ -151,6 +153,10 @@ import json, pathlib
 pathlib.Path("path/to/model").mkdir(parents=True)
 sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 pathlib.Path("path/to/model/config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+""",
+    ("docs/planning.md", "zero-plugin plan blog_models"): f"""
+import shutil
+shutil.copy({str(Path(__file__).parents[2] / "benchmarks" / "blog_models.py")!r}, ".")
 """,
     ("docs/training.md", "generator, critic,"): """
 import torch
