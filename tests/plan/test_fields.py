@@ -84,6 +84,26 @@ def test_the_batch(keys: dict[str, int], complete: bool, expected: tuple[int | N
     assert (wanted.micro_batch, wanted.accumulation, wanted.global_batch) == expected
 
 
+def test_overlap_is_planned_with_an_open_stage() -> None:
+    """Typed, it is as typed; beside a stage that is typed, as DeepSpeed has it; else the plan may switch it on."""
+    overlap = ("zero_optimization", "overlap_comm")
+    facts = Facts(LoopFacts(1, "the loader's"), MACHINE)
+    assert fixed(asked({**OPEN, "overlap_comm": False}), facts).overlap_comm is False
+    placed = {"stage": 2, "offload_optimizer": {"device": "none"}}
+    assert fixed(asked(placed, train_micro_batch_size_per_gpu="auto"), facts).overlap_comm is False
+    assert fixed(asked({**placed, "stage": 3}, train_micro_batch_size_per_gpu="auto"), facts).overlap_comm is True
+    assert fixed(asked(OPEN), facts).overlap_comm is None
+    cluster = state_cluster(gpu="A100-80GB", gpus=8, host_memory=2**40)
+    wanted = replace(FIXED, accumulation=4)  # stage 2 gathers once for four micro-batches
+    choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
+    assert choice.chosen is not None
+    assert (choice.chosen.setup.stage, choice.chosen.setup.overlap_comm) == (2, True)
+    planned = planned_values(choice, wanted, asked(OPEN).deepspeed)
+    assert planned[overlap] == (True, "by the plan: gradients are reduced beside the backward")
+    resolved = resolve(asked(OPEN), Facts(LoopFacts(1, "the loader's"), MACHINE, planned=planned))
+    assert resolved.tree.value(*overlap) is True
+
+
 def test_reasons_name_what_is_short() -> None:
     """The stage's reason has the bytes; the device's says which way without it would need more than there is."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)

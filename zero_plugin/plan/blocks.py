@@ -12,7 +12,7 @@ from torch import nn
 
 _LONGEST_HEAD: Final = 4  # blocks before the repetition, as the dense layers in front of a mixture's
 _LONGEST_PERIOD: Final = 8  # as of layers with attention to all tokens among those with a window
-_PERIODS: Final = 3  # that are kept, beside a third one whose share is what each further one adds
+_PERIODS: Final = 3  # that are kept; what one more adds, each further one adds too
 _RELEASES: Final = 4  # at how many points what all blocks hold is given back, as autocast's copies are
 _PLACES: Final = ("layer_idx", "layer_id", "layer_number", "idx", "index", "i")  # which are another in every block
 
