@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -178,8 +179,7 @@ def every_setup(cluster: Cluster, work: Workload, wanted: Wanted) -> Iterator[Se
                 yield replace(setup, pin_memory=pin, **batch)
 
 
-@settings(max_examples=200)
-@given(
+anything = given(
     models(),
     clusters,
     optimizers,
@@ -188,7 +188,9 @@ def every_setup(cluster: Cluster, work: Workload, wanted: Wanted) -> Iterator[Se
     st.booleans(),
     st.booleans(),
 )
-def test_the_search_finds_what_trying_everything_finds(
+
+
+def compare_with_trying_everything(
     drawn: tuple[ModelSizes, Activations],
     cluster: Cluster,
     optimizer: OptimizerSizes,
@@ -213,6 +215,10 @@ def test_the_search_finds_what_trying_everything_finds(
     assert (chosen is None) == (best == float("inf"))
     if chosen is not None:
         assert chosen.seconds_per_sample <= best * (1 + ALIKE + 1e-8)
+
+
+test_the_search_finds_what_trying_everything_finds = settings(max_examples=40)(anything(compare_with_trying_everything))
+test_two_hundred_times = pytest.mark.campaign(settings(max_examples=200)(anything(compare_with_trying_everything)))
 
 
 FIXED: dict[str, st.SearchStrategy[Any]] = {
