@@ -254,11 +254,12 @@ def test_every_way_to_start_gives_the_same_losses(
 
 @pytest.mark.processes
 def test_ready_auto_config_trains(train: Callable[..., dict[str, Any]]) -> None:
-    """`ds_configs/auto.yaml` launches as it is: with room for all, the plan takes stage 1 and offloads nothing."""
+    """`ds_configs/auto.yaml` launches as it is: with room for all, the plan offloads nothing."""
     flags = ("--config_file", str(CONFIGS / "auto.yaml"), "--num_processes", "2", "--gpu_memory", "8GiB")
     report = train(*LAUNCH, *flags, "--host_memory", "16GiB", str(SCRIPT))
     zero = report["config"]["zero_optimization"]
-    assert (zero["stage"], zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == (1, "none", "none")
+    assert zero["stage"] in (1, 2)
+    assert (zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == ("none", "none")
     assert "auto" not in json.dumps(zero)
     assert report["losses"][-1] < report["losses"][0]
 

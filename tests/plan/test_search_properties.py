@@ -288,6 +288,8 @@ def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> Non
     assert bool(answer.changes) <= (choice.chosen is None)
     for change in answer.changes:
         assert not change.chosen.rejected
+        if change.what.startswith(("a loss", "samples of")):
+            continue  # of other activations
         assert footprint(Workload(*drawn, OptimizerSizes()), change.chosen.setup, change.cluster).device_bytes <= (
             change.cluster.device_bytes
         )

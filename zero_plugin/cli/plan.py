@@ -22,7 +22,7 @@ from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import printable
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import UNNAMED, state_cluster
-from zero_plugin.plan.model_source import ModelSource, open_model
+from zero_plugin.plan.model_source import ModelSource, find_model, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
@@ -527,7 +527,10 @@ def plan(**typed: Any) -> None:
     """
     options = typed_options(Options, typed)
     show_messages(quiet=options.quiet, prefix="")
-    source, cluster, wanted = options.source, options.find_cluster(), options.wanted
+    source = options.source
+    if source.model is not None:
+        find_model(source.model)  # a wrong name is told before all else
+    cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
     model, activations = open_model(source, options.sequence_length, wanted.precision)

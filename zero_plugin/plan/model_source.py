@@ -95,15 +95,8 @@ def open_model(
         with working(f"building the model of {source.model}, without its weights"):
             model, example = call_function(source.model, sequence_length)
         return _traced(model, example, precision, source.model)
-    path = Path(source.model)
-    if not (path.is_dir() or path.is_file()):
-        config, shapes = look_up(source.model)
-    else:
-        config = path / "config.json" if path.is_dir() else path
-        shapes = weight_shapes(path, "plan") if path.is_dir() and not config.is_file() else {}
-    if config is None or not config.is_file():
-        if not shapes:
-            raise _error(f"{source.model} holds neither config.json nor *.safetensors", "Name the folder of a model.")
+    config, shapes = find_model(source.model)
+    if config is None:
         return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
         raise _error(
@@ -116,6 +109,24 @@ def open_model(
         length = sequence_length or usual_length(model.config)
         return _traced(model, example_inputs(model, length), precision, str(config))
     return _from_config(config, sequence_length, precision)
+
+
+def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
+    """The `config.json` of the model of that name, here or on the Hugging Face hub; else its weights' shapes.
+
+    Raises:
+        ConfigError: there is no such model, or it has neither.
+    """
+    path = Path(name)
+    if _FUNCTION.fullmatch(name) or path.is_file():
+        return path, {}
+    if not path.is_dir():
+        return look_up(name)
+    if (config := path / "config.json").is_file():
+        return config, {}
+    if not (shapes := weight_shapes(path, "plan")):
+        raise _error(f"{name} holds neither config.json nor *.safetensors", "Name the folder of a model.")
+    return None, shapes
 
 
 def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
