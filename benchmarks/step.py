@@ -387,7 +387,7 @@ def main() -> None:
         console.print("accelerate is not installed: pip install accelerate")
     if options.table:
         options.clock = "cpu"
-        groups = [[row] for row in rows_of_table()]
+        groups = [[row] for row in rows_of_table() if row.path in options.paths]
     else:
         groups = [
             [
