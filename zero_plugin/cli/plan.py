@@ -24,7 +24,7 @@ from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import UNNAMED, state_cluster
 from zero_plugin.plan.model_source import ModelSource, find_model, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
-from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
+from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import Cluster, Workload, describe_budget, is_known, name_setup, optimizer_sizes
 
@@ -250,7 +250,10 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
         return ["", f"nothing fits with {report.wanted.margin:.0%} of each memory left free"]
     needed = chosen.footprint
     batch = chosen.setup.micro_batch * chosen.setup.accumulation * cluster.processes
-    fits = f"the fastest that fits with {report.wanted.margin:.0%} left free"
+    fastest = min(c.seconds_per_sample for c in report.choice.table if not c.rejected)
+    is_fastest = chosen.seconds_per_sample <= fastest * (1 + 1e-8)
+    which = "the fastest that fits" if is_fastest else f"the simplest within {ALIKE:.0%} of the fastest that fits"
+    fits = f"{which} with {report.wanted.margin:.0%} left free"
     places = (
         (f"device, {needed.device_phase}", needed.device, needed.device_bytes, cluster.device_bytes),
         ("CPU memory", needed.host, needed.host_bytes, cluster.host_bytes),
