@@ -85,6 +85,16 @@ def test_alone_it_changes_nothing_else() -> None:
     assert set(planned.tree) == set(typed.tree)
 
 
+def test_an_absent_bucket_is_counted_as_the_run_has_it() -> None:
+    """Of a small model all parameters, though the stage is open; DeepSpeed's default of 2 GB would fit nowhere here."""
+    zero = {"stage": "auto", "offload_optimizer": {"device": "cpu"}}
+    parameters = sum(p.numel() for p in gpt2().parameters())
+    absent = prepared(asked({"zero_optimization": zero}, "2GiB"), gpt2())
+    typed = prepared(asked({"zero_optimization": {**zero, "reduce_bucket_size": parameters}}, "2GiB"), gpt2())
+    assert absent.tree.value("zero_optimization", "reduce_bucket_size") == parameters
+    assert (absent.zero_stage, micro_batch(absent)[0]) == (typed.zero_stage, micro_batch(typed)[0])
+
+
 def test_twice_is_the_same_and_leaves_the_run_alone() -> None:
     """The answer is the same each time; no random number is drawn, and no weight changes."""
     model = gpt2()

@@ -532,7 +532,7 @@ def plan(**typed: Any) -> None:
     show_messages(quiet=options.quiet, prefix="")
     source = options.source
     if source.model is not None:
-        find_model(source.model)  # a wrong name is told before all else
+        find_model(source.model)  # a wrong name is reported before anything else
     cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written

@@ -114,6 +114,8 @@ def open_model(
 def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
     """The `config.json` of the model of that name, here or on the Hugging Face hub; else its weights' shapes.
 
+    A function is not called: its name is returned as it stands.
+
     Raises:
         ConfigError: there is no such model, or it has neither.
     """

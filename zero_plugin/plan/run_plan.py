@@ -357,6 +357,9 @@ def fill_fields(
     on_gpu = facts.machine.accelerator == "cuda"
     work = Workload(model, activations, asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu))
     wanted = fixed_fields(document, resolved, facts, activations)
+    if document.deepspeed.value(*KEYS["reduce_bucket"]) is None and wanted.reduce_bucket and model.elements:
+        # As resolution settles it once the stage is known.
+        wanted = replace(wanted, reduce_bucket=min(wanted.reduce_bucket, model.elements))
     choice = plan(work, cluster, wanted)
     if choice.chosen is None:
         first = open_fields(document.deepspeed, facts)[0]
