@@ -34,6 +34,7 @@ from zero_plugin.config.handlers import (
     TorchDynamoPlugin,
     sort_handlers,
 )
+from zero_plugin.config.parallelism import ParallelismConfig
 from zero_plugin.config.plugins import DeepSpeedPlugin
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.data.active import RUNNING
@@ -101,8 +102,7 @@ class Accelerator:
         dataloader_config: how DataLoaders are sharded over the processes.
         deepspeed_plugin: a DeepSpeed configuration in code, or a dict of several by name, of which
             `state.select_deepspeed_plugin(name)` selects one.
-        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: not supported; the error says what to
-            write instead.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin: not supported; the error says what to write instead.
         rng_types: the random number generators that are synchronized over the processes at the start of each epoch:
             `generator`, `torch`, `cuda`.
         log_with: experiment trackers, by name or as objects.
@@ -114,6 +114,8 @@ class Accelerator:
         kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.handlers`.
         dynamo_backend, dynamo_plugin: compile models, given the name of the backend or all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
+        parallelism_config: how many processes share each sample (`sp_size`), the same as `sequence_parallel_size` of the
+            configuration.
         config: path of a launch YAML or a DeepSpeed JSON file, or a dict with the content of either.
         even_batches: fill up the last batches of an epoch with samples from its beginning, so that every process has
             full batches.
@@ -123,8 +125,8 @@ class Accelerator:
     Attributes:
         log_with: the configured trackers: classes of the known ones, and the script's own objects.
         state, gradient_state: Accelerate's state objects, for scripts that read them.
-        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that read them: there is no model
-            parallelism besides ZeRO, and no fp8.
+        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that read them: a prepared model takes
+            complete samples and gives complete results, also where processes share them, and there is no fp8.
         is_fsdp2, is_composable_parallelism_enabled, has_lomo_optimizer: False, for the same reason.
         should_save_model: True, for libraries that read it.
 
@@ -165,7 +167,7 @@ class Accelerator:
         dynamo_backend: str | DynamoBackend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
-        parallelism_config: None = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         config: str | Path | Mapping[str, Any] | None = None,
         even_batches: bool | None = None,
@@ -175,7 +177,6 @@ class Accelerator:
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
         )
         options = Options(
             device_placement=device_placement,
@@ -192,7 +193,13 @@ class Accelerator:
             config,
             choose_plugins(deepspeed_plugin, deepspeed_plugins),
             newest_run(),
-            partial(overlay_arguments, mixed_precision=mixed_precision, cpu=cpu, options=options),
+            partial(
+                overlay_arguments,
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                parallelism=parallelism_config,
+                options=options,
+            ),
         )
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, configurations.document)
         options.handlers = replace(options.handlers, compiler=compiler)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-from zero_plugin.config.document import SHORT_FIELDS
+from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
 from zero_plugin.config.schema import key_schema
 from zero_plugin.errors import Problem
@@ -33,7 +33,7 @@ _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
         *("host_memory", "network"),
     ),
     "ZeRO and the loop": (
-        *("use_deepspeed", "deepspeed_config_file", "prefer", "offload_optimizer_nvme_path"),
+        *("use_deepspeed", "deepspeed_config_file", "prefer", "sequence_parallel_size", "offload_optimizer_nvme_path"),
         *(
             "offload_param_nvme_path",
             "gradient_clipping",
@@ -98,6 +98,7 @@ def launch_flags() -> Mapping[str, Any]:
     same check and in the same words. A key whose only values are true and false is a switch.
     """
     keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
+    keys |= {name: key_schema((name,)) for name in FLAGGED_KEYS}
     keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
     flags = {}
     for panel, names in _PANELS.items():
@@ -190,7 +191,7 @@ _REFUSED: Final[Mapping[str, str]] = {
         "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
     ),
     **dict.fromkeys(
-        ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
+        ("use_parallelism_config", "parallelism_config_"), "Give --sequence_parallel_size in place of its sp_size."
     ),
     "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
     **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),

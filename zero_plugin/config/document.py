@@ -29,6 +29,7 @@ SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
 }
+FLAGGED_KEYS: Final = ("sequence_parallel_size",)  # of DeepSpeed's, that have a flag of the same name
 ZERO_FIELDS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))  # that only ZeRO has
 
 # Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.

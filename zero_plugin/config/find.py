@@ -20,6 +20,7 @@ from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said, from_environment, one_spelling
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import parse_yaml
+from zero_plugin.config.parallelism import DATA_PARALLEL_ONLY, SEQUENCE_KEY
 from zero_plugin.config.read import document_from_code, document_from_mapping
 from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
@@ -84,10 +85,11 @@ _DEEPSPEED: Final = {
     f"{_ZERO}ZERO3_INIT": "zero3_init_flag",
     f"{_ZERO}MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
 }
+_PARALLELISM: Final = "PARALLELISM_CONFIG_"  # beside ACCELERATE_USE_PARALLELISM_CONFIG
+_SEQUENCES: Final = {f"{_PARALLELISM}SP_SIZE": SEQUENCE_KEY}
 _REFUSED: Final = {
     "ACCELERATE_USE_FSDP": "Launch with DeepSpeed and zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
     "ACCELERATE_USE_MEGATRON_LM": "Launch with DeepSpeed; tensor and pipeline parallelism are not supported.",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "Launch without parallelism settings; only data parallelism is supported.",
 }
 
 
@@ -101,6 +103,12 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         Problem(_where(name), "", f"{environ[name]} is not supported", fix)
         for name, fix in _REFUSED.items()
         if environ.get(name, "").lower() in TRUE_WORDS
+    ]
+    shares = environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in TRUE_WORDS
+    refused += [
+        Problem(_where(name), "", f"{environ[name]} is not supported", DATA_PARALLEL_ONLY)
+        for name in (f"{_PARALLELISM}TP_SIZE", f"{_PARALLELISM}CP_SIZE")
+        if shares and environ.get(name, "1") != "1"
     ]
     device = environ.get(_DEVICE, "").lower()
     if device not in ("", "cpu") and re.fullmatch(r"cuda(:\d+)?", device) is None:
@@ -116,7 +124,7 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     }
     if device == "cpu":
         launch["use_cpu"] = True
-    wanted = {**_TRAINING, **_DEEPSPEED} if on_deepspeed else _TRAINING
+    wanted = {**_TRAINING, **(_DEEPSPEED if on_deepspeed else {}), **(_SEQUENCES if shares else {})}
     training = {
         key: _read(value) for name, key in wanted.items() if (value := environ.get(name, "")) not in ("", "none")
     }

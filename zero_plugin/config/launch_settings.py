@@ -236,7 +236,7 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
     ),
     "parallelism_config": (
         lambda leaf, value: leaf.endswith("_size") and "_dp_" not in leaf and value not in (1, "1"),
-        "Only data parallelism is supported: write 1, or delete it.",
+        "Write 1, or delete it: processes share samples (sp_size), or each has samples of its own.",
     ),
     "ipex_config": (lambda leaf, _: leaf == "ipex", "Delete the key; torch itself has the CPU kernels."),
     "mpirun_config": (

@@ -21,6 +21,7 @@ from zero_plugin.config.document import (
 )
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, LaunchSettings, ignored_keys, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, parse_text, sections, syntax_error, text_place
+from zero_plugin.config.parallelism import read_parallelism
 from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import (
     AUTO,
@@ -221,6 +222,8 @@ class _Reading:
         layers.append(translate_short_fields(leaves(Located(short, training.where), self.kind)))
         deepspeed = self._merged([self._training_layer(Tree(layer)) for layer in layers])
         launch_tree = self._launch_tree(Tree(leaves(Located(launch, root.where), self.kind)))
+        launch_tree, deepspeed, of_parallelism = read_parallelism(launch_tree, deepspeed)
+        self._sort(of_parallelism)
         asked = launch_tree.value("distributed_type") == "DEEPSPEED"
         if asked and not deepspeed.has_section("zero_optimization", "stage"):
             stage = DEFAULT_STAGE if named is None else _STAGE_OF_A_FILE

@@ -113,6 +113,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
             ones; None for all.
         batched: False where each item of the sampler is a batch by itself.
+        shared_by: how many processes have the same part, with which the order is agreed on too.
 
     Raises:
         ValueError: `split_batches` without a batch size that `num_processes` divides.
@@ -129,8 +130,10 @@ class BatchSamplerShard(_AroundBatchSampler):
         report_dropped: Callable[[int], None] | None = None,
         real: int | None = None,
         batched: bool = True,
+        shared_by: int = 1,
     ) -> None:
         super().__init__(batch_sampler)
+        self._is_agreed = num_processes * shared_by > 1  # the order, among several processes
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
@@ -171,7 +174,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         # A sampler whose items are batches by themselves is shared as one of batches of one item.
         outer = self.batch_sampler if self._batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
         sampler = outer.sampler if type(outer) is BatchSampler else None
-        is_main = self.num_processes == 1 or process_index() == 0
+        is_main = not self._is_agreed or process_index() == 0
         order = None
         if self._report_dropped is not None and self._real is None:
             order = self._draw_order(sampler, is_main=is_main)
@@ -179,7 +182,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             at_end = functools.partial(end_order, sampler) if is_main else lambda: None
             shares = share_order(order, outer, sharing, self._report_dropped, skip=self._skip, at_end=at_end)
         else:
-            if self._report_dropped is None or self.num_processes == 1:
+            if self._report_dropped is None or not self._is_agreed:
                 batches = self._drawn(outer)
             else:
                 step = 1 if self.split_batches else self.num_processes
@@ -201,7 +204,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         if is_main and is_drawn_at_once(sampler):
             order, self.draws, state = draw_here(sampler, self._draw_from)
             self._draw_from = None
-        if self.num_processes == 1:
+        if not self._is_agreed:
             return order
         alike = draw_alike(sampler, order, state)
         self._sent = order if alike is None else None

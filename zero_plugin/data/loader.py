@@ -282,7 +282,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
         self._is_stream = isinstance(self.dataset, IterableDataset)
-        self._ends_unknown = ends_unknown and sharing.world > 1
+        self._ends_unknown = ends_unknown and sharing.processes > 1
         self.repeats_unseen = repeats_unseen
         self._shard = shard_of(base)
         self._place = _Place()
@@ -422,6 +422,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 if is_sure and self.position + 1 == batches:
                     raise LoopError(self._describe_wrong_length("more"))
                 made, self.batch_samples, self.real_samples, _ = portion
+                if not self._sharing.is_counted:
+                    self.real_samples = 0
                 self.position += 1
                 place.batches += 1
                 place.is_end = self.position + 1 == batches
@@ -485,7 +487,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         epoch = self._epochs.of(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._sharing.world > 1:  # the copies of the dataset have to draw alike
+            if self._sharing.processes > 1:  # the copies of the dataset have to draw alike
                 seed = int(broadcast(torch.tensor(seed)))
             self._stream.begin_epoch(seed + self._epochs.current, epoch)
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
@@ -584,9 +586,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         while True:
             # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
             going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
-            if going == 0 or (going < sharing.world and (last is None or not begins_again)):
+            if going == 0 or (going < sharing.processes and (last is None or not begins_again)):
                 if samples:
-                    self._report_dropped(samples)
+                    self._report_dropped(samples // sharing.shared_by)
                 return
             if portion is None:
                 assert last is not None

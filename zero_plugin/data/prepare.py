@@ -22,7 +22,7 @@ from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
 from zero_plugin.data.sharing import SeedableRandomSampler, Sharing
 from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
-from zero_plugin.distributed.collectives import gather_values, num_processes
+from zero_plugin.distributed.collectives import gather_values, num_processes, process_index
 from zero_plugin.distributed.seeding import generator_of, undisturbed
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
@@ -32,6 +32,7 @@ def prepare_loader(
     *,
     rank: int,
     world_size: int,
+    shared_by: int = 1,
     device: torch.device | None,
     even_batches: bool = True,
     split_batches: bool = False,
@@ -53,8 +54,9 @@ def prepare_loader(
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset, of a subclass too.
-        rank: this process.
-        world_size: processes that share the data; they are the default process group.
+        rank: this process, or its group of processes that have the same samples.
+        world_size: processes, or groups, that share the data; together they are the default process group.
+        shared_by: how many processes have the same samples; see `sequence_parallel_size`.
         device: where the batches go; None leaves them where the loader makes them.
         even_batches: complete the last step with the epoch's first samples, so that every process has a full batch;
             where the dataset divides itself, a process that has read its part begins it again. False: all processes
@@ -99,8 +101,14 @@ def prepare_loader(
         drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),
         batched=batched,
         cut=1 if loader is uncut else cut,
+        shared_by=shared_by,
+        is_counted=shared_by == 1 or process_index() % shared_by == 0,
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
+    if dispatch_batches and shared_by > 1:
+        message = "true, but the processes of sequence_parallel_size have the same samples"
+        fix = "Write dispatch_batches=None: each process reads what it needs."
+        raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
     if dispatch_batches:
         alone = replace(sharing, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
@@ -149,6 +157,7 @@ def _give_part(
             report_dropped=report_dropped(sharing, is_least=is_divided),
             real=real,
             batched=sharing.batched,
+            shared_by=1 if is_divided else sharing.shared_by,
         )
         part = with_batches(loader, shard)
     if loader.num_workers and (sharing.rank or (stream and loader.worker_init_fn is not None)):

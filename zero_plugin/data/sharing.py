@@ -56,7 +56,8 @@ class Sharing:
     """How batches are shared among processes.
 
     Attributes:
-        rank, world: the rank of this process, and the number of processes.
+        rank, world: the rank of this process, and the number of processes; of those that share their samples, a group
+            counts once.
         batch_size: samples in a full batch of one process; None where batches have no common size.
         even: complete the last step from the first samples of the epoch, so that every process has a full batch.
         split: each of the loader's batches is cut into one piece per process, instead of going to one process.
@@ -64,6 +65,8 @@ class Sharing:
         batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
             unknown size, and counts here as one sample.
         cut: the number of micro-batches into which each of the user's batches was cut before.
+        shared_by: how many processes have the same samples.
+        is_counted: whether this one counts them in metrics, and no other of its group does.
     """
 
     rank: int
@@ -74,6 +77,13 @@ class Sharing:
     drop_last: bool = False
     batched: bool = True
     cut: int = 1
+    shared_by: int = 1
+    is_counted: bool = True
+
+    @property
+    def processes(self) -> int:
+        """The number of all processes."""
+        return self.world * self.shared_by
 
 
 def share_batches(

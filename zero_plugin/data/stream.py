@@ -25,6 +25,7 @@ from zero_plugin.data.batches import OverwriteCheck, Portion
 from zero_plugin.data.sharing import Sharing, count_steps, share_batches, split_size
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import SameDraws, generator_of
+from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
 
 ShardIterable = Literal["auto", "never"]
@@ -68,6 +69,12 @@ def share_stream(loader: DataLoader[Any], sharing: Sharing, shard_iterable: Shar
     dataset: Any = loader.dataset
     if shard_iterable == "never" or divides_itself(dataset):
         division = Division.BY_ITSELF
+        if sharing.shared_by > 1:
+            raise LoopError(
+                f"prepare: a {type(dataset).__name__} divides itself among all processes, and with "
+                f"sequence_parallel_size {sharing.shared_by} of them need the same samples.\nUse a map-style dataset, or "
+                "a stream that is the same on all processes."
+            )
     elif sharing.world > 1 and can_be_asked_for_its_shard(dataset, sharing.world):
         division = Division.BY_SHARD_METHOD
     else:

@@ -52,12 +52,24 @@ class Processes:
         rank, local_rank: index among all processes, and on this machine.
         world_size: number of processes.
         device: where this process computes.
+        shared_by: how many consecutive processes share their samples, each of which has a part of every sequence.
     """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
+    shared_by: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many processes, or groups of processes that share them, have samples of their own."""
+        return self.world_size // self.shared_by
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index among these."""
+        return self.rank // self.shared_by
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
-from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said
+from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS, ZERO_FIELDS, Document, Said
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
 from zero_plugin.config.located import read_scalar
@@ -115,7 +115,7 @@ def _said(flags: Mapping[str, str | bool]) -> Said:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
-        elif name in SHORT_FIELDS or name in LaunchSettings.model_fields:
+        elif name in (*SHORT_FIELDS, *FLAGGED_KEYS) or name in LaunchSettings.model_fields:
             new = {path_of((name,)): _read(text)}
         else:  # it chooses a file, or says what runs
             continue

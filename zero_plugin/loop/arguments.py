@@ -20,6 +20,7 @@ from zero_plugin.config.handlers import (
     TorchDynamoPlugin,
 )
 from zero_plugin.config.launch_settings import asked_compiler
+from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_size_in_code
 from zero_plugin.config.plugins import ONLY, DeepSpeedPlugin
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.data.stream import ShardIterable
@@ -28,12 +29,13 @@ from zero_plugin.errors import ConfigError, Problem
 _SHARD: Final = (
     "Pass deepspeed_plugin=DeepSpeedPlugin(zero_stage=3), which shards the same states as FSDP's FULL_SHARD."
 )
-_DATA_PARALLEL: Final = "Leave it out; only data parallelism is supported, with ZeRO for models that do not fit."
+_DATA_PARALLEL: Final = (
+    "Leave it out; models are not split, but their states by ZeRO, and sequences by parallelism_config(sp_size)."
+)
 _NOT_HERE: Final = {
     "fsdp_plugin": _SHARD,
     "torch_tp_plugin": _DATA_PARALLEL,
     "megatron_lm_plugin": _DATA_PARALLEL,
-    "parallelism_config": _DATA_PARALLEL,
 }
 
 
@@ -188,6 +190,7 @@ def overlay_arguments(
     *,
     mixed_precision: Any,
     cpu: bool | None,
+    parallelism: Any,
     options: Options,
 ) -> Document:
     """The document with the arguments of code overlaid.
@@ -204,6 +207,8 @@ def overlay_arguments(
             f"Accelerator(gradient_accumulation_steps={steps!r})",
             steps,
         )
+    if (size := sequence_size_in_code(parallelism)) is not None and size > 1:
+        given[("deepspeed", SEQUENCE_KEY)] = (f"ParallelismConfig(sp_size={size})", size)
     if cpu:
         given[("use_cpu",)] = ("Accelerator(cpu=True)", True)
     for key, value in ({} if scaler is None else _fp16_keys(scaler)).items():

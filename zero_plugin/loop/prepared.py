@@ -42,6 +42,7 @@ from zero_plugin.loop.training import (
 )
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
+from zero_plugin.sequence_parallel.transformers_models import share_model
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
@@ -261,8 +262,9 @@ class Prepared:
         placed = options.device_placement if is_placed is None else is_placed
         prepared = prepare_loader(
             loader,
-            rank=run.processes.rank,
-            world_size=run.processes.world_size,
+            rank=run.processes.data_parallel_rank,
+            world_size=run.processes.data_parallel_size,
+            shared_by=run.processes.shared_by,
             device=run.device if placed else None,
             even_batches=loading.even_batches,
             split_batches=loading.split_batches,
@@ -287,7 +289,7 @@ class Prepared:
         self._loop = probe_loop(
             loaders,
             [ready[id(loader)] for loader in loaders],
-            processes=self._run.processes.world_size,
+            processes=self._run.processes.data_parallel_size,
             split_batches=self._run.options.loading.split_batches,
             cut=self._run.micro_batches_per_loader_batch,
         )
@@ -326,6 +328,8 @@ class Prepared:
         for pair in pair_models(models, own, schedulers, prepared_before):
             pair, held = self._with_held(pair, schedulers)
             with working(f"preparing the {type(pair.model).__name__}"):
+                if self._run.sequence is not None:
+                    share_model(pair.model, self._run.document)
                 training = start_training(
                     self._run.document,
                     facts,
@@ -346,10 +350,12 @@ class Prepared:
 
     def _facts(self) -> Facts:
         """The facts that a configuration is resolved from, without those of the model and its optimizer."""
-        machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.world_size)
+        shared_by = self._run.processes.shared_by
+        machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.data_parallel_size)
+        intended = self._run.intended_world_size // shared_by
         return Facts(
             loop=self._loop,
-            machine=replace(machine, intended=self._run.intended_world_size),
+            machine=replace(machine, intended=intended, shared_by=shared_by),
             split_batches=self._run.options.loading.split_batches,
             strategy=self._run.strategy.name,
         )
@@ -464,7 +470,7 @@ class Prepared:
             scheduler,
             held or self._hold_for_scheduler(optimizer),
             options.step_scheduler_with_optimizer,
-            times=1 if once else self._run.intended_world_size,
+            times=1 if once else self._run.intended_world_size // self._run.processes.shared_by,
         )
 
     # ---- windows -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.handlers import InitProcessGroupKwargs, ProfileKwargs
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
+from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin
 from zero_plugin.config.resolve.resolve import expected_precision
-from zero_plugin.config.rules.sections import keys_of_the_engine
+from zero_plugin.config.rules.sections import keys_of_the_engine, unequal_sequence_groups
 from zero_plugin.config.rules.training import Asked
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
@@ -38,6 +40,7 @@ from zero_plugin.loop.pretrained import checking_pretrained
 from zero_plugin.loop.same_everywhere import check_same_run
 from zero_plugin.machine.hardware import Meter, available_cpu_memory
 from zero_plugin.plan.run_plan import accelerator_kind, local_processes, probe_machine
+from zero_plugin.sequence_parallel.group import CURRENT, SequenceGroup
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.trackers import Trackers
@@ -87,6 +90,7 @@ class Run(ProcessCalls):
         document: the configuration in use, as it was given.
         processes: this process and its peers.
         strategy: the strategy in use.
+        sequence: the processes that share this one's samples; None if it has samples of its own.
         intended_world_size: the number of processes that the configuration is meant for.
         micro_batches_per_loader_batch: the number of micro-batches that each batch of a loader is split into; more than
             1 if memory ran out before.
@@ -117,12 +121,14 @@ class Run(ProcessCalls):
         self.stop = StopRequest()
         self.leaving_files: list[Session] = []
         self.is_open = False
-        self.meter = Meter(self.processes.world_size, self.device)
+        self.sequence: SequenceGroup | None = None
         self._loading = ExitStack()  # how transformers constructs models during the run
         self._prepared: Callable[[], Prepared | None] = lambda: None
         self._logged: set[str] = set()
         self._cpu_bytes = available_cpu_memory()
         check_same_run(configurations.document, self.processes)
+        self._share_samples()
+        self.meter = Meter(self.processes.data_parallel_size, self.device)
         self._keep_global_batch()
         self._use(configurations.document)
         if self.intended_world_size != self.processes.world_size:
@@ -147,6 +153,30 @@ class Run(ProcessCalls):
             timeout=given.timeout,
             init_method=given.init_method,
         )
+
+    def _share_samples(self) -> None:
+        """Make the group of processes that share this one's samples, if there is to be one; collective then.
+
+        Raises:
+            ConfigError: the processes cannot be divided into such groups.
+        """
+        document = self.configurations.document
+        size = sequence_parallel_size(document)
+        CURRENT.find = lambda: None
+        if size == 1:
+            return
+        problem = unequal_sequence_groups(size, self.processes.world_size)
+        if self.device.type == "xla":
+            problem = (f"{size}, but torch_xla's processes do not exchange sequences", "Write 1, or train on GPUs.")
+        elif self.options.handlers.compiles:
+            problem = (f"{size}, but models are compiled, which the exchange would break up", "Do not compile.")
+        if problem is not None:
+            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
+        self.processes = self._processes = replace(self.processes, shared_by=size)
+        self.sequence = SequenceGroup(size)
+        run = weakref.ref(self)
+        CURRENT.find = lambda: None if (found := run()) is None else found.sequence
+        _log.info("%d groups of %d processes share samples", self.processes.data_parallel_size, size)
 
     def _keep_global_batch(self) -> None:
         """Accumulate more micro-batches if fewer processes run than configured, or if these were made smaller."""
@@ -174,11 +204,15 @@ class Run(ProcessCalls):
 
     def expected_precision(self) -> str:
         """`no`, `fp16` or `bf16`: the precision that a model would be prepared with now."""
-        machine = probe_machine(accelerator_kind(self.device), self.processes.world_size)
+        machine = probe_machine(accelerator_kind(self.device), self.processes.data_parallel_size)
         return expected_precision(self.document, machine)
 
     def _use(self, document: Document) -> None:
         """Set up what depends on the document: the strategy, and how transformers constructs models."""
+        if (size := sequence_parallel_size(document)) != self.processes.shared_by:
+            message = f"{size}, but the run has begun with {self.processes.shared_by}"
+            fix = "Write the same number in all plugins."
+            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
         self.document = document
         selection = select_strategy(document, launch_settings(document), self.processes)
         self.strategy = selection.strategy
@@ -251,7 +285,7 @@ class Run(ProcessCalls):
         """
         if not self.is_open:
             return
-        self.is_open = False
+        self.is_open, self.sequence = False, None
         atexit.unregister(self._at_exit)
         self._undo_explaining()
         if (prepared := self._prepared()) is not None:

@@ -101,6 +101,8 @@ class TrainingLoop:
             self._refuse_without_resuming()
             self._refuse_uncut_batches()
             first_steps.check(loss, prepared.waiting)
+        if self._run.sequence is not None:
+            self._run.sequence.check_same_loss(loss)
         prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
 
     def _refuse_without_resuming(self) -> None:

@@ -28,9 +28,10 @@ _NAMES = {
         SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
         STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     "dataclasses": """AutocastKwargs BaseEnum ComputeEnvironment DDPCommunicationHookType DataLoaderConfiguration
-        DeepSpeedPlugin DistributedDataParallelKwargs DistributedType DynamoBackend EnumWithContains GradScalerKwargs
-        GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs
-        ProjectConfiguration RNGType TensorInformation TorchDynamoPlugin""",
+        DeepSpeedPlugin DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs DistributedType DynamoBackend
+        EnumWithContains GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType
+        ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType TensorInformation
+        TorchDynamoPlugin""",
     "deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": """CPUInformation are_libraries_initialized check_cuda_p2p_ib_support clear_environment
         convert_dict_to_env_variables get_cpu_distributed_information get_driver_version get_gpu_info get_int_from_env

@@ -23,6 +23,8 @@ from zero_plugin.config.handlers import KwargsHandler as KwargsHandler
 from zero_plugin.config.handlers import ProfileKwargs as ProfileKwargs
 from zero_plugin.config.handlers import ProjectConfiguration as ProjectConfiguration
 from zero_plugin.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+from zero_plugin.config.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from zero_plugin.config.parallelism import ParallelismConfig as ParallelismConfig
 from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
 from zero_plugin.tensors.nested import TensorInformation as TensorInformation
 from zero_plugin.utils.lazy import stand_in

@@ -39,9 +39,9 @@ LEFT_OUT: Final[dict[str, str]] = {
             "BnbQuantizationConfig CustomDtype has_4bit_bnb_layers load_and_quantize_model",
         ),
         (
-            "splits a model or a sequence over processes; zero_plugin divides data: use a DeepSpeed stage 3 config",
-            """DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig
-            TorchTensorParallelPlugin get_model_tp_size is_pippy_available model_has_dtensor prepare_pippy""",
+            "splits a model over processes; zero_plugin divides data and sequences: use a DeepSpeed stage 3 config",
+            """TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin get_model_tp_size
+            is_pippy_available model_has_dtensor prepare_pippy""",
         ),
         (
             "is SageMaker's; start the script with `zero-plugin launch` on the machines themselves",

@@ -118,8 +118,9 @@ class MachineFacts:
 
     Attributes:
         accelerator: device kind of this run.
-        processes: data-parallel world size.
-        intended: processes that the run is meant to have, where it resumes with fewer; 0: as many as there are.
+        processes: data-parallel world size: of processes that share their samples, a group counts once.
+        intended: what `processes` is meant to be, where the run resumes with fewer; 0: as many as there are.
+        shared_by: how many processes share each sample (`sequence_parallel_size`).
         bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
     """
 
@@ -128,6 +129,12 @@ class MachineFacts:
     bf16: bool = True
     fp16: bool = False
     intended: int = 0
+    shared_by: int = 1
+
+    @property
+    def all_processes(self) -> int:
+        """The number of processes, over which ZeRO partitions."""
+        return self.processes * self.shared_by
 
     @property
     def counted(self) -> int:
@@ -259,9 +266,13 @@ class Resolved:
         """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
 
         It holds no `scheduler` section: this package builds and steps the learning-rate scheduler itself, and an
-        engine that found the section would step a second one; nor defaults that DeepSpeed refuses in writing.
+        engine that found the section would step a second one; nor defaults that DeepSpeed refuses in writing; nor that
+        processes share samples, of which an engine need not know: it would count the global batch by all processes.
         """
         passed = self.tree.without("scheduler").where(lambda path, entry: is_passed_on(path, entry.value))
+        passed = passed.without("sequence_parallel_size").without("data_parallel_size")
+        if self.facts.machine.shared_by > 1:
+            passed = passed.without("train_batch_size")
         return passed.nested(auto="auto")
 
     @functools.cached_property  # each save writes it again
@@ -272,7 +283,7 @@ class Resolved:
             "files": list(self.document.sources),
             "strategy": self.facts.strategy,
             "accelerator": self.facts.machine.accelerator,
-            "processes": self.facts.machine.processes,
+            "processes": self.facts.machine.all_processes,
             "values": [row.as_json() for row in list_values(self.document, self)],
             "deepspeed_config": self.deepspeed_config() if self.facts.strategy == "deepspeed" else None,
         }

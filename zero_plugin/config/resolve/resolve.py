@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,
     Draft,
@@ -63,7 +64,7 @@ def _settle_rest(draft: Draft) -> None:
         (*_RANDOM_LTD, "global_batch_size"): (draft.value("train_batch_size"), "train_batch_size"),
         (*_RANDOM_LTD, "micro_batch_size"): (draft.value("train_micro_batch_size_per_gpu"), "the micro batch"),
         ("data_parallel_size",): (draft.facts.machine.processes, "all processes of the run split the data"),
-        ("sequence_parallel_size",): (1, "all processes of the run split the data"),
+        ("sequence_parallel_size",): (1, "each process has samples of its own"),
     }
     for path in draft.still_open():
         if path in DEEPSPEED_AUTO:
@@ -125,7 +126,9 @@ def resolve_before_run(
     Raises:
         ConfigError: problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
     """
-    machine = MachineFacts(accelerator=accelerator, processes=processes, bf16=bf16, fp16=accelerator == "cuda")
+    shared = sequence_parallel_size(document)
+    groups = max(1, processes // shared)
+    machine = MachineFacts(accelerator, groups, bf16, fp16=accelerator == "cuda", shared_by=shared)
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
 
 
@@ -236,7 +239,9 @@ def _agrees_with_loader(draft: Draft) -> bool:
 
 def _arithmetic(draft: Draft) -> str:
     micro, steps = draft.value(*MICRO_BATCH), draft.value(*_ACCUMULATION)
-    return f"{micro} (micro batch) × {steps} (accumulation) × {draft.facts.machine.processes} (processes)"
+    machine = draft.facts.machine
+    what = "processes" if machine.shared_by == 1 else f"groups of {machine.shared_by} processes"
+    return f"{micro} (micro batch) × {steps} (accumulation) × {machine.processes} ({what})"
 
 
 def settle_clipping(draft: Draft) -> None:
@@ -566,7 +571,7 @@ def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
         return _default("sub_group_size")
     if model is None or not model.parameters:
         return _default_of_run(draft, "sub_group_size")
-    partition = model.parameters // draft.facts.machine.processes
+    partition = model.parameters // draft.facts.machine.all_processes
     why = f"a tenth of one process's {partition:,} elements, so that ratio {ratio:g} can split them"
     return max(1, partition // 10), why
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from zero_plugin.config.launch_settings import asked_compiler
+from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.config.rules.training import Asked, is_count
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
@@ -13,7 +15,6 @@ from zero_plugin.errors import Problem
 _OTHER_DIMENSIONS: Final = (
     "tensor_parallel.autotp_size",
     "tensor_parallel.tp.tp_size",
-    "sequence_parallel_size",
     "pipeline.stages",
 )
 
@@ -21,18 +22,50 @@ _OTHER_DIMENSIONS: Final = (
 def check_parallel(asked: Asked) -> Iterator[Problem]:
     """Parallelism of other kinds than data."""
     yield from _not_only_data(asked)
+    yield from _sequences(asked)
     yield from _experts(asked)
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:
-    """Processes that share a sample: each would get samples of its own here, and train on something else."""
+    """Processes that share a model: each would get samples of its own here, and train on something else."""
     for key in _OTHER_DIMENSIONS:
         size = asked.value(key)
         if is_count(size) and size > 1:
-            fix = "Only data parallelism is supported: write 1, or delete it."
+            fix = "Write 1, or delete it: only samples are shared among processes, by sequence_parallel_size."
             yield asked.error(key, f"{size} is not supported", fix)
-    if asked.says_something("data_parallel_size") and not asked.has("sequence_parallel_size"):
-        yield asked.no_effect("data_parallel_size", "DeepSpeed reads it beside sequence_parallel_size only")
+    if asked.says_something("data_parallel_size"):
+        yield asked.no_effect("data_parallel_size", "it follows from the number of processes")
+
+
+def _sequences(asked: Asked) -> Iterator[Problem]:
+    """Groups of processes that share each sample."""
+    size, processes, kind = asked.value(SEQUENCE_KEY), asked.value("num_processes"), asked.value("distributed_type")
+    if not is_count(size) or size == 1:
+        return
+    if kind in ("NO", "TPU", "XLA"):
+        message = f"{size}, but distributed_type is {kind} at {asked.written('distributed_type')}"
+        fix = "Write MULTI_GPU, MULTI_CPU or DEEPSPEED there, or 1 here."
+        yield asked.error(SEQUENCE_KEY, message, fix)
+    elif is_count(processes) and (found := unequal_sequence_groups(size, processes)):
+        yield asked.error(SEQUENCE_KEY, *found)
+    if asked.is_on("expert_parallel.enabled"):
+        message = f"{size}, but expert_parallel is on at {asked.written('expert_parallel.enabled')}"
+        yield asked.error(SEQUENCE_KEY, message, "Write 1 here, or delete expert_parallel.")
+    compiler = asked_compiler(asked.launch).get("backend")
+    if compiler is not None and compiler.value not in ("no", None):
+        message = f"{size}, but models are compiled, which the exchange among processes would break up"
+        yield asked.error(SEQUENCE_KEY, message, "Write 1 here, or delete dynamo_config.")
+
+
+def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None:
+    """Message and fix where processes cannot be divided into groups of `size`, which share their samples."""
+    if processes % size == 0:
+        return None
+    divisors = [str(divisor) for divisor in range(1, processes + 1) if processes % divisor == 0]
+    return (
+        f"{size} does not divide the {processes} processes",
+        f"Write {' or '.join(divisors)}, or start another number of processes.",
+    )
 
 
 EXPERT_GROUP: Final = "expert_parallel.autoep_size"
@@ -65,7 +98,6 @@ def _experts(asked: Asked) -> Iterator[Problem]:
     if asked.stage != 3:
         return
     for key, harmless in (
-        ("sequence_parallel_size", 1),
         ("zero_optimization.zero_quantized_gradients", False),
         ("zero_optimization.zero_hpz_partition_size", 1),
         ("expert_parallel.expert_tensor_parallel_size", 1),
@@ -156,7 +188,7 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
         "Delete it; call torch.compile in the script.",
     ),
     "seq_parallel_communication_data_type": (
-        "only sequence_parallel_size above 1 reads it, which is not supported",
+        "gradients of the processes that share samples are averaged with all others",
         "Delete it; communication_data_type is for all gradients.",
     ),
     **{

@@ -173,10 +173,14 @@ def is_number(value: Any) -> bool:
 def check_batch(asked: Asked) -> Iterator[Problem]:
     """The product against what is written, with as many of its factors as are known."""
     total = asked.value("train_batch_size")
+    processes, shared = asked.value("num_processes"), asked.value("sequence_parallel_size", default=1)
+    of_processes = "num_processes"
+    if is_count(processes) and is_count(shared) and shared > 1 and processes % shared == 0:
+        of_processes, processes = f"num_processes {processes} ÷ sequence_parallel_size {shared} =", processes // shared
     parts = {
         "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
         "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),
-        "num_processes": asked.value("num_processes"),
+        of_processes: processes,
     }
     known = {name: n for name, n in parts.items() if is_count(n)}
     if not is_count(total) or not known:

@@ -1,0 +1,636 @@
+"""What a loop sees whose processes share their samples: results, random numbers, metrics, checkpoints, mistakes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device import DEVICE
+from paths import listening, raised
+from sharing import LENGTH, WORDS, Case, gpt2, llama, make_samples, mistral, sharing, train_plainly
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import DataLoader, IterableDataset
+
+from zero_plugin import DummyOptim, DummyScheduler
+from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.sequence_parallel import attention, cut, gather, total
+
+Batch = dict[str, Tensor]
+
+
+def _batch(kind: str = "plain", count: int = 2, length: int = LENGTH) -> Batch:
+    samples = make_samples(kind, count, length)
+    return {name: torch.stack([sample[name] for sample in samples]).to(DEVICE) for name in samples[0]}
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def _is_everywhere(value: Any) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(one == found[0] for one in found)
+
+
+def _step(path: str, model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """The weights after one step over an Accelerator whose processes share all samples."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        accelerator.backward(loss_of(model))
+        optimizer.step()
+        state = [accelerator.get_state_dict(model)]
+        dist.broadcast_object_list(state)
+    return {name: value.to(DEVICE) for name, value in state[0].items()}
+
+
+def _step_plainly(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    optimizer = _sgd(model)
+    loss_of(model).backward()
+    optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _assert_same_step(path: str, build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> None:
+    found, wanted = _step(path, build(), loss_of), _step_plainly(build(), loss_of)
+    for name in found.keys() & wanted.keys():
+        assert (found[name] - wanted[name]).abs().max() < 1e-5, name
+    assert found.keys() == wanted.keys() or any("lora_A" in name for name in found)  # of adapters there is no more
+
+
+# ---- losses and results ----------------------------------------------------------------------------------------------
+
+
+def check_a_loss_by_hand_from_complete_logits(path: str) -> None:
+    """Without labels a forward gives complete logits, also in training: any loss of them has its right gradients."""
+    batch = _batch()
+
+    def loss_of(model: nn.Module) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        assert logits.shape == (2, LENGTH, WORDS)
+        weights = torch.arange(1, LENGTH, device=DEVICE)[None].expand(2, -1).reshape(-1)
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
+        return (losses * weights).mean() + 0.01 * logits.logsumexp(-1).square().mean()
+
+    _assert_same_step(path, llama, loss_of)
+
+
+def check_arguments_by_position_and_without_positions(path: str) -> None:
+    """Batches that the script has made by itself are cut as those of a loader."""
+    batch = _batch("right", length=13)
+    _assert_same_step(
+        path, llama, lambda m: m(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
+    )
+
+
+def check_tokens_counted_by_the_script(path: str) -> None:
+    """`num_items_in_batch`, by which a Trainer divides, means what it does with one process."""
+    batch = _batch()
+    _assert_same_step(path, llama, lambda m: m(**batch, num_items_in_batch=50).loss)
+
+
+def check_embeddings_in_place_of_ids(path: str) -> None:
+    """As prompt tuning gives them: gradients reach what is before the model."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+            torch.manual_seed(4)
+            self.prompt = nn.Parameter(torch.randn(1, 3, 32, device=DEVICE))
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            words = self.inner.get_input_embeddings()(input_ids)
+            embedded = torch.cat([self.prompt.expand(len(words), -1, -1), words], 1)
+            return self.inner(inputs_embeds=embedded, labels=pad(labels, (3, 0), value=-100))
+
+    batch = _batch(length=13)
+    _assert_same_step(path, Prompted, lambda m: m(**batch).loss)
+
+
+def check_a_base_model_below_another_head(path: str) -> None:
+    """A model without a head gives complete hidden states, of which the script's own head computes its loss."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = llama().model
+            torch.manual_seed(4)
+            self.head = nn.Linear(32, 3, device=DEVICE)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.body(input_ids).last_hidden_state[:, -1])
+
+    batch, kinds = _batch(), torch.tensor([0, 2], device=DEVICE)
+    _assert_same_step(path, Classifier, lambda m: cross_entropy(m(batch["input_ids"]), kinds))
+
+
+def check_checkpointed_layers(path: str) -> None:
+    """Layers that are computed again in the backward attend again as they did."""
+    batch = _batch("packed")
+    for reentrant in (False, True):
+
+        def build(reentrant: bool = reentrant) -> nn.Module:
+            model = llama()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            return model.train()
+
+        _assert_same_step(path, build, lambda m: m(**batch).loss)
+
+
+def check_more_processes_than_key_heads(path: str) -> None:
+    """Key heads are repeated where there are fewer of them than processes, or they do not divide."""
+    batch = _batch()
+    for keys, heads in ((1, 4), (2, 4), (4, 4), (2, 8), (3, 12)):
+        sizes = {"num_key_value_heads": keys, "num_attention_heads": heads, "hidden_size": 8 * heads}
+        _assert_same_step(path, lambda sizes=sizes: llama(**sizes), lambda m: m(**batch).loss)
+
+
+def check_adapters(path: str) -> None:
+    """LoRA by PEFT, which wraps the model of transformers."""
+    from peft import LoraConfig, get_peft_model
+
+    def build() -> nn.Module:
+        torch.manual_seed(4)
+        config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(llama(), config)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, generator=torch.Generator().manual_seed(5))
+        return model
+
+    batch = _batch("half")
+    _assert_same_step(path, build, lambda m: m(**batch).loss)
+
+
+class Own(nn.Module):
+    """A decoder that calls this package's functions; with one process they do nothing."""
+
+    supports_sequence_parallel = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.words, self.positions = nn.Embedding(WORDS, 16), nn.Embedding(64, 16)
+        self.qkv, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, WORDS)
+        self.to(DEVICE)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = cut(self.words(ids) + self.positions.weight[: ids.shape[1]])
+        heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1)]
+        hidden = hidden + self.out(attention(*heads).transpose(1, 2).flatten(2))
+        return gather(self.head(hidden))
+
+
+def check_a_model_of_ones_own(path: str) -> None:
+    """Parameters before, within and after what is computed on parts get complete gradients."""
+    batch = _batch()
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    _assert_same_step(path, Own, loss_of)
+
+
+class Summed(Own):
+    """The same, whose loss is a sum of those of the parts."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = cut(self.words(ids) + self.positions.weight[: ids.shape[1]])
+        heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1)]
+        hidden = hidden + self.out(attention(*heads, window=3, position_ids=None).transpose(1, 2).flatten(2))
+        following = cut(pad(ids[:, 1:], (0, 1), value=-100))
+        logits = self.head(hidden).flatten(0, 1)
+        return total(cross_entropy(logits, following.flatten(), reduction="sum")) / (following != 0).numel()
+
+
+def check_a_loss_that_is_a_sum_of_parts(path: str) -> None:
+    """`total` gives each process the loss of all, and each part its gradient."""
+    ids = _batch()["input_ids"]
+    size = dist.get_world_size()
+    found = _step(path, Summed(), lambda m: m(ids))
+    wanted = _step_plainly(Summed(), lambda m: m(ids) * size)  # with one process a part has all tokens
+    for name, weight in wanted.items():
+        assert (found[name] - weight).abs().max() < 1e-5, name
+
+
+def check_bf16(path: str) -> None:
+    """The loss of one process in bf16, but for its rounding."""
+    batch = _batch("packed")
+    with sharing(path, dist.get_world_size(), mixed_precision="bf16") as accelerator:
+        model = llama()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+    plain = llama().to(torch.bfloat16) if path.startswith("zero") else llama()
+    assert abs(loss.item() - plain(**batch).loss.item()) < 0.02
+
+
+# ---- what is left as it is -------------------------------------------------------------------------------------------
+
+
+def check_text_is_generated_as_without(path: str) -> None:
+    """A forward with a cache is complete on each process, and may be another one on each."""
+    ids, how = _batch()["input_ids"][:, :5], {"do_sample": False, "pad_token_id": 0, "use_cache": True}
+    wanted = llama().generate(ids, max_new_tokens=4, **how)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
+        if path == "zero3":
+            return
+        found = accelerator.unwrap_model(model).generate(ids, max_new_tokens=4, **how)
+        assert torch.equal(found, wanted)
+        if accelerator.is_main_process:
+            accelerator.unwrap_model(model).generate(ids, max_new_tokens=4, **how)
+
+
+def check_another_model_of_the_same_configuration(path: str) -> None:
+    """A model that is not prepared computes as it did, with complete samples of its own."""
+    other, batch = llama(), _batch("packed")
+    first = llama()
+    other.config, other.model.config = first.config, first.config
+    before, kind = other(**batch).logits.detach(), other.config._attn_implementation
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(first, _sgd(first))
+        model(**batch)
+        own = {name: value + dist.get_rank() if name == "input_ids" else value for name, value in batch.items()}
+        if accelerator.is_main_process:
+            assert torch.equal(other(**own).logits, before)
+        assert other.config._attn_implementation == kind
+        assert accelerator.unwrap_model(model).config is not other.config
+
+
+def check_copies_of_the_model(path: str) -> None:
+    """A deep copy, as of a moving average, trains nobody and shares the samples too."""
+    batch = _batch()
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
+        inner = accelerator.unwrap_model(model)
+        inner.eval()
+        copied = copy.deepcopy(inner)
+        with torch.no_grad():
+            assert torch.allclose(copied(**batch).logits, model(**batch).logits)
+
+
+def check_what_is_saved(folder: Path, path: str) -> None:
+    """Weights are complete, and the configuration tells nothing of this run."""
+    place = [str(folder)]
+    dist.broadcast_object_list(place)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        accelerator.save_model(model, place[0])
+        dist.barrier()
+        from safetensors.torch import load_file
+
+        saved = load_file(f"{place[0]}/model.safetensors")
+        assert saved.keys() >= {"model.embed_tokens.weight", "model.norm.weight"}
+        written = Path(place[0], "config.json")
+        if written.exists():
+            assert "zero_plugin" not in json.dumps(json.loads(written.read_text()))
+
+
+# ---- samples, random numbers, metrics, schedules ---------------------------------------------------------------------
+
+
+def check_each_sample_counts_once(path: str) -> None:
+    """Groups of processes have samples of their own; metrics have each of them once, in order, with a short last batch."""
+    size = 2
+    groups = dist.get_world_size() // size
+    data = [{"input_ids": torch.full((4,), number), "number": number} for number in range(11)]
+    with sharing(path, size) as accelerator:
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
+        assert loader.total_batch_size == 2 * groups
+        seen, numbers, ones, drawn = [], [], [], []
+        for batch in loader:
+            drawn.append(batch["number"].tolist())
+            seen.append(accelerator.gather_for_metrics(batch["number"]))
+            numbers += accelerator.gather_for_metrics(batch["number"].tolist(), use_gather_object=True)
+            ones.append(accelerator.gather_for_metrics(torch.tensor(1.0, device=accelerator.device)))
+        assert torch.cat(seen).tolist() == numbers == list(range(11))
+        assert sum(len(one) for one in ones) == 6
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, drawn)
+        assert all(found[rank] == found[rank // size * size] for rank in range(len(found)))
+        assert groups == 1 or found[0] != found[size]
+
+
+def check_shuffled_samples_are_the_same_in_a_group(path: str) -> None:
+    """Whatever the processes' random states are: the order is agreed on."""
+    torch.manual_seed(dist.get_rank())
+    with sharing(path, dist.get_world_size()) as accelerator:
+        loader = accelerator.prepare(DataLoader(list(range(20)), batch_size=3, shuffle=True))
+        for _ in range(2):
+            assert _is_everywhere([batch.tolist() for batch in loader])
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        yield from range(10)
+
+
+def check_a_stream_is_the_same_in_a_group(path: str) -> None:
+    """A stream that is the same everywhere is cut up among groups; one that divides itself is refused."""
+    with sharing(path, 2) as accelerator:
+        loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+        seen = [accelerator.gather_for_metrics(batch) for batch in loader]
+        assert torch.cat(seen).tolist() == list(range(10))
+    with sharing(path, 2, shard_iterable="never") as accelerator:
+        raised(
+            LoopError,
+            "Stream divides itself",
+            "same samples",
+            by=lambda: accelerator.prepare(DataLoader(Stream(), batch_size=2)),
+        )
+
+
+class Dropping(nn.Module):
+    """Notes which of its inputs are left out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.noted = inner, []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        kept: Tensor = self.inner(torch.ones_like(hidden))
+        self.noted.append((kept != 0).tolist())
+        return hidden
+
+
+def check_dropout_differs_in_a_group(path: str) -> None:
+    """Parts of a sample get other random numbers; what is drawn outside of the model stays the same."""
+    batch = _batch()
+    torch.manual_seed(0)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = gpt2(embd_pdrop=0.5)
+        model.transformer.drop = noting = Dropping(nn.Dropout(0.5))
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        model.train()
+        for _ in range(2):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+        assert _is_everywhere(torch.rand(3).tolist())
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, noting.noted)
+        assert found[0] != found[1]
+        assert found[0][0] != found[0][1]
+        model.eval()
+        state = torch.get_rng_state()
+        model(**batch)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def check_batch_sizes_and_schedules_count_groups(path: str) -> None:
+    """A group counts once in the global batch, and in the counting of schedules."""
+    size, world = 2, dist.get_world_size()
+    deepspeed = {
+        "train_batch_size": "auto",
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+    }
+    with sharing(path, size, deepspeed=deepspeed, counts="processes", gradient_accumulation_steps=3) as accelerator:
+        model = llama()
+        optimizer = DummyOptim(model.parameters())
+        scheduler = DummyScheduler(optimizer, warmup_num_steps=40)
+        loader = DataLoader(make_samples("plain"), batch_size=2)
+        accelerator.prepare(model, optimizer, scheduler, loader)
+        tree = accelerator.resolved.tree
+        assert tree.value("train_batch_size") == 2 * 3 * world // size
+        assert tree.value("scheduler", "params", "warmup_num_steps") == 40 * size // world
+    wrong = {"train_batch_size": 6 * world, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    with sharing(path, size, deepspeed=wrong) as accelerator:
+        model = llama()
+        raised(
+            ConfigError,
+            f"{6 * world} is not",
+            f"{world // size} (groups of 2 processes)",
+            by=lambda: accelerator.prepare(model, _sgd(model), DataLoader(make_samples("plain"), batch_size=2)),
+        )
+
+
+def check_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
+    """A checkpoint is loaded with other groups: the same weights, and the loop goes on at the same sample."""
+    place = [str(folder / "checkpoint")]
+    dist.broadcast_object_list(place)
+    case, world = Case(count=16), dist.get_world_size()
+
+    def run(size: int, accumulation: int, begins: bool) -> tuple[list[list[int]], dict[str, Tensor]]:
+        from zero_plugin.utils import DataLoaderConfiguration
+
+        loading = DataLoaderConfiguration(use_stateful_dataloader=True)
+        with sharing(path, size, gradient_accumulation_steps=accumulation, dataloader_config=loading) as accelerator:
+            model = llama()
+            model, optimizer, loader = accelerator.prepare(model, case.optimizer(model), case.loader())
+            if not begins:
+                accelerator.load_state(place[0])
+            seen = []
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen += accelerator.gather_for_metrics(batch["input_ids"]).tolist()
+                if begins and len(seen) == 8:
+                    accelerator.save_state(place[0])
+                    break
+            state = [accelerator.get_state_dict(model)]
+            dist.broadcast_object_list(state)
+            return seen, {name: value.to(DEVICE) for name, value in state[0].items()}
+
+    # Groups of 2 and of all processes: the global batch is kept by accumulation.
+    before, _ = run(world, world // 2, begins=True)
+    after, weights = run(2, 1, begins=False)
+    samples = [sample["input_ids"].tolist() for sample in make_samples("plain", 16)]
+    assert [*before, *after] == samples
+    _, wanted, _ = train_plainly(case, world // 2)
+    for name, weight in wanted.items():
+        assert (weights[name] - weight).abs().max() < 2e-5, name
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def check_a_loss_of_a_part_is_refused(path: str) -> None:
+    """A loss that differs among the processes of a group would have other gradients."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = Own()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        logits = model(_batch()["input_ids"])
+        part = cut(logits).square().mean()
+        raised(LoopError, "differs among the", "total()", by=lambda: accelerator.backward(part))
+
+
+def check_other_samples_in_a_group_are_refused(path: str) -> None:
+    """Samples that differ, in content or in length, would be mixed up."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
+        batch, rank = _batch(), dist.get_rank()
+        for other in (
+            {**batch, "input_ids": (batch["input_ids"] + rank) % WORDS},
+            {name: value[:, : LENGTH - rank] for name, value in batch.items()},
+            {**batch, "labels": batch["labels"].roll(rank)},
+            {"input_ids": batch["input_ids"], **({} if rank else {"labels": batch["labels"]})},
+        ):
+            raised(LoopError, "got different ones", "set_seed", by=lambda other=other: model(**other))
+        assert torch.isfinite(model(**batch).loss)
+
+
+def check_arguments_that_cannot_be_cut_are_refused(path: str) -> None:
+    """Each by its name, on all processes."""
+    batch = _batch()
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(llama(), DataLoader(make_samples("plain"), batch_size=2))
+        mask = torch.ones(2, 1, LENGTH, LENGTH, device=DEVICE)
+        for name, given in (
+            ("attention_mask", {"attention_mask": mask}),
+            ("output_hidden_states", {"output_hidden_states": True}),
+            ("return_dict", {"return_dict": False}),
+            ("something", {"something": mask}),
+            ("labels has 3", {"labels": batch["labels"][:, :3]}),
+        ):
+            raised(LoopError, "LlamaForCausalLM", name, by=lambda given=given: model(**{**batch, **given}))
+        assert model(**batch, logits_to_keep=0).loss is not None
+        with torch.no_grad():
+            assert model(batch["input_ids"], logits_to_keep=2).logits.shape[1] == 2
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16, vocab_size=16)
+    return BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, vocab_size=16))
+
+
+def _bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=16))
+
+
+def _classifier() -> nn.Module:
+    from transformers import LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification(llama().config)
+
+
+def _mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16, state_size=4))
+
+
+def check_models_that_cannot_are_refused(path: str) -> None:
+    """In `prepare`, by the key and the reason, before anything was trained."""
+    world = dist.get_world_size()
+    stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    models: dict[str, Callable[[], nn.Module]] = {
+        "BertForMaskedLM": _bert,
+        "T5ForConditionalGeneration": _t5,
+        "BloomForCausalLM": _bloom,
+        "LlamaForSequenceClassification": _classifier,
+        "MambaForCausalLM": _mamba,
+        "3 attention heads": lambda: llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=24),
+        "dynamic": lambda: llama(rope_parameters=stretched),
+        "a Linear computes": lambda: nn.Linear(2, 2),
+    }
+    for reason, build in models.items():
+        with sharing(path, world) as accelerator:
+            model = build()
+            raised(
+                ConfigError,
+                f"sequence_parallel_size: {world}, but",
+                reason,
+                by=lambda model=model: accelerator.prepare(model, _sgd(model)),
+            )
+
+
+def check_loaders_that_cannot_are_refused(path: str) -> None:
+    """One process that reads for all would have to send the same to some."""
+    from zero_plugin.utils import DataLoaderConfiguration
+
+    with sharing(path, 2, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)) as accelerator:
+        raised(
+            ConfigError, "dispatch_batches", by=lambda: accelerator.prepare(DataLoader(list(range(8)), batch_size=2))
+        )
+
+
+def check_groups_that_do_not_divide_are_refused(path: str) -> None:
+    """Before anything is prepared, with the numbers that do."""
+
+    def start() -> None:
+        with sharing(path, 3):
+            pass
+
+    raised(ConfigError, "sequence_parallel_size: 3 does not divide the", "Write 1 or 2", by=start)
+
+
+def check_the_run_says_what_it_does(path: str) -> None:
+    """One line at the start."""
+    world = dist.get_world_size()
+    with listening() as messages, sharing(path, 2):
+        pass
+    assert dist.get_rank() or any(
+        f"{world // 2} groups of 2 processes share samples" in message for message in messages
+    )
+
+
+def check_parallelism_config(path: str) -> None:
+    """Accelerate's record in code means the same."""
+    from paths import running
+
+    from zero_plugin.utils import ParallelismConfig
+
+    with running(path, parallelism_config=ParallelismConfig(sp_size=2)) as accelerator:
+        loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=2))
+        assert loader.total_batch_size == dist.get_world_size()
+    raised(
+        ConfigError,
+        "tp_size",
+        by=lambda: running(path, parallelism_config=ParallelismConfig(tp_size=2)).__enter__(),
+    )
+
+
+def check_a_window_that_sees_no_difference(path: str) -> None:
+    """A window as long as the sequence is none."""
+    batch = _batch()
+    _assert_same_step(path, lambda: mistral(sliding_window=LENGTH), lambda m: m(**batch).loss)
+
+
+_IN_FOLDERS = (check_what_is_saved, check_resuming_with_groups_of_another_size)
+_ON_SEVERAL = (
+    check_a_loss_by_hand_from_complete_logits,
+    check_embeddings_in_place_of_ids,
+    check_checkpointed_layers,
+    check_adapters,
+    check_a_model_of_ones_own,
+    check_a_loss_that_is_a_sum_of_parts,
+    check_text_is_generated_as_without,
+    check_batch_sizes_and_schedules_count_groups,
+    check_resuming_with_groups_of_another_size,
+    check_what_is_saved,
+    check_bf16,
+)
+_ALL = [function for name, function in list(globals().items()) if name.startswith("check_")]
+CHECKS = {
+    f"{path}-{function.__name__.removeprefix('check_')}": (
+        [2, 4],
+        (lambda folder, function=function, path=path: function(folder, path))
+        if function in _IN_FOLDERS
+        else (lambda _, function=function, path=path: function(path)),
+    )
+    for function in _ALL
+    for path in (("ddp", "zero2", "zero3") if function in _ON_SEVERAL else ("zero2",))
+}

@@ -1,0 +1,45 @@
+"""Trainings with the losses, weights and logits of one process: models, samples, accumulation, clipping, stages."""
+
+from __future__ import annotations
+
+from sharing import Case, assert_trains_alike
+
+CASES = {
+    "llama": Case(),
+    "llama-right-padded": Case(samples="right", accumulation=2),
+    "llama-left-padded": Case(samples="left", clip=0.1),
+    "llama-labelled-padding": Case(samples="labelled"),
+    "llama-packed": Case(samples="packed", accumulation=2, clip=0.1),
+    "llama-half-without-labels": Case(samples="half", accumulation=2),
+    "llama-length-15": Case(samples="right", length=15),
+    "llama-packed-length-13": Case(samples="packed", length=13),
+    "llama-short-last-batch": Case(count=15, samples="half"),
+    "llama-adam": Case(adam=True, accumulation=2, clip=0.5),
+    "gpt2": Case(model="gpt2", accumulation=2),
+    "gpt2-packed": Case(model="gpt2", samples="packed"),
+    "gpt2-left-padded": Case(model="gpt2", samples="left", length=14),
+    "mistral-window": Case(model="mistral"),
+    "mistral-window-packed": Case(model="mistral", samples="packed", clip=0.1),
+    "mistral-window-padded": Case(model="mistral", samples="right"),
+}
+# Every case on one path, and some cases on all of them.
+PATHS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu")
+EVERYWHERE = ("llama-packed", "gpt2")
+
+
+CHECKS = {
+    f"{path}-{name}-{size}": (
+        [2, 4] if size == 2 else [4],
+        lambda folder, path=path, case=case, size=size: assert_trains_alike(path, size, case),
+    )
+    for path in PATHS
+    for name, case in CASES.items()
+    for size in (2, 4)
+}
+RARE = {
+    f"{path}-{name}-{size}"
+    for turn, path in enumerate(PATHS)
+    for number, name in enumerate(CASES)
+    for size in (2, 4)
+    if name not in EVERYWHERE and number % len(PATHS) != turn
+}

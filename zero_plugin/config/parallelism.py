@@ -1,0 +1,246 @@
+"""How processes share work beside data parallelism, in the words of Accelerate's `ParallelismConfig`.
+
+Of its dimensions sequence parallelism is supported, which is one key here: `sequence_parallel_size`. Data parallelism
+is what the other processes do, and its sizes follow from the number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO, Entry, Tree, show
+from zero_plugin.errors import ConfigError, Problem
+
+SEQUENCE_KEY: Final = "sequence_parallel_size"
+SECTION: Final = "parallelism_config"
+_PREFIX: Final = "parallelism_config_"
+_VARIABLES: Final = "PARALLELISM_CONFIG_"  # by which Accelerate's launcher hands them over
+_KERNELS: Final = ("flash_attention_2", "flash_attention_3", "sdpa")
+# Keys that say something of sequence parallelism and change nothing here, with the reason.
+_UNREAD: Final[Mapping[str, str]] = {
+    "sp_seq_length": "each batch tells the length of its sequences",
+    "sp_seq_length_is_variable": "the length of sequences may always change from batch to batch",
+    "sp_attn_implementation": "attention is torch's scaled_dot_product_attention, which chooses its kernel by itself",
+}
+DATA_PARALLEL_ONLY: Final = (
+    "Write 1, or delete it: processes share samples (sequence_parallel_size), or each has samples of its own."
+)
+
+
+def sequence_parallel_size(document: Document) -> int:
+    """How many processes share each sample of a checked document; 1 where nothing is said."""
+    size = document.deepspeed.value(SEQUENCE_KEY)
+    return size if isinstance(size, int) else 1
+
+
+def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Problem]]:
+    """Accelerate's keys of sequence parallelism as the one key: both trees, and what is to be told.
+
+    Args:
+        launch: the launch keys; they lose the keys that were understood.
+        deepspeed: the training configuration; it gets `sequence_parallel_size`.
+    """
+    found: list[Problem] = []
+    size = launch.get(SECTION, f"{_PREFIX}sp_size")
+    if size is not None and size.value not in (None, AUTO, 1, "1"):
+        known = deepspeed.get(SEQUENCE_KEY)
+        typed = f"{SECTION}.{_PREFIX}sp_size"
+        if known is not None and known.value not in (None, AUTO, size.value):
+            message = f"{show(size.value)} here, but {SEQUENCE_KEY} is {show(known.value)} at {known.origin.where}"
+            found.append(Problem(size.origin.where, typed, message, "Keep one of the two."))
+        else:
+            entry = Entry(size.value, replace(size.origin, key=typed))
+            deepspeed = deepspeed.replace({(SEQUENCE_KEY,): entry})
+    backend = launch.get(SECTION, f"{_PREFIX}sp_backend")
+    if backend is not None and backend.value not in (None, AUTO, "", "deepspeed"):
+        typed = f"{SECTION}.{_PREFIX}sp_backend"
+        found.append(
+            Problem(backend.origin.where, typed, f"{show(backend.value)} is not legal here", "Write deepspeed.")
+        )
+    for name, why in _UNREAD.items():
+        entry = launch.get(SECTION, f"{_PREFIX}{name}")  # type: ignore[assignment]
+        if entry is not None and entry.value not in (None, AUTO, "", "None", True):
+            typed, message = f"{SECTION}.{_PREFIX}{name}", f"has no effect: {why}"
+            found.append(Problem(entry.origin.where, typed, message, "Delete it.", show(entry.value), "note"))
+    of_sequences = {path for path in launch if path[0] == SECTION and path[-1].startswith(f"{_PREFIX}sp_")}
+    return launch.where(lambda path, _: path not in of_sequences), deepspeed, found
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Accelerate's record of sequence parallelism; the names and the defaults are its own, and nothing depends on it.
+
+    Attributes:
+        sp_seq_length: the length of all sequences, if it does not change.
+        sp_seq_length_is_variable: whether it may change from batch to batch.
+        sp_attn_implementation: `sdpa`, `flash_attention_2`, `flash_attention_3`, or a kernel's repository.
+
+    Raises:
+        ValueError: the length is to be constant, and is not given; or the implementation cannot be one.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = _variable("SP_SEQ_LENGTH_IS_VARIABLE", "true").lower() == "true"
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            given = _variable("SP_SEQ_LENGTH", "None")
+            if given == "None":
+                raise ValueError(
+                    f"sp_seq_length is needed where sp_seq_length_is_variable is False; or set {_VARIABLES}SP_SEQ_LENGTH."
+                )
+            self.sp_seq_length = int(given)
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = _variable("SP_ATTN_IMPLEMENTATION", "") or None
+        kernel = self.sp_attn_implementation
+        if kernel is not None and kernel not in _KERNELS and not ("/" in kernel and "flash-attn" in kernel):
+            raise ValueError(f"Invalid sp_attn_implementation: {kernel}. Write one of {', '.join(_KERNELS)}.")
+
+
+@dataclass
+class ParallelismConfig:
+    """Accelerate's record of how processes share work; the names and the defaults are its own.
+
+    What is None is read from Accelerate's variables, as `PARALLELISM_CONFIG_SP_SIZE`.
+
+    Attributes:
+        dp_replicate_size, dp_shard_size: accepted, and without effect: they follow from the number of processes.
+        tp_size, cp_size: only 1 can be trained.
+        cp_backend: `torch`.
+        sp_size: how many processes share each sample: `sequence_parallel_size`.
+        sp_backend: `deepspeed`.
+        tp_handler, cp_handler: not used.
+        sp_handler: a `DeepSpeedSequenceParallelConfig`, which changes nothing.
+
+    Raises:
+        ValueError: a size is below 1, a backend is unknown, or sizes exclude each other.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            if getattr(self, name) is None:
+                setattr(self, name, int(_variable(name.upper(), "1")))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but got {getattr(self, name)}")
+        for name, legal in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) is None:
+                setattr(self, name, _variable(name.upper(), legal))
+            if getattr(self, name) != legal:
+                raise ValueError(f"{name} must be one of ['{legal}'], but got {getattr(self, name)}")
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive: "
+                f"cp_size is {self.cp_size} and sp_size is {self.sp_size}."
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ValueError(
+                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
+                "(dp_replicate_size > 1 and dp_shard_size == 1)."
+            )
+        if self.sp_enabled and self.sp_handler is None:
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
+
+    def _size(self, name: str) -> int:
+        return int(getattr(self, f"{name}_size"))
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether `dp_replicate_size` is above 1."""
+        return self._size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether `dp_shard_size` is above 1."""
+        return self._size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether `tp_size` is above 1."""
+        return self._size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether `cp_size` is above 1."""
+        return self._size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether `sp_size` is above 1."""
+        return self._size("sp") > 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The product of the sizes of data parallelism."""
+        return self._size("dp_replicate") * self._size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The product of the other sizes."""
+        return self._size("tp") * self._size("cp") * self._size("sp")
+
+    @property
+    def total_size(self) -> int:
+        """The product of all sizes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The dimensions of data parallelism that are above 1."""
+        return [name for name in ("dp_replicate", "dp_shard") if self._size(name) > 1]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The other dimensions that are above 1."""
+        return [name for name in ("tp", "cp", "sp") if self._size(name) > 1]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions that are above 1."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+
+def sequence_size_in_code(given: Any) -> int | None:
+    """The sequence parallelism of `Accelerator(parallelism_config=…)`, also of Accelerate's own record; None for none.
+
+    Raises:
+        ConfigError: it asks for tensor or context parallelism, or is no such record.
+    """
+    if given is None:
+        return None
+    where = "Accelerator(parallelism_config=…)"
+    size = getattr(given, "sp_size", None)
+    if not isinstance(size, int):
+        message = f"a {type(given).__name__} is no ParallelismConfig"
+        fix = "Pass zero_plugin.utils.ParallelismConfig(sp_size=…)."
+        raise ConfigError([Problem(where, "", message, fix)])
+    others = {name: getattr(given, name, 1) for name in ("tp_size", "cp_size")}
+    problems = [
+        Problem(where, name, f"{other} is not supported", DATA_PARALLEL_ONLY)
+        for name, other in others.items()
+        if other != 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return size
+
+
+def _variable(name: str, default: str) -> str:
+    return os.environ.get(f"{_VARIABLES}{name}", default)

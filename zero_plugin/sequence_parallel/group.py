@@ -1,0 +1,194 @@
+"""The processes that share the samples of one batch, and how tensors are cut, exchanged and joined among them.
+
+Gradients: each process computes the loss of its group, the same number on all of them, and the gradients of all
+processes are averaged. A parameter that is used on a part of the samples gets a part of its gradient on each process.
+`gather` and `total` therefore add up, backwards, what reaches their results on all processes of the group: each part
+is multiplied by the size of the group, and the average over the group is the sum of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function
+
+from zero_plugin.errors import LoopError
+
+_SAME = 1e-5  # relative; a sum over processes may be rounded otherwise on each
+
+
+class SequenceGroup:
+    """This process among those that share its samples.
+
+    Args:
+        size: the number of processes of each group; consecutive ranks are one group.
+
+    Attributes:
+        size: the number of processes of the group.
+        rank: index of this process in it, which is that of its part of each sequence.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._group, _ = dist.new_subgroups(group_size=size)  # type: ignore[no-untyped-call]
+        self.rank = dist.get_rank(self._group)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send `parts[i]` to process i of the group.
+
+        Args:
+            parts: of shape (size, …).
+
+        Returns:
+            Of the same shape: what each process has sent to this one.
+        """
+        received: Tensor = _Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        return received
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """The parts of all processes, one after the other along `dim`."""
+        parts: Tensor = _Gather.apply(part, self._group, self.size)  # type: ignore[no-untyped-call]
+        return torch.cat(parts.unbind(), dim)
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over the processes."""
+        summed: Tensor = _Total.apply(part, self._group)  # type: ignore[no-untyped-call]
+        return summed
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """This process's part of `whole` along `dim`, whose size is a multiple of the group's."""
+        length = whole.shape[dim] // self.size
+        return whole.narrow(dim, self.rank * length, length).contiguous()
+
+    def is_same(self, numbers: Tensor) -> bool:
+        """Whether all processes have the same `numbers`; not differentiable, and waits for the device."""
+        both = torch.stack([numbers, -numbers]).detach()
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
+        largest, smallest = both[0], -both[1]
+        if not both.is_floating_point():
+            return bool((largest == smallest).all())
+        return bool(torch.isclose(largest, smallest, rtol=_SAME, atol=0.0, equal_nan=True).all())
+
+    def check_same_loss(self, loss: Tensor) -> None:
+        """Check that a loss is that of the group, not of this process's part; collective in the group.
+
+        Raises:
+            LoopError: it is not the same on all processes.
+        """
+        if not self.is_same(loss.double()):
+            raise LoopError(
+                f"the loss of this backward() differs among the {self.size} processes that share their samples: it is "
+                "that of a part of them, and the gradients would be those of another loss.\nUse the loss that the "
+                "model returns for labels, or compute it from complete logits: model(**batch) without labels gives "
+                "them. In a model of one's own, add up the parts by zero_plugin.sequence_parallel.total()."
+            )
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        sent = gradients[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group = group
+        parts = part.new_empty((size, *part.shape))
+        dist.all_gather(list(parts.unbind()), part.contiguous(), group=group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        sent = gradients[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received.sum(0), None, None
+
+
+class _Total(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        summed = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Current:
+    """The group of the newest run, for the functions that a model calls.
+
+    Attributes:
+        find: returns the group of the newest run that has not ended; None where samples are not shared.
+    """
+
+    def __init__(self) -> None:
+        self.find: Callable[[], SequenceGroup | None] = lambda: None
+
+
+CURRENT = _Current()
+
+
+def cut(whole: Tensor, dim: int = 1) -> Tensor:
+    """This process's part of a tensor that all processes of its group have.
+
+    Args:
+        whole: the same on all processes, e.g. embeddings of shape (batch, sequence, hidden).
+        dim: the dimension of the sequence.
+
+    Returns:
+        Of the size of `whole` along `dim`, divided by the processes of the group.
+
+    Raises:
+        LoopError: the size along `dim` is not a multiple of the group's.
+    """
+    group = CURRENT.find()
+    if group is None:
+        return whole
+    if whole.shape[dim] % group.size:
+        raise LoopError(
+            f"cut(): {whole.shape[dim]} positions along dimension {dim} do not divide among the {group.size} processes "
+            f"of sequence_parallel_size. Pad them to a multiple of {group.size}."
+        )
+    return group.part_of(whole, dim)
+
+
+def gather(part: Tensor, dim: int = 1) -> Tensor:
+    """The complete tensor, of which each process of the group has a part of one size; collective in the group.
+
+    Args:
+        part: this process's part, e.g. hidden states of shape (batch, part of the sequence, hidden).
+        dim: the dimension of the sequence.
+    """
+    group = CURRENT.find()
+    return part if group is None else group.gather(part, dim)
+
+
+def total(part: Tensor) -> Tensor:
+    """The sum of the parts of all processes of the group, e.g. of a loss summed over tokens; collective in the group.
+
+    Args:
+        part: of any shape, the same on all processes.
+    """
+    group = CURRENT.find()
+    return part if group is None else group.total(part)
