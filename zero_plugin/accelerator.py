@@ -114,8 +114,8 @@ class Accelerator:
         kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.handlers`.
         dynamo_backend, dynamo_plugin: compile models, given the name of the backend or all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
-        parallelism_config: how many processes share each sample (`sp_size`), the same as `sequence_parallel_size` of the
-            configuration.
+        parallelism_config: how many processes share each sample (`sp_size`), as `sequence_parallel_size` of the
+            configuration says too.
         config: path of a launch YAML or a DeepSpeed JSON file, or a dict with the content of either.
         even_batches: fill up the last batches of an epoch with samples from its beginning, so that every process has
             full batches.

@@ -117,13 +117,31 @@ def test_without_deepspeed_its_variables_say_nothing() -> None:
 def test_what_is_not_there_is_refused() -> None:
     """FSDP, Megatron-LM and parallelism settings, all at once, with what to launch instead; fp8 by the check."""
     with pytest.raises(ConfigError) as caught:
-        document_from_accelerate({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
+        document_from_accelerate(
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_TP_SIZE": "2",
+                "PARALLELISM_CONFIG_SP_SIZE": "2",
+            }
+        )
     assert len(caught.value.problems) == 2
+    assert "PARALLELISM_CONFIG_TP_SIZE: 2 is not supported" in str(caught.value)
     assert "zero_stage 3" in str(caught.value)
     document = document_from_accelerate({"ACCELERATE_MIXED_PRECISION": "fp8"})
     assert document is not None
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION: mixed_precision"):
         check_document(document)
+
+
+def test_sequence_parallelism() -> None:
+    """It is one key here, whose place is the variable; without the switch the variable says nothing."""
+    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "4"}
+    document = document_from_accelerate(environ)
+    assert document is not None
+    entry = document.deepspeed.entries["sequence_parallel_size",]
+    assert (entry.value, entry.origin.where) == (4, "environment variable PARALLELISM_CONFIG_SP_SIZE")
+    assert document_from_accelerate({"PARALLELISM_CONFIG_SP_SIZE": "4"}) is None
 
 
 def test_this_launchers_document_goes_first() -> None:

@@ -248,7 +248,7 @@ WITHOUT_ENGINE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (
             *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-            *("optimizer", "scheduler", "fp16", "bf16.enabled", "bf16.check_grad_overflow"),
+            *("optimizer", "scheduler", "fp16", "bf16.enabled", "bf16.check_grad_overflow", "sequence_parallel_size"),
         ),
         "followed",
     ),

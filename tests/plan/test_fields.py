@@ -21,7 +21,7 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.run_plan import fits_nowhere, fixed_fields, open_fields, planned_values
-from zero_plugin.plan.search import Change, Wanted, WhatIf, plan, what_if
+from zero_plugin.plan.search import Wanted, plan
 from zero_plugin.plan.situation import OptimizerSizes, Workload, asked_optimizer, optimizer_sizes
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
@@ -38,6 +38,7 @@ FIXED = Wanted(
     accumulation=1,
     activation_checkpointing=False,
 )
+from zero_plugin.plan.what_if import Change, WhatIf, what_if
 
 
 def asked(zero: dict[str, Any], **keys: Any) -> Document:

@@ -15,7 +15,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.plan.costs import footprint, step_time
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
-from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted, batches, options, plan, scale_model, what_if
+from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted, batches, options, plan
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -27,6 +27,7 @@ from zero_plugin.plan.situation import (
     Workload,
     highest,
 )
+from zero_plugin.plan.what_if import scale_model, what_if
 
 GIB = 2**30
 EXAMPLES = settings(max_examples=25)

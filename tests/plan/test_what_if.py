@@ -8,8 +8,9 @@ import pytest
 
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.search import Wanted, WhatIf, plan, scale_model, what_if
+from zero_plugin.plan.search import Wanted, plan
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Workload
+from zero_plugin.plan.what_if import WhatIf, scale_model, what_if
 
 GIB = 2**30
 ADAM = OptimizerSizes()
@@ -123,9 +124,15 @@ def test_long_samples() -> None:
     answer = what_if(work, cluster, Wanted())
     assert [change.what for change in answer.changes] == [
         "a loss that makes its logits in 8 chunks, anew in the backward",
+        "sequence_parallel_size: 4, so that each process computes on a part of every sample",
         "samples of 16,384 tokens instead of 65,536",
     ]
+    of_a_part = what_if(
+        replace(work, activations=work.activations.of_a_part(4)), replace(cluster, shared_by=4), Wanted()
+    )
+    assert not of_a_part.changes
     (chunks, less), *_ = answer.savings
+    assert any(what.startswith("sequence_parallel_size: 2") for what, _ in answer.savings)
     assert chunks == answer.changes[0].what
     logits = 8 * 128_256 * 65_536
     assert less == pytest.approx(2 * logits * 7 / 8, rel=0.05)

@@ -301,7 +301,7 @@ def check_what_is_saved(folder: Path, path: str) -> None:
 
 
 def check_each_sample_counts_once(path: str) -> None:
-    """Groups of processes have samples of their own; metrics have each of them once, in order, with a short last batch."""
+    """Groups of processes have samples of their own; metrics have each once, in order, with a short last batch."""
     size = 2
     groups = dist.get_world_size() // size
     data = [{"input_ids": torch.full((4,), number), "number": number} for number in range(11)]

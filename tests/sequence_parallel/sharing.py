@@ -165,10 +165,8 @@ def train_shared(
             optimizer.step()
             optimizer.zero_grad()
     model.eval()
-    gathered = []
     with torch.no_grad():
-        for batch in loader:
-            gathered.append(accelerator.gather_for_metrics(model(**batch).logits))
+        gathered = [accelerator.gather_for_metrics(model(**batch).logits) for batch in loader]
     state = [accelerator.get_state_dict(model)]
     dist.broadcast_object_list(state)
     return losses, {name: value.to(DEVICE) for name, value in state[0].items()}, torch.cat(gathered)

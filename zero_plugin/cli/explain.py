@@ -15,6 +15,7 @@ from zero_plugin.cli.launch_flags import LENGTH_ALONE, typed_flags, typed_option
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
+from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.read import STANDARD_INPUT
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,
@@ -32,6 +33,7 @@ from zero_plugin.config.resolve.facts import (
     unset_row,
 )
 from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.config.tree import AUTO, KeyPath, dotted, show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import with_plan
@@ -89,7 +91,7 @@ class Explained:
         """Where this would run."""
         machine = self.facts.machine
         path = "DeepSpeed" if self.facts.strategy == "deepspeed" else self.facts.strategy
-        return f"{self.name}: {path} on {machine.processes} × {machine.accelerator}"
+        return f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
 
 
 def _fact(flag: str, text: str, least: float | None = None) -> Any:
@@ -207,7 +209,10 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     strategy: StrategyName = "xla" if on_tpu else "ddp" if processes > 1 else "single"
     if asks_for_deepspeed(document, settings):
         strategy = "deepspeed"
-    machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
+    shared = sequence_parallel_size(document)
+    if (problem := unequal_sequence_groups(shared, processes)) is not None:
+        raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
+    machine = MachineFacts(accelerator=kind, processes=processes // shared, fp16=kind == "cuda", shared_by=shared)
     facts = replace(facts, machine=machine, strategy=strategy)
     try:
         facts = with_plan(document, facts, options.model, options.sequence_length)
@@ -256,7 +261,7 @@ def _as_json(explained: Explained) -> dict[str, Any]:
         "files": list(explained.document.sources),
         "strategy": facts.strategy,
         "accelerator": facts.machine.accelerator,
-        "processes": facts.machine.processes,
+        "processes": facts.machine.all_processes,
         "values": [row.as_json() for row in explained.rows],
         "notes": [note.headline for note in explained.document.notes],
     }

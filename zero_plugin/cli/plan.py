@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -18,15 +18,17 @@ import typer
 from zero_plugin.cli.launch_flags import typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
+from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.distributed.messages import show_messages
-from zero_plugin.errors import printable
+from zero_plugin.errors import ConfigError, Problem, printable
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import UNNAMED, state_cluster
 from zero_plugin.plan.model_source import ModelSource, find_model, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
-from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted, WhatIf, what_if
+from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted
 from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import Cluster, Workload, describe_budget, is_known, name_setup, optimizer_sizes
+from zero_plugin.plan.what_if import WhatIf, what_if
 
 _HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
@@ -71,7 +73,9 @@ class Report:
             if self.work.activations.sample_length > 1
             else ""
         )
-        return f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters{length}, on {count}{nodes}"
+        sharing = f", each sample shared by {self.cluster.shared_by}" if self.cluster.shared_by > 1 else ""
+        model = f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters{length}"
+        return f"{model}, on {count}{nodes}{sharing}"
 
 
 def show_count(count: int) -> str:
@@ -142,7 +146,7 @@ def _is_as_good(one: Candidate, other: Candidate) -> bool:
 def _cells(candidate: Candidate, report: Report) -> dict[str, str]:
     """One strategy's cells in the short table, by column."""
     setup, needed = candidate.setup, candidate.footprint
-    samples = setup.micro_batch * setup.accumulation * report.cluster.processes
+    samples = setup.micro_batch * setup.accumulation * report.cluster.groups
     share = f" {setup.ratio:.0%}" if setup.offload_optimizer != "none" and setup.ratio < 1 else ""
     return {
         "": _CHOSEN if candidate is report.choice.chosen else "",
@@ -224,8 +228,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
     setup, needed = candidate.setup, candidate.footprint
-    processes = report.cluster.processes
-    samples = setup.micro_batch * setup.accumulation * processes / candidate.time.seconds
+    samples = setup.micro_batch * setup.accumulation * report.cluster.groups / candidate.time.seconds
     return (
         _CHOSEN if candidate is report.choice.chosen else "",
         name_setup(setup),
@@ -249,7 +252,7 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
     if chosen is None:
         return ["", f"nothing fits with {report.wanted.margin:.0%} of each memory left free"]
     needed = chosen.footprint
-    batch = chosen.setup.micro_batch * chosen.setup.accumulation * cluster.processes
+    batch = chosen.setup.micro_batch * chosen.setup.accumulation * cluster.groups
     fastest = min(c.seconds_per_sample for c in report.choice.table if not c.rejected)
     is_fastest = chosen.seconds_per_sample <= fastest * (1 + 1e-8)
     which = "the fastest that fits" if is_fastest else f"the simplest within {ALIKE:.0%} of the fastest that fits"
@@ -372,6 +375,7 @@ _training, _output = _panel("What is fixed"), _panel("Output")
 _LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
 _RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
 _OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: the faster choice."
+_SHARED: Final = "Processes that share each sample, each with a part of every sequence."
 _TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
 _SOURCE: Final = (
     "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "
@@ -446,6 +450,7 @@ class Options:
     activation_checkpointing: Annotated[
         bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
     ] = None
+    shared_by: Annotated[int, _training("--sequence_parallel_size", help=_SHARED, min=1, show_default=True)] = 1
     overlap_comm: Annotated[bool | None, _training("--overlap_comm/--no_overlap_comm", help=_OVERLAP)] = None
     margin: Annotated[
         float, _training("--margin", help="Fraction of each memory that stays free.", min=0, max=0.9, show_default=True)
@@ -508,7 +513,10 @@ class Options:
 
             here = measure_cluster(self.gpus, self.nodes or 1)
         network = None if self.network is None else require_bandwidth("--network", self.network)
-        return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, network=network, here=here, **sizes)
+        found = state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, network=network, here=here, **sizes)
+        if (problem := unequal_sequence_groups(self.shared_by, found.processes)) is not None:
+            raise ConfigError([Problem("--sequence_parallel_size", "", *problem)])
+        return replace(found, shared_by=self.shared_by)
 
 
 _STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {
@@ -537,6 +545,7 @@ def plan(**typed: Any) -> None:
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
     model, activations = open_model(source, options.sequence_length, wanted.precision)
+    activations = activations.of_a_part(options.shared_by)
     optimizer = optimizer_sizes(options.optimizer, fused=True)
     if not is_known(options.optimizer):
         message = f"optimizer {optimizer.name} is not known: it is assumed to keep {optimizer.states} tensors, as Adam"

@@ -94,7 +94,7 @@ class DeepSpeedSequenceParallelConfig:
             given = _variable("SP_SEQ_LENGTH", "None")
             if given == "None":
                 raise ValueError(
-                    f"sp_seq_length is needed where sp_seq_length_is_variable is False; or set {_VARIABLES}SP_SEQ_LENGTH."
+                    f"sp_seq_length_is_variable is False, so sp_seq_length is needed, or {_VARIABLES}SP_SEQ_LENGTH."
                 )
             self.sp_seq_length = int(given)
         if self.sp_attn_implementation is None:

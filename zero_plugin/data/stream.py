@@ -72,8 +72,8 @@ def share_stream(loader: DataLoader[Any], sharing: Sharing, shard_iterable: Shar
         if sharing.shared_by > 1:
             raise LoopError(
                 f"prepare: a {type(dataset).__name__} divides itself among all processes, and with "
-                f"sequence_parallel_size {sharing.shared_by} of them need the same samples.\nUse a map-style dataset, or "
-                "a stream that is the same on all processes."
+                f"sequence_parallel_size {sharing.shared_by} of them need the same samples.\n"
+                "Use a map-style dataset, or a stream that is the same on all processes."
             )
     elif sharing.world > 1 and can_be_asked_for_its_shard(dataset, sharing.world):
         division = Division.BY_SHARD_METHOD

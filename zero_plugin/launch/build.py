@@ -20,6 +20,7 @@ from zero_plugin.config.launch_settings import (
     asks_for_tpu,
     launch_settings,
 )
+from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
@@ -237,7 +238,8 @@ def plan_launch(
     settings = launch_settings(document)
     on_gpu = bool(gpus) and not asks_for_cpu(settings)
     processes = settings.num_processes or (gpus if on_gpu else 1) * settings.num_machines
-    machine = MachineFacts("cuda" if on_gpu else "cpu", processes, fp16=on_gpu)
+    shared = sequence_parallel_size(document)
+    machine = MachineFacts("cuda" if on_gpu else "cpu", processes // shared, fp16=on_gpu, shared_by=shared)
     facts = _plan(document, Facts(machine=machine, complete=False), model, sequence_length)
     if not facts.planned:
         return document, [f"--model {model}: nothing is open that a plan would fill"]
@@ -250,7 +252,7 @@ def _plan(document: Document, facts: Facts, model: str, sequence_length: int | N
     settings = launch_settings(document)
     if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
         return facts
-    cluster = _find_cluster(document, settings, facts.machine.processes)
+    cluster = _find_cluster(document, settings, facts.machine.all_processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
     return replace(facts, planned=planned)
 

@@ -177,7 +177,10 @@ def check_memory_without_zero(
     capacity = settings.gpu_memory or min(gather_values(free))
     if not capacity:
         return None
-    traced = None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)
+    traced = None
+    if processes.rank == 0:
+        traced = find_activations(model, model_sizes(model), peek(), resolved.precision)
+        traced = traced.of_a_part(processes.shared_by)
     activations = Activations.from_dict(broadcast_value(None if traced is None else asdict(traced)))
     run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes

@@ -42,6 +42,7 @@ from zero_plugin.loop.training import Pair, Training, parameters_left_out
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
+from zero_plugin.sequence_parallel.transformers_models import share_model
 from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
 
@@ -72,6 +73,7 @@ def start_training(
 
     Raises:
         ConfigError: see `resolve` and `plan_open_fields`.
+        ConfigError: also where processes are to share samples, and the model cannot; see `share_model`.
         MachineError, StrategyError: memory does not suffice; see `check_memory` and `check_memory_without_zero`.
     """
     model, optimizer, schedulers = pair
@@ -91,6 +93,8 @@ def start_training(
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     real = tuple(s for s in schedulers if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer)
+    if processes.shared_by > 1:  # from here on its forward is that of a group of processes
+        share_model(model, document)
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, **how), processes)
     session.left_out = left_out
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)

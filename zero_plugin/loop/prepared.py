@@ -42,7 +42,6 @@ from zero_plugin.loop.training import (
 )
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
-from zero_plugin.sequence_parallel.transformers_models import share_model
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
@@ -328,8 +327,6 @@ class Prepared:
         for pair in pair_models(models, own, schedulers, prepared_before):
             pair, held = self._with_held(pair, schedulers)
             with working(f"preparing the {type(pair.model).__name__}"):
-                if self._run.sequence is not None:
-                    share_model(pair.model, self._run.document)
                 training = start_training(
                     self._run.document,
                     facts,

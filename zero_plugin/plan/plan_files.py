@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.document import yaml_text
+from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.plan.run_plan import KEYS
 from zero_plugin.plan.search import Candidate, Choice
@@ -82,23 +83,29 @@ def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str
         "mixed_precision": setup.precision,
     }
     if setup.stage is None:
-        return {**values, "deepspeed_config": {"gradient_accumulation_steps": setup.accumulation}}
+        training = {"gradient_accumulation_steps": setup.accumulation, **_sharing(cluster)}
+        return {**values, "deepspeed_config": training}
     return {**values, "deepspeed_config": training_values(setup, cluster, optimizer, nvme_path)}
 
 
 def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
     """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`."""
     values: dict[str, Any] = {
-        "train_batch_size": setup.micro_batch * setup.accumulation * cluster.processes,
+        "train_batch_size": setup.micro_batch * setup.accumulation * cluster.groups,
         "train_micro_batch_size_per_gpu": setup.micro_batch,
         "gradient_accumulation_steps": setup.accumulation,
         "gradient_clipping": "auto",
+        **_sharing(cluster),
     }
     if setup.precision != "no":
         values[setup.precision] = {"enabled": True}
     if optimizer in _OPTIMIZERS:
         values["optimizer"] = {"type": _OPTIMIZERS[optimizer], "params": {"lr": "auto", "weight_decay": "auto"}}
     return {**values, "zero_optimization": _zero(setup, nvme_path)}
+
+
+def _sharing(cluster: Cluster) -> dict[str, int]:
+    return {SEQUENCE_KEY: cluster.shared_by} if cluster.shared_by > 1 else {}
 
 
 def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from zero_plugin.machine.hardware import available_cpu_memory, memory_available_
 from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
-from zero_plugin.plan.search import Choice, Wanted, WhatIf, plan, what_if
+from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import (
     CPU,
     Activations,
@@ -37,6 +37,7 @@ from zero_plugin.plan.situation import (
     Workload,
     asked_optimizer,
 )
+from zero_plugin.plan.what_if import WhatIf, what_if
 
 if TYPE_CHECKING:
     import torch
@@ -360,6 +361,7 @@ def fill_fields(
     if document.deepspeed.value(*KEYS["reduce_bucket"]) is None and wanted.reduce_bucket and model.elements:
         # As resolution settles it once the stage is known.
         wanted = replace(wanted, reduce_bucket=min(wanted.reduce_bucket, model.elements))
+    cluster = replace(cluster, shared_by=facts.machine.shared_by)
     choice = plan(work, cluster, wanted)
     if choice.chosen is None:
         first = open_fields(document.deepspeed, facts)[0]
@@ -395,6 +397,7 @@ def plan_before_run(
         facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     resolved = resolve(document, replace(facts, complete=False))
     model, activations = open_model(source, sequence_length, resolved.precision)
+    activations = activations.of_a_part(facts.machine.shared_by)
     return fill_fields(document, resolved, facts, model, activations, cluster)
 
 
@@ -471,6 +474,7 @@ def _plan(
     sizes = model_sizes(model) if alone else _trained_sizes(model, facts)
     guesses = facts.loop.micro_batch is None
     activations = find_activations(model, sizes, batch, resolved.precision, guesses=guesses)
+    activations = activations.of_a_part(facts.machine.shared_by)
     if alone and not activations.saved.per_sample:
         return {}, None
     try:
@@ -562,7 +566,14 @@ def predict_memory(
     return RunMemory(
         Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer),
         running_setup(resolved, stage),
-        Cluster(device, host, processes.world_size // here, here, device_name="" if on_gpu else CPU),
+        Cluster(
+            device,
+            host,
+            processes.world_size // here,
+            here,
+            device_name="" if on_gpu else CPU,
+            shared_by=processes.shared_by,
+        ),
     )
 
 

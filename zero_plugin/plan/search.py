@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from zero_plugin.config.amounts import round_up, show_bytes
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.config.resolve.resolve import choose_bucket, choose_persistence_threshold
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.costs import Footprint, StepTime, footprint, step_time, sub_groups_on_device
 from zero_plugin.plan.situation import (
-    Activations,
-    Affine,
     Cluster,
     Device,
     ModelSizes,
@@ -130,7 +128,7 @@ def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
     Raises:
         ConfigError: none do.
     """
-    processes, micro, accumulation = cluster.processes, wanted.micro_batch, wanted.accumulation
+    processes, micro, accumulation = cluster.groups, wanted.micro_batch, wanted.accumulation
     if wanted.global_batch is None:
         exponents = range(_LARGEST_MICRO_BATCH.bit_length() - 1, -1, -1)
         sizes = list(range(_LARGEST_MICRO_BATCH, 0, -1)) if wanted.every_batch else [2**power for power in exponents]
@@ -278,7 +276,7 @@ _OF_ALL: Final = ", of all parameters, which DeepSpeed 0.19.8 keeps there and ne
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class Question:
     """What is to be trained, on what, and what is fixed."""
 
     work: Workload
@@ -336,7 +334,7 @@ def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
         ConfigError: what is fixed excludes itself.
         ValueError: a speed of the cluster is not known.
     """
-    question = _Question(work, cluster, wanted)
+    question = Question(work, cluster, wanted)
     sizes = batches(cluster, wanted)
     table = tuple(_best(question, option, sizes) for option in options(work, cluster, wanted))
     fitting = [candidate for candidate in table if not candidate.rejected]
@@ -347,7 +345,7 @@ def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
     return Choice(table, why_not=f"{name_setup(least.setup)} needs {least.rejected} ({work.activations.knowledge})")
 
 
-def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> Candidate:
+def _best(question: Question, option: Option, sizes: list[dict[str, Any]]) -> Candidate:
     """The fastest of an option's setups that fits; else the one that needs the least, with the reason."""
     setups = [_unpinned_if_needed(question, replace(setup, **sizes[-1])) for setup in option.setups]
     if option.refused:
@@ -359,7 +357,7 @@ def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> C
     return question.candidate(setups[0], question.missing_memory(question.measure(setups[0])), short=True)
 
 
-def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _largest_batch(question: Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
 
     def fits(batch: dict[str, Any]) -> bool:
@@ -374,7 +372,7 @@ def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]
     return sizes[low] if low < len(sizes) else None
 
 
-def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
+def _unpinned_if_needed(question: Question, setup: Setup) -> Setup:
     """The setup without page-locked memory, if CPU memory is short: torch rounds locked tensors up to powers of two."""
     if question.wanted.pin_memory is not None:
         return setup
@@ -404,7 +402,7 @@ def _complexity(setup: Setup) -> tuple[float, ...]:
     )
 
 
-def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidate) -> dict[str, str]:
+def _reasons(question: Question, table: tuple[Candidate, ...], chosen: Candidate) -> dict[str, str]:
     """Why each field of the chosen setup is what it is."""
     cluster, setup, needed = question.cluster, chosen.setup, chosen.footprint
     fits = f"{show_bytes(needed.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
@@ -438,229 +436,3 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
         "overlap_comm": ": gradients are reduced beside the backward",
     }
     return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}
-
-
-# What stays as the user has it: another batch or number type trains another model.
-_KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
-_MOST_NODES: Final = 1024
-# Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
-_LOGITS_BYTES: Final = 8
-_CHUNKS: Final = 8
-_SHORTEST: Final = 128  # tokens
-_MOST_ELEMENTS: Final = 10**14
-_PLENTY: Final = 2**60  # bytes
-_MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change by which the model fits.
-
-    Attributes:
-        what: in words, e.g. "31.2 GiB on each device instead of 24 GiB".
-        chosen: the fastest strategy then.
-        cluster: the machines then.
-    """
-
-    what: str
-    chosen: Candidate
-    cluster: Cluster
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Answers to two questions.
-
-    Attributes:
-        changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
-            memory, machines. Empty where something fits.
-        largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
-        savings: where nothing fits and activations are why: what takes less, and how many bytes of each device.
-    """
-
-    changes: tuple[Change, ...]
-    largest_elements: int
-    savings: tuple[tuple[str, int], ...] = ()
-
-
-def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
-    """The nearest configurations that fit, each with one thing changed, and the largest model that fits.
-
-    Args:
-        work: what is trained, in the wanted precision.
-        cluster: the machines.
-        wanted: what is fixed.
-
-    Raises:
-        ConfigError: what is fixed excludes itself.
-    """
-    question = _Question(work, cluster, wanted)
-    if _fits(question):
-        return WhatIf((), _largest(question))
-    return WhatIf(tuple(_changes(question)), _largest(question), tuple(_savings(question)))
-
-
-def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
-    """A model with `factor` times the parameters, grown evenly in width and depth as decoders are.
-
-    Depth and width both grow by the factor's cube root (parameters are depth × width²), so activations, which are
-    depth × width, grow by its square; operations grow as the parameters do.
-    """
-    area, width = factor ** (2 / 3), factor ** (1 / 3)
-
-    def line(amount: Affine) -> Affine:
-        return Affine(int(amount.fixed * factor), int(amount.per_sample * area))
-
-    larger = replace(
-        model,
-        parameters=tuple(replace(p, elements=max(1, round(p.elements * factor))) for p in model.parameters),
-        buffer_bytes=int(model.buffer_bytes * factor),
-        largest_module=round(model.largest_module * factor),
-        hidden_size=None if model.hidden_size is None else round(model.hidden_size * width),
-    )
-    return larger, activations.mapped(line, factor)
-
-
-def _changes(question: _Question) -> Iterator[Change]:
-    wanted, cluster = question.wanted, question.cluster
-    for name in (known.name for known in fields(Wanted)):
-        value = getattr(wanted, name)
-        if name not in _KEPT and value is not None:
-            yield from _tried(question, f"{name} free instead of {value}", wanted={name: None})
-    if not wanted.ddp and wanted.stage is None:
-        yield from _tried(question, "training without ZeRO", wanted={"ddp": True})
-    if wanted.stage == "ddp" and not wanted.gradient_views:
-        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
-        yield from _tried(question, views, wanted={"gradient_views": True})
-    smaller = tuple(_smaller_activations(question))
-    yield from smaller
-    for name, where in _MEMORIES.items():
-        least = _least(question, name)
-        no_help = smaller and name == "device_bytes" and least is not None and least > 2 * cluster.device_bytes
-        if least is not None and not no_help:
-            instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
-            yield from _tried(question, f"{show_bytes(least)} {where} instead of {instead}", cluster={name: least})
-    nodes = 2 * cluster.nodes
-    while nodes <= _MOST_NODES:
-        found = tuple(_tried(question, f"{nodes} nodes instead of {cluster.nodes}", cluster={"nodes": nodes}))
-        if found:
-            yield from found
-            return
-        nodes *= 2
-
-
-_CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in the backward"
-
-
-def _with_logits_in_chunks(question: _Question, stage: Stage) -> Activations | None:
-    """The activations then; None where no such logits are among them."""
-    kept = question.work.activations
-    logits = _LOGITS_BYTES * (question.work.model.vocabulary or 0) * kept.sample_length
-    is_there = 0 < logits <= kept.under(stage).saved.per_sample
-    return kept.with_logits_in_chunks(logits, _CHUNKS) if is_there else None
-
-
-def _smaller_activations(question: _Question) -> Iterator[Change]:
-    """A loss in chunks; and the longest samples, by halves, with which something fits."""
-    kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
-    if chunked is not None:
-        yield from _tried(question, _CHUNKED, work={"activations": chunked})
-    length = kept.sample_length // 2
-    while length >= _SHORTEST:
-        what = f"samples of {length:,} tokens instead of {kept.sample_length:,}"
-        found = tuple(_tried(question, what, work={"activations": kept.of_length(length)}))
-        if found:
-            yield from found
-            return
-        length //= 2
-
-
-def _savings(question: _Question) -> Iterator[tuple[str, int]]:
-    """What takes less on each device, and bytes, where activations fill most of it: of what is closest to fitting."""
-    kept, table = question.work.activations, plan(question.work, question.cluster, question.wanted).table
-    least = min([c for c in table if c.short] or table, key=question.excess)
-    setup, terms = least.setup, least.footprint.device
-    if 2 * (terms.get("activations", 0) + terms.get("transient", 0)) < least.footprint.device_bytes:
-        return
-    tried: dict[str, tuple[Setup, Activations]] = {}
-    chunked = _with_logits_in_chunks(question, setup.stage)
-    if chunked is not None:
-        tried[_CHUNKED] = (setup, chunked)
-    if kept.checkpointed is not None and not setup.activation_checkpointing:
-        tried["activation checkpointing"] = (replace(setup, activation_checkpointing=True), kept)
-    if kept.sample_length >= 2 * _SHORTEST:
-        half = kept.sample_length // 2
-        tried[f"samples of {half:,} tokens"] = (setup, kept.of_length(half))
-    if setup.micro_batch > 1:
-        tried[f"micro-batch {setup.micro_batch // 2}"] = (replace(setup, micro_batch=setup.micro_batch // 2), kept)
-    for what, (other, activations) in tried.items():
-        needed = _changed(question, work={"activations": activations}).measure(other)
-        if needed.device_bytes < least.footprint.device_bytes:
-            yield what, least.footprint.device_bytes - needed.device_bytes
-
-
-def _changed(question: _Question, **changes: Mapping[str, Any]) -> _Question:
-    """The question with other fields of what is wanted, or of the cluster."""
-    parts = {name: replace(getattr(question, name), **fields) for name, fields in changes.items()}
-    return replace(question, **parts)
-
-
-def _tried(question: _Question, what: str, **changes: Mapping[str, Any]) -> Iterator[Change]:
-    """The change, if something fits by it."""
-    changed = _changed(question, **changes)
-    try:
-        if not _fits(changed):
-            return
-        choice = plan(changed.work, changed.cluster, changed.wanted)
-    except ConfigError:  # the batch cannot be divided so
-        return
-    if choice.chosen is not None:
-        yield Change(what, choice.chosen, changed.cluster)
-
-
-def _least(question: _Question, name: str) -> int | None:
-    """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
-    roomy = _changed(question, cluster={name: _PLENTY})
-    # On a device without room DeepSpeed makes its flat copy in CPU memory.
-    needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
-    fitting = (found for found in needed if not roomy.missing_memory(found))
-    least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
-    return least and round_up(least)
-
-
-def _fits(question: _Question) -> bool:
-    return any(not question.missing_memory(found) for found in _leanest(question))
-
-
-def _leanest(question: _Question) -> Iterator[Footprint]:
-    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
-
-    Raises:
-        ConfigError: what is fixed excludes itself.
-    """
-    work, cluster, wanted = question.work, question.cluster, question.wanted
-    smallest = batches(cluster, wanted)[-1]
-    pins = (True, False) if wanted.pin_memory is None else (wanted.pin_memory,)
-    possible = (option for option in options(work, cluster, wanted) if not option.refused)
-    for setup in (setup for option in possible for setup in option.setups):
-        for pin in pins if setup.offload_optimizer != "none" else pins[:1]:
-            yield question.measure(replace(setup, **smallest, pin_memory=pin))
-
-
-def _largest(question: _Question) -> int:
-    """Elements of the largest model that fits, by bisection of the factor to a thousandth."""
-    work = question.work
-
-    def fits(factor: float) -> bool:
-        model, activations = scale_model(work.model, work.activations, factor)
-        return _fits(replace(question, work=replace(work, model=model, activations=activations)))
-
-    if not work.model.elements:
-        return 0
-    low, high = 1 / work.model.elements, _MOST_ELEMENTS / work.model.elements
-    if not fits(low):
-        return 0
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return int(low * work.model.elements)

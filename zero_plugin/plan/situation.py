@@ -186,6 +186,10 @@ class Activations:
 
         return self.mapped(line)
 
+    def of_a_part(self, processes: int) -> Activations:
+        """The activations of one of the processes that share each sample; attention has a part of the heads."""
+        return self.mapped(lambda line: Affine(line.fixed, -(-line.per_sample // processes)), 1 / processes)
+
     def of_length(self, tokens: int) -> Activations:
         """The activations of samples of another length, but for attention that keeps its scores."""
         share = tokens / self.sample_length
@@ -237,6 +241,7 @@ class Cluster:
             processes together.
         nvme_read, nvme_write: of one node's disk.
         sources: where each constant comes from, by its name here.
+        shared_by: how many processes share each sample (`sequence_parallel_size`).
     """
 
     device_bytes: int
@@ -255,6 +260,7 @@ class Cluster:
     nvme_read: float = 0.0
     nvme_write: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+    shared_by: int = 1
 
     @classmethod
     def from_constants(cls, constants: Mapping[str, tuple[Any, str]], device_name: str = "") -> Cluster:
@@ -265,8 +271,13 @@ class Cluster:
 
     @property
     def processes(self) -> int:
-        """Data-parallel world size."""
+        """All processes, over which ZeRO partitions."""
         return self.nodes * self.devices
+
+    @property
+    def groups(self) -> int:
+        """Data-parallel world size: how many micro-batches are computed at the same time."""
+        return self.processes // self.shared_by
 
     @property
     def is_of_cpus(self) -> bool:

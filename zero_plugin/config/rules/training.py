@@ -176,7 +176,7 @@ def check_batch(asked: Asked) -> Iterator[Problem]:
     processes, shared = asked.value("num_processes"), asked.value("sequence_parallel_size", default=1)
     of_processes = "num_processes"
     if is_count(processes) and is_count(shared) and shared > 1 and processes % shared == 0:
-        of_processes, processes = f"num_processes {processes} ÷ sequence_parallel_size {shared} =", processes // shared
+        of_processes, processes = "groups (num_processes ÷ sequence_parallel_size)", processes // shared
     parts = {
         "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
         "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),

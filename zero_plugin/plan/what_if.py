@@ -1,0 +1,260 @@
+"""What to change where nothing fits, and the largest model that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+from zero_plugin.config.amounts import round_up, show_bytes
+from zero_plugin.config.parallelism import SEQUENCE_KEY
+from zero_plugin.errors import ConfigError
+from zero_plugin.plan.costs import Footprint
+from zero_plugin.plan.search import Candidate, Question, Wanted, batches, options, plan
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, Setup, Stage, Workload
+
+# What stays as the user has it: another batch or number type trains another model.
+_KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
+_MOST_NODES: Final = 1024
+# Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
+_LOGITS_BYTES: Final = 8
+_CHUNKS: Final = 8
+_SHORTEST: Final = 128  # tokens
+_MOST_ELEMENTS: Final = 10**14
+_PLENTY: Final = 2**60  # bytes
+_MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change by which the model fits.
+
+    Attributes:
+        what: in words, e.g. "31.2 GiB on each device instead of 24 GiB".
+        chosen: the fastest strategy then.
+        cluster: the machines then.
+    """
+
+    what: str
+    chosen: Candidate
+    cluster: Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Answers to two questions.
+
+    Attributes:
+        changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
+            memory, machines. Empty where something fits.
+        largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
+        savings: where nothing fits and activations are why: what takes less, and how many bytes of each device.
+    """
+
+    changes: tuple[Change, ...]
+    largest_elements: int
+    savings: tuple[tuple[str, int], ...] = ()
+
+
+def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
+    """The nearest configurations that fit, each with one thing changed, and the largest model that fits.
+
+    Args:
+        work: what is trained, in the wanted precision.
+        cluster: the machines.
+        wanted: what is fixed.
+
+    Raises:
+        ConfigError: what is fixed excludes itself.
+    """
+    question = Question(work, cluster, wanted)
+    if _fits(question):
+        return WhatIf((), _largest(question))
+    return WhatIf(tuple(_changes(question)), _largest(question), tuple(_savings(question)))
+
+
+def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
+    """A model with `factor` times the parameters, grown evenly in width and depth as decoders are.
+
+    Depth and width both grow by the factor's cube root (parameters are depth × width²), so activations, which are
+    depth × width, grow by its square; operations grow as the parameters do.
+    """
+    area, width = factor ** (2 / 3), factor ** (1 / 3)
+
+    def line(amount: Affine) -> Affine:
+        return Affine(int(amount.fixed * factor), int(amount.per_sample * area))
+
+    larger = replace(
+        model,
+        parameters=tuple(replace(p, elements=max(1, round(p.elements * factor))) for p in model.parameters),
+        buffer_bytes=int(model.buffer_bytes * factor),
+        largest_module=round(model.largest_module * factor),
+        hidden_size=None if model.hidden_size is None else round(model.hidden_size * width),
+    )
+    return larger, activations.mapped(line, factor)
+
+
+def _changes(question: Question) -> Iterator[Change]:
+    wanted, cluster = question.wanted, question.cluster
+    for name in (known.name for known in fields(Wanted)):
+        value = getattr(wanted, name)
+        if name not in _KEPT and value is not None:
+            yield from _tried(question, f"{name} free instead of {value}", wanted={name: None})
+    if not wanted.ddp and wanted.stage is None:
+        yield from _tried(question, "training without ZeRO", wanted={"ddp": True})
+    if wanted.stage == "ddp" and not wanted.gradient_views:
+        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
+        yield from _tried(question, views, wanted={"gradient_views": True})
+    smaller = tuple(_smaller_activations(question))
+    yield from smaller
+    for name, where in _MEMORIES.items():
+        least = _least(question, name)
+        no_help = smaller and name == "device_bytes" and least is not None and least > 2 * cluster.device_bytes
+        if least is not None and not no_help:
+            instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
+            yield from _tried(question, f"{show_bytes(least)} {where} instead of {instead}", cluster={name: least})
+    nodes = 2 * cluster.nodes
+    while nodes <= _MOST_NODES:
+        found = tuple(_tried(question, f"{nodes} nodes instead of {cluster.nodes}", cluster={"nodes": nodes}))
+        if found:
+            yield from found
+            return
+        nodes *= 2
+
+
+_CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in the backward"
+
+
+def _with_logits_in_chunks(question: Question, stage: Stage) -> Activations | None:
+    """The activations then; None where no such logits are among them."""
+    kept = question.work.activations
+    logits = _LOGITS_BYTES * (question.work.model.vocabulary or 0) * kept.sample_length
+    is_there = 0 < logits <= kept.under(stage).saved.per_sample
+    return kept.with_logits_in_chunks(logits, _CHUNKS) if is_there else None
+
+
+def _smaller_activations(question: Question) -> Iterator[Change]:
+    """A loss in chunks; and the longest samples, by halves, with which something fits."""
+    kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
+    if chunked is not None:
+        yield from _tried(question, _CHUNKED, work={"activations": chunked})
+    for processes in _sharing(question):
+        part, machines = {"activations": kept.of_a_part(processes)}, {"shared_by": processes}
+        if found := tuple(_tried(question, _shared_by(processes), work=part, cluster=machines)):
+            yield from found
+            break
+    length = kept.sample_length // 2
+    while length >= _SHORTEST:
+        what = f"samples of {length:,} tokens instead of {kept.sample_length:,}"
+        found = tuple(_tried(question, what, work={"activations": kept.of_length(length)}))
+        if found:
+            yield from found
+            return
+        length //= 2
+
+
+def _sharing(question: Question) -> Iterator[int]:
+    """How many processes may share each sample, doubling; none where a sample is no sequence, or they do already."""
+    cluster, processes = question.cluster, 2
+    if question.work.activations.sample_length == 1 or cluster.shared_by > 1:
+        return
+    while cluster.processes % processes == 0:
+        yield processes
+        processes *= 2
+
+
+def _shared_by(processes: int) -> str:
+    return f"{SEQUENCE_KEY}: {processes}, so that each process computes on a part of every sample"
+
+
+def _savings(question: Question) -> Iterator[tuple[str, int]]:
+    """What takes less on each device, and bytes, where activations fill most of it: of what is closest to fitting."""
+    kept, table = question.work.activations, plan(question.work, question.cluster, question.wanted).table
+    least = min([c for c in table if c.short] or table, key=question.excess)
+    setup, terms = least.setup, least.footprint.device
+    if 2 * (terms.get("activations", 0) + terms.get("transient", 0)) < least.footprint.device_bytes:
+        return
+    tried: dict[str, tuple[Setup, Activations]] = {}
+    chunked = _with_logits_in_chunks(question, setup.stage)
+    if chunked is not None:
+        tried[_CHUNKED] = (setup, chunked)
+    if kept.checkpointed is not None and not setup.activation_checkpointing:
+        tried["activation checkpointing"] = (replace(setup, activation_checkpointing=True), kept)
+    for processes in [*_sharing(question)][:1]:
+        tried[_shared_by(processes)] = (setup, kept.of_a_part(processes))
+    if kept.sample_length >= 2 * _SHORTEST:
+        half = kept.sample_length // 2
+        tried[f"samples of {half:,} tokens"] = (setup, kept.of_length(half))
+    if setup.micro_batch > 1:
+        tried[f"micro-batch {setup.micro_batch // 2}"] = (replace(setup, micro_batch=setup.micro_batch // 2), kept)
+    for what, (other, activations) in tried.items():
+        needed = _changed(question, work={"activations": activations}).measure(other)
+        if needed.device_bytes < least.footprint.device_bytes:
+            yield what, least.footprint.device_bytes - needed.device_bytes
+
+
+def _changed(question: Question, **changes: Mapping[str, Any]) -> Question:
+    """The question with other fields of what is wanted, or of the cluster."""
+    parts = {name: replace(getattr(question, name), **fields) for name, fields in changes.items()}
+    return replace(question, **parts)
+
+
+def _tried(question: Question, what: str, **changes: Mapping[str, Any]) -> Iterator[Change]:
+    """The change, if something fits by it."""
+    changed = _changed(question, **changes)
+    try:
+        if not _fits(changed):
+            return
+        choice = plan(changed.work, changed.cluster, changed.wanted)
+    except ConfigError:  # the batch cannot be divided so
+        return
+    if choice.chosen is not None:
+        yield Change(what, choice.chosen, changed.cluster)
+
+
+def _least(question: Question, name: str) -> int | None:
+    """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
+    roomy = _changed(question, cluster={name: _PLENTY})
+    # On a device without room DeepSpeed makes its flat copy in CPU memory.
+    needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
+    fitting = (found for found in needed if not roomy.missing_memory(found))
+    least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
+    return least and round_up(least)
+
+
+def _fits(question: Question) -> bool:
+    return any(not question.missing_memory(found) for found in _leanest(question))
+
+
+def _leanest(question: Question) -> Iterator[Footprint]:
+    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
+
+    Raises:
+        ConfigError: what is fixed excludes itself.
+    """
+    work, cluster, wanted = question.work, question.cluster, question.wanted
+    smallest = batches(cluster, wanted)[-1]
+    pins = (True, False) if wanted.pin_memory is None else (wanted.pin_memory,)
+    possible = (option for option in options(work, cluster, wanted) if not option.refused)
+    for setup in (setup for option in possible for setup in option.setups):
+        for pin in pins if setup.offload_optimizer != "none" else pins[:1]:
+            yield question.measure(replace(setup, **smallest, pin_memory=pin))
+
+
+def _largest(question: Question) -> int:
+    """Elements of the largest model that fits, by bisection of the factor to a thousandth."""
+    work = question.work
+
+    def fits(factor: float) -> bool:
+        model, activations = scale_model(work.model, work.activations, factor)
+        return _fits(replace(question, work=replace(work, model=model, activations=activations)))
+
+    if not work.model.elements:
+        return 0
+    low, high = 1 / work.model.elements, _MOST_ELEMENTS / work.model.elements
+    if not fits(low):
+        return 0
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return int(low * work.model.elements)
