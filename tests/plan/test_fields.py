@@ -23,6 +23,7 @@ from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.run_plan import fits_nowhere, fixed_fields, open_fields, planned_values
 from zero_plugin.plan.search import Wanted, plan
 from zero_plugin.plan.situation import OptimizerSizes, Workload, asked_optimizer, optimizer_sizes
+from zero_plugin.plan.what_if import Change, WhatIf, what_if
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
 STAGE, DEVICE = ("zero_optimization", "stage"), ("zero_optimization", "offload_optimizer", "device")
@@ -38,7 +39,6 @@ FIXED = Wanted(
     accumulation=1,
     activation_checkpointing=False,
 )
-from zero_plugin.plan.what_if import Change, WhatIf, what_if
 
 
 def asked(zero: dict[str, Any], **keys: Any) -> Document:

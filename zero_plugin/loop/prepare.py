@@ -29,6 +29,7 @@ from zero_plugin.config.run_files import keep_record
 from zero_plugin.data.active import LoaderProgress
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.long_context.transformers_models import share_model
 from zero_plugin.loop.memory_check import (
     Prediction,
     check_memory,
@@ -42,7 +43,6 @@ from zero_plugin.loop.training import Pair, Training, parameters_left_out
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
-from zero_plugin.sequence_parallel.transformers_models import share_model
 from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
 

@@ -33,6 +33,7 @@ from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.long_context.group import CURRENT, SequenceGroup
 from zero_plugin.loop.arguments import Options
 from zero_plugin.loop.fewer_processes import find_intended_processes
 from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory
@@ -40,7 +41,6 @@ from zero_plugin.loop.pretrained import checking_pretrained
 from zero_plugin.loop.same_everywhere import check_same_run
 from zero_plugin.machine.hardware import Meter, available_cpu_memory
 from zero_plugin.plan.run_plan import accelerator_kind, local_processes, probe_machine
-from zero_plugin.sequence_parallel.group import CURRENT, SequenceGroup
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.trackers import Trackers

@@ -30,6 +30,6 @@ MODULES = sorted(file.stem for file in Path(__file__).parent.glob("*_checks.py")
         for world in worlds
     ],
 )
-def test_check(module: str, world: int, name: str, sequence_outcome: Callable[[str, int, str], None]) -> None:
+def test_check(module: str, world: int, name: str, long_context_outcome: Callable[[str, int, str], None]) -> None:
     """The check holds on every process; its docstring says what it holds."""
-    sequence_outcome(module, world, name)
+    long_context_outcome(module, world, name)

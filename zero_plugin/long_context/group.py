@@ -84,7 +84,7 @@ class SequenceGroup:
                 f"the loss of this backward() differs among the {self.size} processes that share their samples: it is "
                 "that of a part of them, and the gradients would be those of another loss.\nUse the loss that the "
                 "model returns for labels, or compute it from complete logits: model(**batch) without labels gives "
-                "them. In a model of one's own, add up the parts by zero_plugin.sequence_parallel.total()."
+                "them. In a model of one's own, add up the parts by zero_plugin.long_context.total()."
             )
 
 

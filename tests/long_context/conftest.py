@@ -15,6 +15,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "strategies")]
 
 
 @pytest.fixture
-def sequence_outcome(run_check: Callable[[Path, str, int, str], None]) -> Callable[[str, int, str], None]:
+def long_context_outcome(run_check: Callable[[Path, str, int, str], None]) -> Callable[[str, int, str], None]:
     """Fail unless check NAME of MODULE passed on each of WORLD processes."""
     return functools.partial(run_check, HERE / "worker.py")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from zero_plugin.errors import LoopError
-from zero_plugin.sequence_parallel.group import CURRENT, SequenceGroup
+from zero_plugin.long_context.group import CURRENT, SequenceGroup
 
 _ROWS = 1024  # queries that are computed at once where a mask is needed, so that it is small
 

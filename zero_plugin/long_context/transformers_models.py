@@ -1,18 +1,16 @@
-"""Makes transformers' causal language models compute on this process's part of each sequence.
+"""Makes transformers' causal language models compute on this process's part of each sequence, and losses in chunks.
 
 Two hooks around the model's forward do it: before it the complete arguments become this process's part of them, and
 after it the parts of the results become complete ones. In between, the model calls an attention function of this
-package, which is registered with transformers under its own name and set in this model's configuration alone. A forward
-with a cache of keys, as `generate` has, is left as it is.
+package, which is registered with transformers under its own name and set in this model's configuration alone, and a
+loss function, which adds up the losses of parts and of chunks. A forward with a cache of keys, as `generate` has, is
+left as it is.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
-import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,126 +22,88 @@ from torch.nn.functional import pad
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.sequence_parallel.attention import Layout, attend, documents_of, with_filling
-from zero_plugin.sequence_parallel.group import CURRENT, SequenceGroup
+from zero_plugin.long_context.attention import Layout, attend, documents_of, with_filling
+from zero_plugin.long_context.chunks import Deferred, loss_in_chunks
+from zero_plugin.long_context.group import CURRENT, SequenceGroup
+from zero_plugin.long_context.supported import causal_models, is_tokenwise, takes_any, why_not
 
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
 _IGNORED = -100  # the label of tokens that are in no loss
 # What fills sequences up to a multiple of the group's size; other arguments of a value for each token are not known.
 _FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "labels": _IGNORED, "shift_labels": _IGNORED}
-_LAYERS = ("full_attention", "sliding_attention")
-_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position of a forward
 
 
 @dataclass
-class _Forward:
-    """A forward of a model that runs on parts.
+class _Ways:
+    """How a model computes; it is kept with the model, so that a copy computes likewise.
 
     Attributes:
-        module: the model.
-        group: the processes that share it.
+        shares: whether its samples are shared by the processes of a group.
+        chunks: into how many the tokens of its loss are cut.
+    """
+
+    shares: bool = False
+    chunks: int = 1
+
+
+_WAYS = "_zero_plugin_ways"  # attribute of a model
+
+
+@dataclass
+class _Parts:
+    """What a forward on parts needs to know.
+
+    Attributes:
+        group: the processes that share the samples.
         layout: what may attend to what, in complete sequences.
         length: of the complete sequences, without what fills them up.
         part: the length of a part.
-        tokens: how many tokens the loss is the mean of; None without labels.
         keeps: how many logits are wanted, from the end; 0 for all.
         attended: how many layers have computed attention.
-        lost: whether the loss was computed.
         random: restores the state of the random numbers.
     """
 
-    module: nn.Module
     group: SequenceGroup
     layout: Layout
     length: int
     part: int
-    tokens: Tensor | None
     keeps: int
     attended: int = 0
-    lost: bool = False
     random: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+
+@dataclass
+class _Forward:
+    """A forward that runs.
+
+    Attributes:
+        module: the model.
+        parts: None where it has complete samples.
+        head: what stands in for the model's head, where the loss is computed in chunks; else None.
+        chunks: into how many.
+        has_labels: whether it is to compute a loss.
+        has_loss: whether it has.
+    """
+
+    module: nn.Module
+    parts: _Parts | None
+    head: Deferred | None
+    chunks: int
+    has_labels: bool
+    has_loss: bool = False
 
 
 _RUNNING: list[_Forward] = []  # a model may be called by another
 
 
-# ---- which models, and what they need --------------------------------------------------------------------------------
-
-
-def causal_models(module: nn.Module) -> Iterator[Any]:
-    """The outermost models of transformers in `module`, which may be one itself."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return
-    if isinstance(module, modeling.PreTrainedModel):
-        yield module
-        return
-    for child in module.children():
-        yield from causal_models(child)
-
-
-def why_not(model: Any, processes: int) -> str | None:
-    """Why a model of transformers cannot compute on parts of sequences; None if it can.
-
-    Args:
-        model: the model.
-        processes: the number of processes that share its sequences.
-    """
-    config, name = model.config, type(model).__name__
-    heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "layer_types", None) or ()
-    other = sorted({str(kind) for kind in layers} - {*_LAYERS})
-    ropes = sorted({kind for kind in _rope_types(config) if kind in _OF_LENGTH})
-    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
-    both_ways = [part for part in model.modules() if getattr(part, "is_causal", True) is False]
-    reasons = {
-        f"a {name} computes its attention by itself": not getattr(model, "_supports_attention_backend", False),
-        f"a {name} has an encoder and a decoder": getattr(config, "is_encoder_decoder", False),
-        f"a {name} has another model beside that of text": config.get_text_config() is not config,
-        f"its {heads} attention heads do not divide among {processes} processes": heads % processes,
-        f"it has layers of {', '.join(other)}": other,
-        f"its {', '.join(ropes)} position embeddings depend on the length of a part": ropes,
-        f"{name} convolves along the sequence": convolutions,
-        f"a {name} attends to what comes later": both_ways or not getattr(config, "is_causal", True),
-        "it attends in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None),
-        "it caps its attention's scores (attn_logit_softcapping)": getattr(config, "attn_logit_softcapping", None),
-        f"the attention of a {name} has sinks": any(hasattr(part, "sinks") for part in model.modules()),
-        "it attends to another model (add_cross_attention)": getattr(config, "add_cross_attention", False),
-        "the loss of its router (output_router_logits) would be that of a part": getattr(
-            config, "output_router_logits", False
-        ),
-        f"a {name} is neither a causal language model nor its base": not _is_tokenwise(model),
-        f"the forward of a {name} passes no shift_labels on to its loss": not _takes_any(model),
-    }
-    return next((reason for reason, is_so in reasons.items() if is_so), None)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    """The kinds of rotary position embeddings that a configuration names, in the forms that transformers has had."""
-    for name in ("rope_parameters", "rope_scaling"):
-        found = getattr(config, name, None) or {}
-        for one in (found, *(inner for inner in found.values() if isinstance(inner, dict))):
-            yield str(one.get("rope_type", one.get("type", "")))
-
-
-def _is_tokenwise(model: Any) -> bool:
-    """Whether what follows the attention is computed for each token by itself: by a head for words, or not at all."""
-    if model.base_model is model:
-        return True
-    kind = getattr(model, "loss_type", None)
-    return kind in (None, "ForCausalLM") and model.get_output_embeddings() is not None
-
-
-def _takes_any(model: Any) -> bool:
-    """Whether the forward takes further keywords; a base model has no loss to pass them to."""
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    return model.base_model is model or inspect.Parameter.VAR_KEYWORD in kinds
+# ---- which models compute so -----------------------------------------------------------------------------------------
 
 
 def share_model(module: nn.Module, document: Document) -> None:
     """Make a model that is being prepared compute on parts of sequences.
 
     Args:
-        module: holds models of transformers, or calls the functions of `zero_plugin.sequence_parallel` by itself, which
+        module: holds models of transformers, or calls the functions of `zero_plugin.long_context` by itself, which
             an attribute `supports_sequence_parallel` of it, or of one of its parts, says.
         document: the configuration, whose `sequence_parallel_size` is above 1.
 
@@ -155,7 +115,7 @@ def share_model(module: nn.Module, document: Document) -> None:
     if not models and not any(getattr(part, "supports_sequence_parallel", False) for part in module.modules()):
         message = f"{size}, but it is not known how a {type(module).__name__} computes on parts of sequences"
         fix = (
-            "Write 1; or call cut(), attention() and gather() of zero_plugin.sequence_parallel in its forward, and set "
+            "Write 1; or call cut(), attention() and gather() of zero_plugin.long_context in its forward, and set "
             "supports_sequence_parallel = True in its class."
         )
         raise ConfigError([Problem(where, SEQUENCE_KEY, message, fix)])
@@ -163,15 +123,53 @@ def share_model(module: nn.Module, document: Document) -> None:
         if (reason := why_not(model, size)) is not None:
             message = f"{size}, but a {type(model).__name__} cannot compute on parts of sequences: {reason}"
             raise ConfigError([Problem(where, SEQUENCE_KEY, message, "Write 1, or train another model.")])
-        if model not in _SHARED:
-            _share(model)
-            _SHARED.add(model)
+        if not _follow(model).shares:
+            _attend_by_parts(model)
+            _follow(model).shares = True
 
 
-_SHARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
+    """Have a causal language model of transformers compute the loss of its `labels` in chunks of tokens.
+
+    In training, the logits of one chunk are there at a time, in the forward and again in the backward. The loss and its
+    gradients are the same sums; `logits` are left out of what the model returns. Evaluation is as before. Call it
+    before or after `prepare`, with or without ZeRO and sequence parallelism; a second call changes the number.
+
+    Args:
+        model: the model, or a prepared one.
+        chunks: into how many parts the tokens of a micro-batch are cut; 1 for the loss as it was.
+
+    Raises:
+        LoopError: it holds no such model, or `chunks` is below 1.
+    """
+    found = [causal for causal in causal_models(model) if causal.base_model is not causal]
+    if len(found) != 1 or not (is_tokenwise(found[0]) and takes_any(found[0])):
+        kinds = ", ".join(type(one).__name__ for one in found) or "none in it"
+        raise LoopError(
+            f"chunk_loss(): it takes a causal language model of transformers; found {kinds}.\n"
+            "Compute the loss of a model of your own by torch.nn.functional.linear_cross_entropy, or by "
+            "torch.utils.checkpoint."
+        )
+    if chunks < 1:
+        raise LoopError(f"chunk_loss(): chunks={chunks}; give 1 or more.")
+    _follow(found[0]).chunks = chunks
 
 
-def _share(model: Any) -> None:
+def _follow(model: Any) -> _Ways:
+    """How a model computes, which it can be told from now on."""
+    ways = getattr(model, _WAYS, None)
+    if ways is None:
+        ways = _Ways()
+        setattr(model, _WAYS, ways)
+        if model.base_model is not model:
+            model.loss_function = _loss
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, with_kwargs=True, always_call=True)
+    return ways
+
+
+def _attend_by_parts(model: Any) -> None:
+    """Set this package's attention in the configuration of this model alone."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -183,25 +181,52 @@ def _share(model: Any) -> None:
         if getattr(part, "config", None) is before:
             part.config = own
     model.set_attn_implementation(NAME)
-    if model.base_model is not model:
-        model.loss_function = _loss_of_group
-    model.register_forward_pre_hook(_take_part, with_kwargs=True)
-    model.register_forward_hook(_give_whole, with_kwargs=True, always_call=True)
 
 
 # ---- the forward -----------------------------------------------------------------------------------------------------
 
 
-def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a forward: this process's part of each argument."""
-    group = CURRENT.find()
+def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a forward: this process's part of each argument, and something in place of the head."""
+    ways, group = getattr(module, _WAYS), CURRENT.find()
     given = _named(module, args, kwargs)
-    if group is None or given.get("past_key_values") is not None:
-        return None
-    tokens = given.get("input_ids")
+    has_labels = given.get("labels") is not None
+    parts, tokens = None, given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None:
-        return None  # the model says what it needs
+    if ways.shares and group is not None and tokens is not None and given.get("past_key_values") is None:
+        parts = _take_part(module, group, given, tokens)
+    head = None
+    if ways.chunks > 1 and has_labels and torch.is_grad_enabled():
+        model: Any = module
+        head = Deferred(model.get_output_embeddings())
+        model.set_output_embeddings(head)
+    _RUNNING.append(_Forward(module, parts, head, ways.chunks, has_labels))
+    return (), given
+
+
+def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG001 - a hook's arguments
+    """After a forward: the complete results, without logits where none were made, or each process has other ones."""
+    if not _RUNNING or _RUNNING[-1].module is not module:
+        return None
+    forward = _RUNNING.pop()
+    if forward.head is not None:
+        model: Any = module
+        model.set_output_embeddings(forward.head.head)
+    if forward.parts is not None:
+        forward.parts.random.__exit__(None, None, None)
+    if output is None:
+        return None  # the forward has raised
+    if forward.has_labels and not forward.has_loss and (forward.parts or forward.head):
+        raise _refusal(module, "it computes its loss by itself")
+    if forward.parts is not None:
+        return _give_whole(module, forward.parts, output, leaves_out=forward.has_labels and torch.is_grad_enabled())
+    if forward.head is not None:
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return None
+
+
+def _take_part(module: nn.Module, group: SequenceGroup, given: dict[str, Any], tokens: Tensor) -> _Parts:
+    """Replace the complete arguments by this process's parts of them."""
     _refuse_arguments(module, given, tokens)
     _check_same_batch(group, given, tokens)
     batch, length = tokens.shape[:2]
@@ -215,9 +240,8 @@ def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     after = positions[:, -1:] + torch.arange(1, filled - length + 1, device=positions.device)
     given["position_ids"] = group.part_of(torch.cat([positions, after], 1), 1)
-    counted = None
     if given.get("labels") is not None:
-        counted = _shift(given, length)
+        _shift(given)
     for name, filling in _FILLING.items():
         value = given.get(name)
         if isinstance(value, Tensor):
@@ -227,38 +251,35 @@ def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     keeps = given.pop("logits_to_keep", 0)
     if not isinstance(keeps, int):
         raise _refusal(module, f"logits_to_keep is a {type(keeps).__name__}; give a number of tokens from the end")
-    forward = _Forward(module, group, with_filling(layout, filled), length, filled // group.size, counted, keeps)
+    parts = _Parts(group, with_filling(layout, filled), length, filled // group.size, keeps)
     if module.training and _drops(module):
-        forward.random = _own_random_numbers(group, tokens.device)
-        forward.random.__enter__()
-    _RUNNING.append(forward)
-    return (), given
+        parts.random = _own_random_numbers(group, tokens.device)
+        parts.random.__enter__()
+    return parts
 
 
-def _give_whole(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG001 - a hook's arguments
-    """After a forward: the complete results."""
-    if not _RUNNING or _RUNNING[-1].module is not module:
-        return None
-    forward = _RUNNING.pop()
-    forward.random.__exit__(None, None, None)
-    if output is None:
-        return None  # the forward has raised
-    layers = getattr(module.config, "num_hidden_layers", forward.attended)
-    if forward.attended != layers:
+def _give_whole(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
+    """The results with what is complete in place of parts.
+
+    Args:
+        module: the model.
+        parts: of the forward.
+        output: what it returned.
+        leaves_out: whether parts are left out: in training a loss was computed of them.
+    """
+    layers = getattr(module.config, "num_hidden_layers", parts.attended)
+    if parts.attended != layers:
         raise _refusal(
-            module, f"{forward.attended} of its {layers} layers attend by transformers' interface; the others do not"
+            module, f"{parts.attended} of its {layers} layers attend by transformers' interface; the others do not"
         )
-    if forward.tokens is not None and not forward.lost:
-        raise _refusal(module, "it computes its loss by itself, which would be that of a part")
-    is_left_out = forward.tokens is not None and torch.is_grad_enabled()
     results = {}
     for name, value in output.items():
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == forward.part:
-            if is_left_out:
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == parts.part:
+            if leaves_out:
                 continue
-            value = forward.group.gather(value, 1)[:, : forward.length]
-            if name == "logits" and forward.keeps:
-                value = value[:, -forward.keeps :]
+            value = parts.group.gather(value, 1)[:, : parts.length]
+            if name == "logits" and parts.keeps:
+                value = value[:, -parts.keeps :]
         results[name] = value
     return type(output)(**results)
 
@@ -312,15 +333,12 @@ def _digest(numbers: Tensor) -> Tensor:
     return ((flat + 1) * weights).sum() % 0x7FFFFFFF
 
 
-def _shift(given: dict[str, Any], length: int) -> Tensor:
-    """Add `shift_labels`, the label of each token's next one, which the loss of a part needs; return their number."""
+def _shift(given: dict[str, Any]) -> None:
+    """Add `shift_labels`, the label of each token's next one, which the loss of a part needs, and their number."""
     if given.get("shift_labels") is None:
         given["shift_labels"] = pad(given["labels"][:, 1:], (0, 1), value=_IGNORED)
-    counted = given.get("num_items_in_batch")
-    if counted is None:
-        counted = (given["shift_labels"][:, :length] != _IGNORED).sum()
-        given["num_items_in_batch"] = counted
-    return torch.as_tensor(counted)
+    if given.get("num_items_in_batch") is None:
+        given["num_items_in_batch"] = (given["shift_labels"] != _IGNORED).sum()
 
 
 def _drops(module: nn.Module) -> bool:
@@ -357,9 +375,9 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     """In place of a mask: the layout of complete sequences, in a forward on parts. Registered with transformers."""
     from transformers.masking_utils import sdpa_mask
 
-    if not _RUNNING:
+    if (parts := _running_parts()) is None:
         return sdpa_mask(*args, **kwargs)
-    return replace(_RUNNING[-1].layout, window=kwargs.get("local_size"))
+    return replace(parts.layout, window=kwargs.get("local_size"))
 
 
 def _attend(
@@ -375,8 +393,9 @@ def _attend(
     """Attention of a layer, registered with transformers; on parts where the mask is a layout."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    parts = _running_parts()
     if not isinstance(attention_mask, Layout):
-        if _RUNNING:
+        if parts is not None:
             raise _refusal(_RUNNING[-1].module, "it makes the masks of its attention by itself")
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -385,24 +404,49 @@ def _attend(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise LoopError(f"sequence_parallel_size: {name} of a {type(module).__name__} is not supported.")
-    if _RUNNING:  # else a layer is computed again for its backward
-        _RUNNING[-1].attended += 1
+    if parts is not None:  # else a layer is computed again for its backward
+        parts.attended += 1
     attended = attend(query, key, value, attention_mask, dropout=dropout, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None
 
 
-def _loss_of_group(*args: Any, **kwargs: Any) -> Tensor:
-    """The mean over the tokens of complete sequences: transformers' own loss of each part, and the sum of the parts."""
+def _running_parts() -> _Parts | None:
+    return _RUNNING[-1].parts if _RUNNING else None
+
+
+def _loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The mean over the tokens of complete sequences, as transformers' own, of parts and in chunks."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    loss: Tensor = ForCausalLMLoss(*args, **kwargs)
-    if not _RUNNING or _RUNNING[-1].tokens is None:
-        return loss
-    forward = _RUNNING[-1]
-    if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
-        raise _refusal(forward.module, "it does not pass shift_labels on to its loss")
-    forward.lost = True
-    return forward.group.total(loss)
+    forward = _RUNNING[-1] if _RUNNING else None
+    parts, head = (None, None) if forward is None else (forward.parts, forward.head)
+    if forward is not None:
+        forward.has_loss = True
+        if parts is not None and (shift_labels is None or num_items_in_batch is None):
+            raise _refusal(forward.module, "it does not pass shift_labels on to its loss")
+    if forward is None or head is None:
+        counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+        loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, shift_labels=shift_labels, **counted, **kwargs)
+    else:
+        if logits is not head.given:
+            raise LoopError(
+                f"chunk_loss(): a {type(forward.module).__name__} changes its logits before the loss, so they cannot "
+                "be made in chunks."
+            )
+        if shift_labels is None:
+            assert labels is not None, "a model calls this for its labels"
+            shift_labels = pad(labels[..., 1:], (0, 1), value=ignore_index)
+        tokens = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = loss_in_chunks(head.head, logits, shift_labels, tokens, forward.chunks, ignore_index)
+    return loss if parts is None else parts.group.total(loss)
 
 
 def _refusal(module: nn.Module, why: str) -> LoopError:

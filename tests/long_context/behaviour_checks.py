@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zero_plugin import DummyOptim, DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.sequence_parallel import attention, cut, gather, total
+from zero_plugin.long_context import attention, cut, gather, total
 
 Batch = dict[str, Tensor]
 

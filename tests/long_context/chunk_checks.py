@@ -1,0 +1,192 @@
+"""Losses and layers in chunks: the numbers of complete ones, with ZeRO, with shared samples, under accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device import DEVICE
+from paths import raised, running
+from sharing import LENGTH, MODELS, WORDS, Case, llama, make_samples, sharing, train_plainly, train_shared
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from zero_plugin.errors import LoopError
+from zero_plugin.long_context import chunk_layer, chunk_loss
+
+CASES = {
+    "tied": Case(model="gpt2", accumulation=4),
+    "a-chunk-without-labels": Case(samples="half", accumulation=4, clip=0.1),
+    "padded": Case(samples="right", accumulation=2, length=15),
+}
+
+
+def _alike(found: Any, wanted: Any, count: int) -> None:
+    off = [abs(one - other) for one, other in zip(found[0], wanted[0], strict=True)]
+    assert max(off) < 2e-5, off
+    for name, weight in wanted[1].items():
+        assert (found[1][name] - weight).abs().max() < 2e-5, name
+    assert found[2].shape == wanted[2].shape
+    assert len(found[2]) == count
+
+
+def _check_training(path: str, case: Case, size: int, *, early: bool) -> None:
+    wanted = train_plainly(case, dist.get_world_size() // size)
+    start = (lambda **more: sharing(path, size, **more)) if size > 1 else (lambda **more: running(path, **more))
+    with start(gradient_accumulation_steps=case.accumulation) as accelerator:
+        model = MODELS[case.model]()
+        if early:
+            chunk_loss(model, 3)
+            found = train_shared(accelerator, case, model)
+        else:
+            prepare = accelerator.prepare
+
+            def prepare_and_chunk(*objects: Any) -> Any:
+                prepared = prepare(*objects)
+                chunk_loss(prepared[0], 3)
+                return prepared
+
+            accelerator.prepare = prepare_and_chunk
+            found = train_shared(accelerator, case, model)
+    _alike(found, wanted, case.count)
+
+
+def check_logits_are_made_in_chunks(path: str) -> None:
+    """The head gets a third of the tokens at a time, twice; the model returns no logits, but in evaluation."""
+    batch = {
+        name: torch.stack([s[name] for s in make_samples("plain", 3)]).to(DEVICE) for name in ("input_ids", "labels")
+    }
+    with running(path) as accelerator:
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sizes: list[int] = []
+        model.lm_head.register_forward_pre_hook(lambda _, given: sizes.append(given[0].shape[:-1].numel()))
+        chunk_loss(model, 3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        output = model(**batch)
+        assert output.logits is None
+        accelerator.backward(output.loss)
+        assert sizes == [LENGTH] * 6
+        sizes.clear()
+        with torch.no_grad():
+            assert model(**batch).logits.shape == (3, LENGTH, WORDS)
+        assert sizes == [3 * LENGTH]
+        inner = accelerator.unwrap_model(model)
+        assert inner.get_output_embeddings() is inner.lm_head
+        chunk_loss(model, 1)
+        assert model(**batch).logits is not None
+
+
+def check_a_failed_forward_leaves_the_model_whole(path: str) -> None:
+    """The head is back where an error has ended a forward."""
+    with running(path) as accelerator:
+        model = llama()
+        chunk_loss(model)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inner = accelerator.unwrap_model(model)
+        head = inner.lm_head
+        wrong = torch.full((1, 4), WORDS + 3, device=DEVICE)
+        if DEVICE == "cpu":
+            raised(IndexError, by=lambda: inner(input_ids=wrong, labels=wrong))
+            assert inner.lm_head is head
+
+
+def check_what_cannot_be_chunked_is_refused(path: str) -> None:
+    """A model without such a loss, no chunks, and logits that are changed before the loss."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    raised(LoopError, "chunk_loss()", "none in it", by=lambda: chunk_loss(nn.Linear(2, 2)))
+    raised(LoopError, "chunk_loss()", "none in it", by=lambda: chunk_loss(llama().model))
+    raised(LoopError, "chunks=0", by=lambda: chunk_loss(llama(), 0))
+    raised(LoopError, "chunks=0", by=lambda: chunk_layer(nn.Linear(2, 2), 0))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    capped = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=WORDS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0, **sizes)
+    ).to(DEVICE)
+    chunk_loss(capped)
+    ids = torch.ones(1, 4, dtype=torch.long, device=DEVICE)
+    raised(LoopError, "changes its logits", by=lambda: capped(input_ids=ids, labels=ids))
+    with running(path):
+        pass
+
+
+def check_layers_in_chunks(path: str) -> None:
+    """MLPs over thirds of the sequence, below checkpointed blocks too: losses and weights are those of complete ones."""
+    case = Case(accumulation=2)
+    wanted = train_plainly(case, dist.get_world_size())
+    for checkpointed in (False, True):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            model = llama()
+            seen: list[int] = []
+            for layer in model.model.layers:
+                chunk_layer(layer.mlp, 5)
+                chunk_layer(layer.mlp, 3)
+                layer.mlp.gate_proj.register_forward_pre_hook(
+                    lambda _, given, seen=seen: seen.append(given[0].shape[1])
+                )
+            if checkpointed:
+                model.gradient_checkpointing_enable()
+            found = train_shared(accelerator, case, model)
+            assert set(seen[:6]) == {6, 4}  # 16 in three
+        _alike(found, wanted, case.count)
+
+
+def check_saved_on_the_cpu(path: str) -> None:
+    """Checkpoints of blocks that are kept in CPU memory, by torch's own context, change nothing."""
+    case = Case()
+    wanted = train_plainly(case, dist.get_world_size())
+    with running(path) as accelerator:
+        model = llama()
+        model.gradient_checkpointing_enable()
+        chunk_loss(model)
+        with torch.autograd.graph.save_on_cpu():
+            found = train_shared(accelerator, case, model)
+    _alike(found, wanted, case.count)
+
+
+def check_a_loss_of_ones_own(path: str) -> None:
+    """What the error of `chunk_loss` recommends to others: torch's own function takes hidden states."""
+    from torch.nn import functional
+
+    linear_cross_entropy: Callable[..., Tensor] | None = getattr(functional, "linear_cross_entropy", None)
+    if linear_cross_entropy is None:
+        return  # torch before 2.12
+    torch.manual_seed(0)
+    hidden, head = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4)
+    labels = torch.tensor([0, 4, -100, 2, 1, 3])
+    found = linear_cross_entropy(hidden, head, labels)
+    assert torch.allclose(found, cross_entropy(hidden @ head.T, labels))
+    with running(path):
+        pass
+
+
+def _on(path: str, function: Callable[[str], None]) -> Callable[[Path], None]:
+    return lambda _: function(path)
+
+
+CHECKS: dict[str, Any] = {
+    f"{path}-{name}-{size}-{'early' if early else 'late'}": (
+        [2],
+        lambda _, path=path, case=case, size=size, early=early: _check_training(path, case, size, early=early),
+    )
+    for path in ("ddp", "zero0", "zero2", "zero3", "zero3-cpu")
+    for name, case in CASES.items()
+    for size in (1, 2)
+    for early in (True, False)
+    if path in ("ddp", "zero3") or (name == "a-chunk-without-labels" and early)
+}
+CHECKS |= {
+    f"{path}-{function.__name__.removeprefix('check_')}": ([2], _on(path, function))
+    for path in ("ddp", "zero3")
+    for function in (
+        check_logits_are_made_in_chunks,
+        check_a_failed_forward_leaves_the_model_whole,
+        check_layers_in_chunks,
+        check_saved_on_the_cpu,
+    )
+}
+CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
+CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))

@@ -1,0 +1,97 @@
+"""Computation in chunks of tokens, and anew in the backward, so that less is kept at once: losses, and layers.
+
+A language model's logits are one number for each token and word: of 32,768 tokens and 128,256 words 16.8 GB in fp32,
+and as much for their gradients. In chunks only those of one are there at a time. The result is the same sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from zero_plugin.errors import LoopError
+
+
+class Deferred(nn.Module):
+    """In place of a model's head while the model runs: the head is applied later, to chunks.
+
+    Attributes:
+        given: what it was to be applied to.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._head = (head,)  # so that it is no part of this module
+        self.given: Tensor | None = None
+
+    @property
+    def head(self) -> nn.Module:
+        """The model's head, which this stands in for."""
+        return self._head[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The hidden states, as they are."""
+        self.given = hidden
+        return hidden
+
+
+def loss_in_chunks(
+    head: nn.Module, hidden: Tensor, following: Tensor, tokens: Tensor | int, chunks: int, ignored: int
+) -> Tensor:
+    """The cross entropy of each token's next one, summed and divided by a number of tokens.
+
+    Args:
+        head: makes logits of hidden states.
+        hidden: of shape (batch, sequence, size).
+        following: of shape (batch, sequence), each token's next one.
+        tokens: what the sum is divided by.
+        chunks: how many.
+        ignored: the label of tokens that do not count.
+
+    Returns:
+        A scalar in fp32.
+    """
+    summed = torch.zeros((), device=hidden.device)
+    for part, labels in zip(hidden.flatten(0, 1).chunk(chunks), following.flatten().chunk(chunks), strict=True):
+        summed = summed + checkpoint(_summed_loss, head, part, labels, ignored, use_reentrant=False)
+    return summed / tokens
+
+
+def _summed_loss(head: nn.Module, hidden: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    return cross_entropy(head(hidden).float(), labels, ignore_index=ignored, reduction="sum")
+
+
+def chunk_layer(layer: nn.Module, chunks: int) -> None:
+    """Have a layer compute chunks of tokens one after the other, in training, and anew in the backward.
+
+    For layers that compute each token by itself, as the MLP of a transformer: what they keep between is then that of
+    one chunk. The numbers stay the same but for rounding. A second call changes the number.
+
+    Args:
+        layer: its forward takes hidden states of shape (batch, sequence, size) first, and returns a tensor of as many
+            tokens.
+        chunks: into how many parts the sequence is cut; 1 for the layer as it was.
+
+    Raises:
+        LoopError: `chunks` is below 1.
+    """
+    if chunks < 1:
+        raise LoopError(f"chunk_layer(): chunks={chunks}; give 1 or more.")
+    forward = getattr(layer.forward, "complete", layer.forward)
+
+    def in_chunks(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if chunks == 1 or not torch.is_grad_enabled():
+            return forward(hidden, *args, **kwargs)  # type: ignore[no-any-return]
+        parts = [checkpoint(forward, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
+        if any(not isinstance(part, Tensor) for part in parts) or sum(len(p[0]) for p in parts) != hidden.shape[1]:
+            raise LoopError(
+                f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."
+            )
+        return torch.cat(parts, 1)
+
+    in_chunks.complete = forward  # type: ignore[attr-defined]
+    layer.forward = in_chunks

@@ -1,0 +1,82 @@
+"""Which models of transformers can compute on parts of sequences, and why the others cannot."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_LAYERS = ("full_attention", "sliding_attention")
+_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position of a forward
+
+
+def causal_models(module: nn.Module) -> Iterator[Any]:
+    """The outermost models of transformers in `module`, which may be one itself."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    if isinstance(module, modeling.PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from causal_models(child)
+
+
+def why_not(model: Any, processes: int) -> str | None:
+    """Why a model of transformers cannot compute on parts of sequences; None if it can.
+
+    Args:
+        model: the model.
+        processes: the number of processes that share its sequences.
+    """
+    config, name = model.config, type(model).__name__
+    heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "layer_types", None) or ()
+    other = sorted({str(kind) for kind in layers} - {*_LAYERS})
+    ropes = sorted({kind for kind in _rope_types(config) if kind in _OF_LENGTH})
+    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
+    both_ways = [part for part in model.modules() if getattr(part, "is_causal", True) is False]
+    reasons = {
+        f"a {name} computes its attention by itself": not getattr(model, "_supports_attention_backend", False),
+        f"a {name} has an encoder and a decoder": getattr(config, "is_encoder_decoder", False),
+        f"a {name} has another model beside that of text": config.get_text_config() is not config,
+        f"its {heads} attention heads do not divide among {processes} processes": heads % processes,
+        f"it has layers of {', '.join(other)}": other,
+        f"its {', '.join(ropes)} position embeddings depend on the length of a part": ropes,
+        f"{name} convolves along the sequence": convolutions,
+        f"a {name} attends to what comes later": both_ways or not getattr(config, "is_causal", True),
+        "it attends in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None),
+        "it caps its attention's scores (attn_logit_softcapping)": getattr(config, "attn_logit_softcapping", None),
+        f"the attention of a {name} has sinks": any(hasattr(part, "sinks") for part in model.modules()),
+        "it attends to another model (add_cross_attention)": getattr(config, "add_cross_attention", False),
+        "the loss of its router (output_router_logits) would be that of a part": getattr(
+            config, "output_router_logits", False
+        ),
+        f"a {name} is neither a causal language model nor its base": not is_tokenwise(model),
+        f"the forward of a {name} passes no shift_labels on to its loss": not takes_any(model),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """The kinds of rotary position embeddings that a configuration names, in the forms that transformers has had."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = getattr(config, name, None) or {}
+        for one in (found, *(inner for inner in found.values() if isinstance(inner, dict))):
+            yield str(one.get("rope_type", one.get("type", "")))
+
+
+def is_tokenwise(model: Any) -> bool:
+    """Whether what follows the attention is computed for each token by itself: by a head for words, or not at all."""
+    if model.base_model is model:
+        return True
+    kind = getattr(model, "loss_type", None)
+    return kind in (None, "ForCausalLM") and model.get_output_embeddings() is not None
+
+
+def takes_any(model: Any) -> bool:
+    """Whether the forward takes further keywords; a base model has no loss to pass them to."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    return model.base_model is model or inspect.Parameter.VAR_KEYWORD in kinds
