@@ -30,8 +30,8 @@ SECTIONS = {
     }
 }
 MODULES = (
-    *("zero_plugin", "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging", "optimizer"),
-    *("scheduler", "state", "tracking", "utils", "errors"),
+    *("zero_plugin", "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging"),
+    *("long_context", "optimizer", "scheduler", "state", "tracking", "utils", "errors"),
 )
 _ABOUT_KEYS = """This page is made from the schema with which `zero-plugin check` checks a file. `auto` is allowed for
 every key and leaves its value to the run. How files, flags and code go together is in the

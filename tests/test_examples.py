@@ -23,6 +23,7 @@ FALLS = {
     "streaming_data": ("loss", 0.5),
     "diffusion": ("loss", 0.5),
     "resume": ("loss", 0.3),
+    "long_context": ("loss", 0.7),
     "big_model_inference": ("difference", None),
 }
 DAILY = ("plain_loop", "resume", "streaming_data")

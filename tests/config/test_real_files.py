@@ -61,6 +61,7 @@ RESOLVES = {
     "deepspeed_examples/training__data_efficiency__vit_finetuning__config__ds_config_imagenet_random_ltd.json": "The same; batch 256 of 16 is sixteen processes or accumulation.",
     "deepspeed_examples/training__pipeline_parallelism__ds_config.json": "A plain configuration: batch, Adam, nothing of pipelines, which the script makes.",
     # TRL's launch files
+    "trl/examples__accelerate_configs__alst_ulysses_4gpu.yaml": "Two groups of two processes share samples; dp_shard_size 2 is what follows.",
     "trl/examples__accelerate_configs__deepspeed_zero1.yaml": "As `accelerate config` writes it, stage 1 in bf16 on eight processes.",
     "trl/examples__accelerate_configs__deepspeed_zero2.yaml": "Stage 2 with both offloads written out as none.",
     "trl/examples__accelerate_configs__deepspeed_zero3.yaml": "Stage 3; zero3_init_flag and zero3_save_16bit_model are Accelerate's fields.",
@@ -143,10 +144,6 @@ REFUSED = {
     "deepspeed_examples/training__tensor_parallel__hf_integration__configs__ds_config.json": (
         "Four-fold tensor parallelism: the loaders here would give each of the four other samples, which is wrong for it.",
         {("tensor_parallel.autotp_size", "4")},
-    ),
-    "trl/examples__accelerate_configs__alst_ulysses_4gpu.yaml": (
-        "Sequence parallelism over two; its dp_shard_size of 2 is data parallelism and no fault.",
-        {("parallelism_config.parallelism_config_sp_size", "2 is not supported")},
     ),
     "trl/examples__accelerate_configs__context_parallel_2gpu.yaml": (
         "FSDP, and a context split over two GPUs: neither is on any path here.",

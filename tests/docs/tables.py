@@ -135,6 +135,14 @@ losses, rates, progress = torch.zeros(args.steps), [], Progress(total=args.steps
     ("docs/demo.md", "accelerator.end_training()"): """
 (args.output / "model" / "config.json").write_text(json.dumps(asdict(config)))
 """,
+    ("docs/long-context.md", "from torch.optim import AdamW"): """
+import torch
+from transformers import LlamaConfig
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, bos_token_id=0
+)
+samples = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(4)]
+""",
     ("docs/launching.md", "from zero_plugin import notebook_launcher"): """
 def train(name, epochs):
     from zero_plugin import Accelerator

@@ -6,9 +6,9 @@ compute attention by themselves; with a group of one process the last three do n
 without sequence parallelism. `chunk_loss` and `chunk_layer` save memory with any number of processes.
 """
 
-from zero_plugin.long_context.attention import attention as attention
 from zero_plugin.long_context.chunks import chunk_layer as chunk_layer
 from zero_plugin.long_context.group import cut as cut
 from zero_plugin.long_context.group import gather as gather
 from zero_plugin.long_context.group import total as total
 from zero_plugin.long_context.transformers_models import chunk_loss as chunk_loss
+from zero_plugin.long_context.ulysses import attention as attention

@@ -22,10 +22,10 @@ from torch.nn.functional import pad
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.long_context.attention import Layout, attend, documents_of, with_filling
 from zero_plugin.long_context.chunks import Deferred, loss_in_chunks
 from zero_plugin.long_context.group import CURRENT, SequenceGroup
 from zero_plugin.long_context.supported import causal_models, is_tokenwise, takes_any, why_not
+from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_filling
 
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
 _IGNORED = -100  # the label of tokens that are in no loss
