@@ -209,7 +209,9 @@ def run(processes: int, *arguments: str) -> Any:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [__file__, "--worker", file.name, *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        # What is freed goes back to the system, so that the most that is held is not the allocator's.
+        allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+        environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])

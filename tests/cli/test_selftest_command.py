@@ -36,18 +36,28 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["check"]: row for row in report["checks"]}
 
 
-@pytest.mark.parametrize("config", [pytest.param("cpu", marks=pytest.mark.campaign), "zero2"])
-def test_two_processes(config: str, tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        pytest.param("cpu", (), marks=pytest.mark.campaign),
+        pytest.param("zero2", (), marks=pytest.mark.campaign),
+        ("zero2", ("--sequence_parallel_size", "2")),
+    ],
+)
+def test_two_processes(
+    config: str, flags: tuple[str, ...], tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]
+) -> None:
     """All passes, with numbers; what the run has no use for is left out; nothing is left on the disk."""
     (tmp_path / "shared").mkdir()
-    arguments = ("--config_file", str(CONFIGS / f"{config}.yaml"), "--folder", "shared")
+    arguments = ("--config_file", str(CONFIGS / f"{config}.yaml"), "--folder", "shared", *flags)
     variables = environment(tmp_path, **forked_workers)
     done = run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     found = checks(done)
     assert list(found) == list(STEPS)
-    assert {name for name, row in found.items() if row["result"] == "left out"} == {"host and device", "NVMe"}
-    assert all(row["result"] == "ok" for name, row in found.items() if name not in ("host and device", "NVMe"))
+    left_out = {"host and device", "NVMe"} | (set() if flags else {"shared samples"})
+    assert {name for name, row in found.items() if row["result"] == "left out"} == left_out
+    assert all(row["result"] == "ok" for name, row in found.items() if name not in left_out)
     assert "GB/s" in found["all_reduce"]["said"]
     assert ("ZeRO-2, bf16" if config == "zero2" else "DDP, fp32") in found["processes"]["said"]
     assert not list(tmp_path.glob("zero_plugin*"))

@@ -114,7 +114,7 @@ def check_what_cannot_be_chunked_is_refused(path: str) -> None:
 
 
 def check_layers_in_chunks(path: str) -> None:
-    """MLPs over thirds of the sequence, below checkpointed blocks too: losses and weights are those of complete ones."""
+    """MLPs over thirds of the sequence, below checkpointed blocks too: the numbers are those of complete ones."""
     case = Case(accumulation=2)
     wanted = train_plainly(case, dist.get_world_size())
     for checkpointed in (False, True):

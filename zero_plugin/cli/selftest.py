@@ -35,6 +35,7 @@ STEPS: Final = {
     "all_reduce": _LINKS,
     "all_gather": _LINKS,
     "broadcast": _LINKS,
+    "shared samples": "Report it with the output of `zero-plugin env`, or write sequence_parallel_size: 1.",
     "data loader": "Report it with the output of `zero-plugin env`: every sample must come once.",
     "optimizer step": "Add --mixed_precision no, then --zero_stage 0, to see which part differs; report it.",
     "checkpoint": "If the disk is at fault: zero-plugin test --folder FOLDER; else report it, with `zero-plugin env`.",
@@ -108,6 +109,7 @@ _KEPT: Final = (
     "prescale_gradients",
     "gradient_predivide_factor",
     "zero_force_ds_cpu_optimizer",
+    "sequence_parallel_size",
 )
 _LEFT_OUT: Final = ("dynamo_config", "main_training_function", "max_restarts", "min_machines", "log_dir", "tee")
 

@@ -33,11 +33,13 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.document import nvme_folders, offload_devices
 from zero_plugin.config.handlers import InitProcessGroupKwargs
+from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import LaunchError, MachineError
+from zero_plugin.long_context import attention, cut, gather
 from zero_plugin.strategies.torch_optimizers import build_optimizer
 
 
@@ -74,6 +76,11 @@ class Run:
     def carried(self) -> torch.device:
         """Where the process group takes tensors from: the device, or the CPU beside XLA's own all-reduce."""
         return torch.device("cpu") if self.device.type == "xla" else self.device
+
+    @property
+    def groups(self) -> int:
+        """How many processes have samples of their own; those that share them count once."""
+        return self.processes // sequence_parallel_size(self.accelerator.document)
 
     @property
     def processes(self) -> int:
@@ -196,6 +203,26 @@ def _bandwidth(buffer: Tensor, seconds: float, share: float) -> str:
     return f"values right; {speed(size * share, seconds)} per process ({show_bytes(size)})"
 
 
+_HEADS, _TOKENS, _HEAD_WIDTH = 4, 64, 8  # of each process
+
+
+def check_shared_samples(run: Run) -> str:
+    """Attention over sequences of which each process has a part, compared with that of complete ones."""
+    size = run.processes // run.groups
+    if size == 1:
+        raise LeftOut("each process has samples of its own: sequence_parallel_size is 1")
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, _HEADS * size, _TOKENS * size, _HEAD_WIDTH)
+    query, key, value = (torch.randn(shape, generator=generator).to(run.device) for _ in range(3))
+    wanted = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    with stopwatch(run.device) as watch:
+        found = gather(attention(cut(query, 2), cut(key, 2), cut(value, 2)), 2)
+    apart = float((found - wanted).abs().max())
+    if not apart <= _TOLERANCE["no"]:
+        raise CheckError(f"attention over parts of sequences differs by {apart:.2g} from that over complete ones")
+    return f"attention over parts as over complete sequences ({size} processes, {watch.seconds * 1e3:.0f} ms)"
+
+
 _SAMPLES = 1003  # no multiple of any usual number of processes
 _BATCH = 4
 
@@ -276,14 +303,23 @@ _TOLERANCE = {"no": 1e-3, "bf16": 0.1, "fp16": 0.1}  # of the step's length
 _MOST_ATTEMPTS = 25  # fp16 begins with a loss scale that may have to be halved
 
 
+class _Perceptron(nn.Sequential):
+    """It computes each sample by itself, and so does every process of those that share samples."""
+
+    supports_sequence_parallel = True
+
+    def __init__(self) -> None:
+        hidden = [layer for _ in range(2) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
+        super().__init__(*hidden, nn.Linear(_WIDTH, _OUTPUTS))
+
+
 def check_optimizer_step(run: Run) -> str:
     """Train one step on the global batch; on the main process, take it again in fp32 with plain torch, and compare."""
     accelerator = run.accelerator
     set_seed(0)
-    hidden = [layer for _ in range(2) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
-    model = nn.Sequential(*hidden, nn.Linear(_WIDTH, _OUTPUTS))
+    model = _Perceptron()
     reference = copy.deepcopy(model)
-    rows = _ROWS * run.processes
+    rows = _ROWS * run.groups
     inputs, targets = torch.randn(rows, _WIDTH), torch.randn(rows, _OUTPUTS)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=_ROWS)
     described = accelerator.document.deepspeed.has_section("optimizer")
@@ -386,6 +422,7 @@ _CHECKS: dict[str, Callable[[Run], str]] = {
     "all_reduce": check_all_reduce,
     "all_gather": check_all_gather,
     "broadcast": check_broadcast,
+    "shared samples": check_shared_samples,
     "data loader": check_data_loader,
     "optimizer step": check_optimizer_step,
     "checkpoint": check_checkpoint,
