@@ -114,6 +114,63 @@ def check_embeddings_in_place_of_ids(path: str) -> None:
     _assert_same_step(path, Prompted, lambda m: m(**batch).loss)
 
 
+def check_gradients_of_embeddings(path: str) -> None:
+    """Every process has the complete gradient of what it gave to the model, as adversarial training needs it."""
+    batch = _batch("half")
+    plain = llama()
+    embedded = plain.get_input_embeddings()(batch["input_ids"]).detach()
+    wanted = embedded.clone().requires_grad_()
+    plain(inputs_embeds=wanted, labels=batch["labels"]).loss.backward()
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model.get_input_embeddings().requires_grad_(False)  # DDP would wait for its gradient
+        model, _ = accelerator.prepare(model, _sgd(model))
+        found = embedded.clone().requires_grad_()
+        accelerator.backward(model(inputs_embeds=found, labels=batch["labels"]).loss)
+        assert (found.grad - wanted.grad).abs().max() < 1e-6
+
+
+def check_another_label_that_is_ignored(path: str) -> None:
+    """`ignore_index` of transformers' losses counts for what fills up, too."""
+    batch = _batch(length=13)
+    labels = batch["labels"].clone()
+    labels[:, :4] = 0
+    _assert_same_step(path, llama, lambda m: m(batch["input_ids"], labels=labels, ignore_index=0).loss)
+
+
+def check_a_class_that_a_script_has_derived(path: str) -> None:
+    """It may pool hidden states, or add to a loss: what transformers has within it gives complete ones."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
+
+    class Pooling(LlamaPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = LlamaModel(config)
+            torch.manual_seed(4)
+            self.score = nn.Linear(32, 3)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            return self.score(hidden.mean(1) + hidden[:, -1])
+
+    class Adding(LlamaForCausalLM):
+        def forward(self, **batch: Any) -> Any:
+            output = super().forward(**batch)
+            output["loss"] = output.loss + 0.1 * output.logits.logsumexp(-1).square().mean()
+            return output
+
+    batch, kinds = _batch(), torch.tensor([0, 2], device=DEVICE)
+
+    def build(kind: Any) -> nn.Module:
+        config = llama().config
+        torch.manual_seed(3)
+        return kind(config).to(DEVICE)
+
+    _assert_same_step(path, lambda: build(Pooling), lambda m: cross_entropy(m(batch["input_ids"]), kinds))
+    _assert_same_step(path, lambda: build(Adding), lambda m: m(**batch).loss)
+
+
 def check_a_base_model_below_another_head(path: str) -> None:
     """A model without a head gives complete hidden states, of which the script's own head computes its loss."""
 
@@ -520,6 +577,27 @@ def _bloom() -> nn.Module:
     return BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=16))
 
 
+def _roberta() -> nn.Module:
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    return RobertaForCausalLM(RobertaConfig(vocab_size=16, is_decoder=True, **sizes))
+
+
+def _opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(
+        OPTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, ffn_dim=16, vocab_size=16)
+    )
+
+
+def _double_heads() -> nn.Module:
+    from transformers import GPT2Config, GPT2DoubleHeadsModel
+
+    return GPT2DoubleHeadsModel(GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=4, num_labels=1))
+
+
 def _classifier() -> nn.Module:
     from transformers import LlamaForSequenceClassification
 
@@ -541,6 +619,9 @@ def check_models_that_cannot_are_refused(path: str) -> None:
         "T5ForConditionalGeneration": _t5,
         "BloomForCausalLM": _bloom,
         "LlamaForSequenceClassification": _classifier,
+        "how a RobertaForCausalLM numbers positions": _roberta,
+        "how a OPTForCausalLM numbers positions": _opt,
+        "GPT2DoubleHeadsModel": _double_heads,
         "MambaForCausalLM": _mamba,
         "3 attention heads": lambda: llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=24),
         "dynamic": lambda: llama(rope_parameters=stretched),
@@ -555,6 +636,29 @@ def check_models_that_cannot_are_refused(path: str) -> None:
                 reason,
                 by=lambda model=model: accelerator.prepare(model, _sgd(model)),
             )
+
+
+def check_a_loss_function_of_the_script_is_refused(path: str) -> None:
+    """It would be called with parts; set later, it is noticed by the first forward."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model.loss_function = lambda logits, labels, **_: logits.mean()
+        raised(LoopError, "loss_function", "logits", by=lambda: accelerator.prepare(model, _sgd(model)))
+        model = llama()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        accelerator.unwrap_model(model).loss_function = lambda logits, labels, **_: logits.mean()
+        raised(LoopError, "computes its loss by itself", by=lambda: model(**_batch()))
+
+
+def check_a_model_that_reads_its_mask_is_refused(path: str) -> None:
+    """In its first forward, where it finds that it is no tensor."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = DogeForCausalLM(DogeConfig(vocab_size=WORDS, intermediate_size=16, **sizes)).to(DEVICE)
+        model, _ = accelerator.prepare(model, _sgd(model))
+        raised(LoopError, "reads the mask", by=lambda: model(**_batch()))
 
 
 def check_loaders_that_cannot_are_refused(path: str) -> None:
@@ -613,6 +717,7 @@ _IN_FOLDERS = (check_what_is_saved, check_resuming_with_groups_of_another_size)
 _ON_SEVERAL = (
     check_a_loss_by_hand_from_complete_logits,
     check_embeddings_in_place_of_ids,
+    check_gradients_of_embeddings,
     check_checkpointed_layers,
     check_adapters,
     check_a_model_of_ones_own,

@@ -33,6 +33,19 @@ class Deferred(nn.Module):
         """The model's head, which this stands in for."""
         return self._head[0]
 
+    def __getattr__(self, name: str) -> Any:
+        """A model that uses its head's weights by itself does not call it alone.
+
+        Raises:
+            LoopError: the head has such an attribute.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_head", "given") or not hasattr(self.head, name):
+                raise
+        raise LoopError(f"chunk_loss(): the model uses the {name} of its head by itself, which is not supported.")
+
     def forward(self, hidden: Tensor) -> Tensor:
         """The hidden states, as they are."""
         self.given = hidden

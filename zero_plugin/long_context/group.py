@@ -3,7 +3,8 @@
 Gradients: each process computes the loss of its group, the same number on all of them, and the gradients of all
 processes are averaged. A parameter that is used on a part of the samples gets a part of its gradient on each process.
 `gather` and `total` therefore add up, backwards, what reaches their results on all processes of the group: each part
-is multiplied by the size of the group, and the average over the group is the sum of the parts.
+is multiplied by the size of the group, and the average over the group is the sum of the parts. `cut` undoes it: what is
+before it gets complete gradients.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class SequenceGroup:
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
         """This process's part of `whole` along `dim`, whose size is a multiple of the group's."""
+        if whole.requires_grad:
+            part: Tensor = _Cut.apply(whole, self, dim)  # type: ignore[no-untyped-call]
+            return part
+        return self._part_of(whole, dim)
+
+    def _part_of(self, whole: Tensor, dim: int) -> Tensor:
         length = whole.shape[dim] // self.size
         return whole.narrow(dim, self.rank * length, length).contiguous()
 
@@ -86,6 +93,19 @@ class SequenceGroup:
                 "model returns for labels, or compute it from complete logits: model(**batch) without labels gives "
                 "them. In a model of one's own, add up the parts by zero_plugin.long_context.total()."
             )
+
+
+class _Cut(Function):
+    """Backwards every process gets the gradient of all of `whole`, which may be a result of no weights at all."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: SequenceGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group._part_of(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return ctx.group.gather(gradients[0], ctx.dim) / ctx.group.size, None, None
 
 
 class _Exchange(Function):

@@ -11,14 +11,21 @@ from torch import nn
 
 _LAYERS = ("full_attention", "sliding_attention")
 _OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position of a forward
+# Without rotary embeddings a model may number positions in a way of its own, from padding or from an offset; these
+# number them from 0.
+_FROM_ZERO = ("gpt2", "gpt_bigcode", "gpt_neo", "ctrl")
+_NOT_TOLD_APART = ("afmoe",)  # with rotary embeddings, and packed documents attend to each other on one process
 
 
 def causal_models(module: nn.Module) -> Iterator[Any]:
-    """The outermost models of transformers in `module`, which may be one itself."""
+    """The outermost models of transformers in `module`, which may be one itself.
+
+    Of a class that a script has derived, which may do anything with hidden states, it is what transformers has within.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return
-    if isinstance(module, modeling.PreTrainedModel):
+    if isinstance(module, modeling.PreTrainedModel) and type(module).__module__.startswith("transformers."):
         yield module
         return
     for child in module.children():
@@ -37,6 +44,7 @@ def why_not(model: Any, processes: int) -> str | None:
     other = sorted({str(kind) for kind in layers} - {*_LAYERS})
     ropes = sorted({kind for kind in _rope_types(config) if kind in _OF_LENGTH})
     convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
+    rotates = any(getattr(config, known, None) for known in ("rope_parameters", "rope_scaling", "rope_theta"))
     both_ways = [part for part in model.modules() if getattr(part, "is_causal", True) is False]
     reasons = {
         f"a {name} computes its attention by itself": not getattr(model, "_supports_attention_backend", False),
@@ -45,6 +53,8 @@ def why_not(model: Any, processes: int) -> str | None:
         f"its {heads} attention heads do not divide among {processes} processes": heads % processes,
         f"it has layers of {', '.join(other)}": other,
         f"its {', '.join(ropes)} position embeddings depend on the length of a part": ropes,
+        f"it is not known how a {name} numbers positions": not rotates and config.model_type not in _FROM_ZERO,
+        f"a {name} does not tell packed documents apart": config.model_type in _NOT_TOLD_APART,
         f"{name} convolves along the sequence": convolutions,
         f"a {name} attends to what comes later": both_ways or not getattr(config, "is_causal", True),
         "it attends in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None),
@@ -70,10 +80,8 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 def is_tokenwise(model: Any) -> bool:
     """Whether what follows the attention is computed for each token by itself: by a head for words, or not at all."""
-    if model.base_model is model:
-        return True
-    kind = getattr(model, "loss_type", None)
-    return kind in (None, "ForCausalLM") and model.get_output_embeddings() is not None
+    has_head = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return model.base_model is model or (has_head and model.get_output_embeddings() is not None)
 
 
 def takes_any(model: Any) -> bool:

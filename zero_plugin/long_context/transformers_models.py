@@ -30,7 +30,8 @@ from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
 _IGNORED = -100  # the label of tokens that are in no loss
 # What fills sequences up to a multiple of the group's size; other arguments of a value for each token are not known.
-_FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "labels": _IGNORED, "shift_labels": _IGNORED}
+_FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}
+_OF_TOKENS = (*_FILLING, "labels", "shift_labels", "attention_mask", "position_ids")
 
 
 @dataclass
@@ -156,9 +157,20 @@ def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
 
 
 def _follow(model: Any) -> _Ways:
-    """How a model computes, which it can be told from now on."""
+    """How a model computes, which it can be told from now on.
+
+    Raises:
+        LoopError: the script has set a loss function of its own.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     ways = getattr(model, _WAYS, None)
     if ways is None:
+        if model.base_model is not model and model.loss_function is not ForCausalLMLoss:
+            raise LoopError(
+                f"the loss_function of the {type(model).__name__} is the script's own: it would get parts of samples.\n"
+                "Compute the loss in the loop, from the logits that a forward without labels gives."
+            )
         ways = _Ways()
         setattr(model, _WAYS, ways)
         if model.base_model is not model:
@@ -240,9 +252,10 @@ def _take_part(module: nn.Module, group: SequenceGroup, given: dict[str, Any], t
     )
     after = positions[:, -1:] + torch.arange(1, filled - length + 1, device=positions.device)
     given["position_ids"] = group.part_of(torch.cat([positions, after], 1), 1)
+    ignored = given.get("ignore_index", _IGNORED)
     if given.get("labels") is not None:
-        _shift(given)
-    for name, filling in _FILLING.items():
+        _shift(given, ignored)
+    for name, filling in {**_FILLING, "labels": ignored, "shift_labels": ignored}.items():
         value = given.get(name)
         if isinstance(value, Tensor):
             padding = (0, 0) * (value.ndim - 2) + (0, filled - length)
@@ -301,11 +314,10 @@ def _refuse_arguments(module: nn.Module, given: dict[str, Any], tokens: Tensor) 
         raise _refusal(module, "attention_mask has to be of shape (batch, sequence), with 0 for padding")
     if positions is not None and positions.ndim != 2:
         raise _refusal(module, "position_ids have to be of shape (batch, sequence)")
-    known = {*_FILLING, "attention_mask", "position_ids"}
     for name, value in given.items():
-        if name not in known and isinstance(value, Tensor) and value.ndim > 1:
+        if name not in _OF_TOKENS and isinstance(value, Tensor) and value.ndim > 1:
             raise _refusal(module, f"{name} of shape {tuple(value.shape)}: how it is cut is not known; leave it out")
-    for name in known:
+    for name in _OF_TOKENS:
         value = given.get(name)
         if isinstance(value, Tensor) and value.shape[1] != tokens.shape[1]:
             raise _refusal(module, f"{name} has {value.shape[1]} positions, and the sequences have {tokens.shape[1]}")
@@ -333,12 +345,12 @@ def _digest(numbers: Tensor) -> Tensor:
     return ((flat + 1) * weights).sum() % 0x7FFFFFFF
 
 
-def _shift(given: dict[str, Any]) -> None:
+def _shift(given: dict[str, Any], ignored: int) -> None:
     """Add `shift_labels`, the label of each token's next one, which the loss of a part needs, and their number."""
     if given.get("shift_labels") is None:
-        given["shift_labels"] = pad(given["labels"][:, 1:], (0, 1), value=_IGNORED)
+        given["shift_labels"] = pad(given["labels"][:, 1:], (0, 1), value=ignored)
     if given.get("num_items_in_batch") is None:
-        given["num_items_in_batch"] = (given["shift_labels"] != _IGNORED).sum()
+        given["num_items_in_batch"] = (given["shift_labels"] != ignored).sum()
 
 
 def _drops(module: nn.Module) -> bool:

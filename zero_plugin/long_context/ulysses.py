@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ class Layout:
     ends: tuple[tuple[int, ...], ...] | None = None
     is_padding: Tensor | None = None
     window: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """A model that looks into the mask of its attention finds none.
+
+        Raises:
+            LoopError: the name is one of a tensor's.
+        """
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            raise LoopError(
+                "sequence_parallel_size: the model reads the mask of its attention by itself, which is not supported."
+            )
+        raise AttributeError(name)
 
 
 def documents_of(position_ids: Tensor) -> tuple[tuple[int, ...], ...] | None:
