@@ -2,9 +2,9 @@
 
 zero-plugin launch --config zero3 --num_processes 2 --sequence_parallel_size 2 examples/long_context.py
 
-It needs transformers. Each process computes on a half of every sequence, with attention over all of it; the loop is that
-of any training. `--length 32768` at the end of the command trains on longer samples. The model learns the bytes of
-Python's own library.
+It needs transformers. Each process computes on a half of every sequence, with attention over all of it; the loop is
+that of any training. `--length 32768` at the end of the command trains on longer samples. The model learns the bytes
+of Python's own library.
 """
 
 import argparse
