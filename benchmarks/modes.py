@@ -5,8 +5,8 @@
 
 Two processes train a small decoder for six micro-batches, accumulated by three and clipped, with the mode and without
 it. A cell says how far the weights are from those without the mode, as a share of what was learned; what kind of error
-there was; or, after `–`, why it is refused. A mode that changes numbers on purpose, as quantized weights, differs by what
-it loses.
+there was; or, after `–`, why it is refused. A mode that changes numbers on purpose, as quantized weights, differs by
+what it loses.
 """
 
 from __future__ import annotations

@@ -308,6 +308,27 @@ def check_text_is_generated_as_without(path: str) -> None:
             accelerator.unwrap_model(model).generate(ids, max_new_tokens=4, **how)
 
 
+def check_decoding_by_hand(path: str) -> None:
+    """A forward that makes a cache is complete on each process, whether the call asks for it or the configuration."""
+    ids = _batch()["input_ids"][:, :5]
+
+    def decode(model: Any, **asks: Any) -> Tensor:
+        found, following, past = [], ids, None
+        with torch.no_grad():
+            for _ in range(3):
+                output = model(following, past_key_values=past, **asks)
+                past, following = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                found.append(output.logits[:, -1])
+        return torch.stack(found)
+
+    for config, asks in (({"use_cache": False}, {"use_cache": True}), ({"use_cache": True}, {})):
+        wanted = decode(llama(**config).eval(), **asks)
+        with sharing(path, dist.get_world_size()) as accelerator:
+            model = llama(**config)
+            model, _ = accelerator.prepare(model, _sgd(model))
+            assert torch.allclose(decode(model.eval(), **asks), wanted, atol=1e-6)
+
+
 def check_another_model_of_the_same_configuration(path: str) -> None:
     """A model that is not prepared computes as it did, with complete samples of its own."""
     other, batch = llama(), _batch("packed")
@@ -534,6 +555,11 @@ def check_other_samples_in_a_group_are_refused(path: str) -> None:
             {name: value[:, : LENGTH - rank] for name, value in batch.items()},
             {**batch, "labels": batch["labels"].roll(rank)},
             {"input_ids": batch["input_ids"], **({} if rank else {"labels": batch["labels"]})},
+            {"inputs_embeds": torch.full((2, LENGTH, 32), 1.0 + 0.01 * rank, device=DEVICE)},
+            {
+                "inputs_embeds": torch.linspace(-1, 1, LENGTH, device=DEVICE)[None, :, None].expand(2, -1, 32)
+                * (1 - 2 * rank)
+            },
         ):
             raised(LoopError, "got different ones", "set_seed", by=lambda other=other: model(**other))
         assert torch.isfinite(model(**batch).loss)
@@ -551,8 +577,19 @@ def check_arguments_that_cannot_be_cut_are_refused(path: str) -> None:
             ("return_dict", {"return_dict": False}),
             ("something", {"something": mask}),
             ("labels has 3", {"labels": batch["labels"][:, :3]}),
+            (
+                f"input_ids are from 1 to {WORDS}",
+                {"input_ids": batch["input_ids"].clone().fill_(1).index_fill_(1, torch.tensor(0), WORDS)},
+            ),
+            ("labels are from -7", {"labels": batch["labels"].index_fill(1, torch.tensor(15), -7)}),
         ):
             raised(LoopError, "LlamaForCausalLM", name, by=lambda given=given: model(**{**batch, **given}))
+        inner = accelerator.unwrap_model(model)
+        for name in ("output_hidden_states", "return_dict"):
+            before = getattr(inner.config, name)
+            setattr(inner.config, name, not before)
+            raised(LoopError, "LlamaForCausalLM", name, by=lambda: model(**batch))
+            setattr(inner.config, name, before)
         assert model(**batch, logits_to_keep=0).loss is not None
         with torch.no_grad():
             assert model(batch["input_ids"], logits_to_keep=2).logits.shape[1] == 2
@@ -636,6 +673,17 @@ def check_models_that_cannot_are_refused(path: str) -> None:
                 reason,
                 by=lambda model=model: accelerator.prepare(model, _sgd(model)),
             )
+
+
+def check_a_gradient_of_a_gradient_is_refused(path: str) -> None:
+    """What torch would leave out of it silently."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = Own()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        weight = accelerator.unwrap_model(model).head.weight
+        loss = model(_batch()["input_ids"]).square().mean()
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        raised(RuntimeError, "once_differentiable", by=lambda: gradient.square().sum().backward())
 
 
 def check_a_loss_function_of_the_script_is_refused(path: str) -> None:

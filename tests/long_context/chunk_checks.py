@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,28 @@ def check_layers_in_chunks(path: str) -> None:
         _alike(found, wanted, case.count)
 
 
+def check_a_copy_of_layers_in_chunks(path: str) -> None:
+    """A deep copy has weights of its own, and a pickle is that of the layer as it was."""
+    model = llama()
+    for layer in model.model.layers:
+        chunk_layer(layer.mlp, 3)
+    copied, ids = copy.deepcopy(model), torch.ones(1, 6, dtype=torch.long, device=DEVICE)
+    with torch.no_grad():
+        for p in copied.model.layers.parameters():
+            p.zero_()
+    wanted = llama()
+    wanted.load_state_dict(copied.state_dict())
+    assert torch.allclose(copied(ids).logits, wanted(ids).logits)
+    loaded = pickle.loads(pickle.dumps(model.model.layers[0].mlp))
+    x = torch.ones(1, 6, 32, device=DEVICE)
+    assert torch.allclose(loaded(x), llama().model.layers[0].mlp(x))
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    raised(LoopError, "has been replaced already", by=lambda: chunk_layer(layer, 2))
+    with running(path):
+        pass
+
+
 def check_saved_on_the_cpu(path: str) -> None:
     """Checkpoints of blocks that are kept in CPU memory, by torch's own context, change nothing."""
     case = Case()
@@ -189,4 +213,5 @@ CHECKS |= {
     )
 }
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
+CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))

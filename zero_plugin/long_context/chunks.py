@@ -6,6 +6,7 @@ and as much for their gradients. In chunks only those of one are there at a time
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -90,21 +91,28 @@ def chunk_layer(layer: nn.Module, chunks: int) -> None:
         chunks: into how many parts the sequence is cut; 1 for the layer as it was.
 
     Raises:
-        LoopError: `chunks` is below 1.
+        LoopError: `chunks` is below 1, or something else has replaced the layer's forward.
     """
     if chunks < 1:
         raise LoopError(f"chunk_layer(): chunks={chunks}; give 1 or more.")
-    forward = getattr(layer.forward, "complete", layer.forward)
+    if "forward" in vars(layer) and not hasattr(layer, _CHUNKS):
+        raise LoopError(f"chunk_layer(): the forward of this {type(layer).__name__} has been replaced already.")
+    setattr(layer, _CHUNKS, chunks)
+    layer.forward = MethodType(forward, layer)  # a deep copy of the layer gets one of its own
 
-    def in_chunks(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if chunks == 1 or not torch.is_grad_enabled():
-            return forward(hidden, *args, **kwargs)  # type: ignore[no-any-return]
-        parts = [checkpoint(forward, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
-        if any(not isinstance(part, Tensor) for part in parts) or sum(len(p[0]) for p in parts) != hidden.shape[1]:
-            raise LoopError(
-                f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."
-            )
-        return torch.cat(parts, 1)
 
-    in_chunks.complete = forward  # type: ignore[attr-defined]
-    layer.forward = in_chunks
+_CHUNKS = "_zero_plugin_chunks"  # attribute of a layer
+
+
+def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In place of a layer's forward; it has that name, by which pickle finds the layer's own."""
+    complete: Any = MethodType(type(layer).forward, layer)
+    chunks = getattr(layer, _CHUNKS)
+    if chunks == 1 or not torch.is_grad_enabled():
+        return complete(hidden, *args, **kwargs)  # type: ignore[no-any-return]
+    parts = [checkpoint(complete, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
+    if any(not isinstance(part, Tensor) for part in parts) or sum(p.shape[1] for p in parts) != hidden.shape[1]:
+        raise LoopError(
+            f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."
+        )
+    return torch.cat(parts, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function
+from torch.autograd.function import Function, once_differentiable
 
 from zero_plugin.errors import LoopError
 
@@ -104,6 +104,7 @@ class _Cut(Function):
         return group._part_of(whole, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         return ctx.group.gather(gradients[0], ctx.dim) / ctx.group.size, None, None
 
@@ -117,6 +118,7 @@ class _Exchange(Function):
         return received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         sent = gradients[0].contiguous()
         received = torch.empty_like(sent)
@@ -133,6 +135,7 @@ class _Gather(Function):
         return parts
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         sent = gradients[0].contiguous()
         received = torch.empty_like(sent)
@@ -149,6 +152,7 @@ class _Total(Function):
         return summed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         summed = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=ctx.group)

@@ -205,7 +205,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_labels = given.get("labels") is not None
     parts, tokens = None, given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if ways.shares and group is not None and tokens is not None and given.get("past_key_values") is None:
+    if ways.shares and group is not None and tokens is not None and not _caches(module, given):
         parts = _take_part(module, group, given, tokens)
     head = None
     if ways.chunks > 1 and has_labels and torch.is_grad_enabled():
@@ -214,6 +214,16 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model.set_output_embeddings(head)
     _RUNNING.append(_Forward(module, parts, head, ways.chunks, has_labels))
     return (), given
+
+
+def _caches(module: Any, given: dict[str, Any]) -> bool:
+    """Whether a forward takes or makes a cache of keys, with which a script decodes: each process computes it alone."""
+    if given.get("past_key_values") is not None:
+        return True
+    if given.get("labels") is not None:
+        return False
+    asked = given.get("use_cache")
+    return bool(asked) or (asked is None and not torch.is_grad_enabled() and getattr(module.config, "use_cache", False))
 
 
 def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG001 - a hook's arguments
@@ -241,6 +251,7 @@ def _take_part(module: nn.Module, group: SequenceGroup, given: dict[str, Any], t
     """Replace the complete arguments by this process's parts of them."""
     _refuse_arguments(module, given, tokens)
     _check_same_batch(group, given, tokens)
+    _check_words(module, given)
     batch, length = tokens.shape[:2]
     filled = -(-length // group.size) * group.size
     mask, positions = given.pop("attention_mask", None), given.get("position_ids")
@@ -293,6 +304,8 @@ def _give_whole(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) ->
             value = parts.group.gather(value, 1)[:, : parts.length]
             if name == "logits" and parts.keeps:
                 value = value[:, -parts.keeps :]
+        elif name != "loss" and isinstance(value, Tensor | tuple | list):
+            raise _refusal(module, f"its {name} would be that of a part")
         results[name] = value
     return type(output)(**results)
 
@@ -303,11 +316,12 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _refuse_arguments(module: nn.Module, given: dict[str, Any], tokens: Tensor) -> None:
+def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Tensor) -> None:
+    config = module.config
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
-        if given.get(name):
+        if given.get(name, getattr(config, name, False)):
             raise _refusal(module, f"{name}: each process has a part of them only; leave it out")
-    if given.get("return_dict") is False:
+    if False in (given.get("return_dict"), getattr(config, "return_dict", True)):
         raise _refusal(module, "return_dict=False: the results are complete in a dict only; leave it out")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -326,6 +340,8 @@ def _refuse_arguments(module: nn.Module, given: dict[str, Any], tokens: Tensor) 
 def _check_same_batch(group: SequenceGroup, given: dict[str, Any], tokens: Tensor) -> None:
     """Check that the processes of the group have the same samples; collective in the group."""
     digests = [torch.tensor(tokens.shape[:2], device=tokens.device)]
+    if given.get("inputs_embeds") is not None and not group.is_same(_digest_of_floats(tokens)):
+        digests.append(torch.tensor([group.rank], device=tokens.device))
     for name in ("input_ids", "labels", "attention_mask", "position_ids"):
         value = given.get(name)
         digest = tokens.new_zeros((), dtype=torch.int64) if value is None else _digest(value)
@@ -336,6 +352,28 @@ def _check_same_batch(group: SequenceGroup, given: dict[str, Any], tokens: Tenso
             "batches from a prepared loader. If the dataset draws random numbers, call set_seed() with one seed on all "
             "processes."
         )
+
+
+def _check_words(module: Any, given: dict[str, Any]) -> None:
+    """Check on all processes what would be an error on those alone that have the part with the wrong word."""
+    rows = getattr(module.get_input_embeddings(), "num_embeddings", None)
+    wanted = {"input_ids": rows, "labels": getattr(module.config, "vocab_size", rows)}
+    for name, words in wanted.items():
+        value = given.get(name)
+        if value is None or words is None or not value.numel():
+            continue
+        ignored = given.get("ignore_index", _IGNORED) if name == "labels" else None
+        counted = value if ignored is None else value.masked_fill(value == ignored, 0)
+        least, most = torch.stack([counted.min(), counted.max()]).tolist()
+        if least < 0 or most >= words:
+            raise _refusal(module, f"{name} are from {least} to {most}, and it has {words} words")
+
+
+def _digest_of_floats(embedded: Tensor) -> Tensor:
+    """Two positive numbers that differ with the embeddings; for those that are equal but for rounding, they do not."""
+    lengths, sums = embedded.detach().norm(1, -1, dtype=torch.float32), embedded.detach().float().sum(-1)
+    weights = torch.linspace(1, 2, lengths.numel(), device=embedded.device).reshape(lengths.shape)
+    return torch.stack([(lengths * weights).sum(), ((lengths + sums) * weights).sum()])
 
 
 def _digest(numbers: Tensor) -> Tensor:
