@@ -130,7 +130,8 @@ def test_records_and_arguments_beside_them(accelerator: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"fsdp_plugin": object(), "parallelism_config": object()}, ["fsdp_plugin", "zero_stage=3", "parallelism"]),
+        ({"fsdp_plugin": object(), "torch_tp_plugin": object()}, ["fsdp_plugin", "zero_stage=3", "torch_tp_plugin"]),
+        ({"parallelism_config": object()}, ["parallelism_config", "a object is no ParallelismConfig"]),
         (
             {"gradient_accumulation_plugin": GradientAccumulationPlugin(2), "gradient_accumulation_steps": 3},
             ["num_steps=2"],

@@ -174,9 +174,7 @@ class Accelerator:
         shard_iterable: ShardIterable = "auto",
     ) -> None:
         refuse_arguments(
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
+            fsdp_plugin=fsdp_plugin, torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin
         )
         options = Options(
             device_placement=device_placement,
@@ -193,13 +191,7 @@ class Accelerator:
             config,
             choose_plugins(deepspeed_plugin, deepspeed_plugins),
             newest_run(),
-            partial(
-                overlay_arguments,
-                mixed_precision=mixed_precision,
-                cpu=cpu,
-                parallelism=parallelism_config,
-                options=options,
-            ),
+            partial(overlay_arguments, in_code=(mixed_precision, cpu, parallelism_config), options=options),
         )
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, configurations.document)
         options.handlers = replace(options.handlers, compiler=compiler)

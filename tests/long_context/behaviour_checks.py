@@ -719,6 +719,16 @@ def check_loaders_that_cannot_are_refused(path: str) -> None:
         )
 
 
+def check_a_sampler_of_all_processes_is_refused(path: str) -> None:
+    """torch's DistributedSampler takes each process for one with samples of its own."""
+    from torch.utils.data import DistributedSampler
+
+    data = list(range(16))
+    with sharing(path, dist.get_world_size()) as accelerator:
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+        raised(LoopError, "DistributedSampler takes part", by=lambda: accelerator.prepare(loader))
+
+
 def check_groups_that_do_not_divide_are_refused(path: str) -> None:
     """Before anything is prepared, with the numbers that do."""
 

@@ -77,11 +77,9 @@ def prepare_loader(
             than the other processes', or one that trains and cannot be `cut`.
         ConfigError: `split_batches` without a batch size that `world_size` divides.
     """
-    if shard_iterable not in ("auto", "never"):
-        raise LoopError(f"shard_iterable={shard_iterable!r}: write 'auto' or 'never'.")
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
         return loader
-    _check_loader(loader, world_size)
+    _check_loader(loader, world_size * shared_by, shard_iterable)
     if use_seedable_sampler:
         loader = _seed_sampler(loader, data_seed)
     uncut, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
@@ -89,7 +87,7 @@ def prepare_loader(
     batches = batches_of(loader)
     batched = batches is not None
     batch_size = getattr(batches, "batch_size", None) if batched else 1
-    dividing = None if stream or world_size == 1 else find_dividing_sampler(loader, rank, world_size)
+    dividing = None if stream or world_size * shared_by == 1 else find_dividing_sampler(loader, rank, world_size)
     sharing = Sharing(
         rank=rank,
         world=world_size,
@@ -105,11 +103,8 @@ def prepare_loader(
         is_counted=shared_by == 1 or process_index() % shared_by == 0,
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
-    if dispatch_batches and shared_by > 1:
-        message = "true, but the processes of sequence_parallel_size have the same samples"
-        fix = "Write dispatch_batches=None: each process reads what it needs."
-        raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
     if dispatch_batches:
+        _refuse_shared_dispatch(shared_by)
         alone = replace(sharing, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
         return DataLoaderDispatcher.around(base, sharing, delivery, slice_fn=slice_fn)
@@ -165,17 +160,26 @@ def _give_part(
     return part
 
 
-def _check_loader(loader: Any, world_size: int) -> None:
+def _check_loader(loader: Any, processes: int, shard_iterable: str) -> None:
+    if shard_iterable not in ("auto", "never"):
+        raise LoopError(f"shard_iterable={shard_iterable!r}: write 'auto' or 'never'.")
     if isinstance(loader, SkipDataLoader):
         raise LoopError(
             "prepare: the loader skips batches already; prepare the one without skipping, then call skip_first_batches"
         )
     if not isinstance(loader, DataLoader):
         raise LoopError(f"prepare: found a {type(loader).__name__}; give a torch.utils.data.DataLoader")
-    if world_size > 1 and not loader.in_order:
+    if processes > 1 and not loader.in_order:
         raise LoopError(
             "prepare: in_order=False lets the processes' batches drift apart; build the loader with in_order=True"
         )
+
+
+def _refuse_shared_dispatch(shared_by: int) -> None:
+    if shared_by > 1:
+        message = "true, but the processes of sequence_parallel_size have the same samples"
+        fix = "Write dispatch_batches=None: each process reads what it needs."
+        raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
 
 
 def _check_same_length(dataset: Any) -> None:

@@ -186,19 +186,20 @@ def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
 
 
 def overlay_arguments(
-    document: Document,
-    *,
-    mixed_precision: Any,
-    cpu: bool | None,
-    parallelism: Any,
-    options: Options,
+    document: Document, *, in_code: tuple[str | None, bool | None, Any], options: Options
 ) -> Document:
     """The document with the arguments of code overlaid.
+
+    Args:
+        document: as it was given.
+        in_code: `mixed_precision`, `cpu` and `parallelism_config` of `Accelerator`.
+        options: its other arguments.
 
     Raises:
         ConfigError: an argument contradicts an explicit value of a file or a flag; the error lists all of them.
     """
-    steps, scaler = options.accumulation.num_steps, options.handlers.scaler
+    (mixed_precision, cpu, parallelism), scaler = in_code, options.handlers.scaler
+    steps = options.accumulation.num_steps
     given: dict[KeyPath, tuple[str, Any]] = {}
     if mixed_precision is not None:
         given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))
