@@ -786,10 +786,21 @@ _ON_SEVERAL = (
     check_what_is_saved,
     check_bf16,
 )
+_ON_FOUR = (  # also with two groups of two processes, or one of four
+    check_more_processes_than_key_heads,
+    check_each_sample_counts_once,
+    check_a_stream_is_the_same_in_a_group,
+    check_dropout_differs_in_a_group,
+    check_batch_sizes_and_schedules_count_groups,
+    check_resuming_with_groups_of_another_size,
+    check_groups_that_do_not_divide_are_refused,
+    check_the_run_says_what_it_does,
+    check_parallelism_config,
+)
 _ALL = [function for name, function in list(globals().items()) if name.startswith("check_")]
 CHECKS = {
     f"{path}-{function.__name__.removeprefix('check_')}": (
-        [2, 4],
+        [2, 4] if function in _ON_FOUR else [2],
         (lambda folder, function=function, path=path: function(folder, path))
         if function in _IN_FOLDERS
         else (lambda _, function=function, path=path: function(path)),
