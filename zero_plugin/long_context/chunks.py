@@ -43,7 +43,7 @@ class Deferred(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("_head", "given") or not hasattr(self.head, name):
+            if name.startswith("_") or name == "given" or not hasattr(self.head, name):
                 raise
         raise LoopError(f"chunk_loss(): the model uses the {name} of its head by itself, which is not supported.")
 
