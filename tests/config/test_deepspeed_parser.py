@@ -69,7 +69,7 @@ ON_PURPOSE: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "DeepSpeed drops it without a word, or trains otherwise than written": (
         r"zero_optimization.\S*: (cpu|nvme|true|[\d.]+) needs ZeRO stage",
-        r"zero_optimization.offload_optimizer.super_offload: true needs",
+        r"zero_optimization.offload_optimizer.super_offload: true, but",
         r"zero_optimization.cpu_offload_use_pin_memory: DeepSpeed drops its value",
         r"\S*: is written beside ",
         r"optimizer.type: (Lamb|Adafactor) .* The weights would not be those of stage 0",

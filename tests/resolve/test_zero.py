@@ -153,12 +153,8 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
     ("key", "config"),
     [
         ("aio.use_gds", {"zero_optimization": {"stage": 1}, "aio": {"use_gds": True}}),
-        (
-            "zero_optimization.offload_optimizer.super_offload",
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-        ),
     ],
-    ids=["a direct disk", "SuperOffload"],
+    ids=["a direct disk"],
 )
 def test_what_only_a_gpu_has_needs_one(resolved, key, config):
     """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""

@@ -464,7 +464,6 @@ def settle_engine(draft: Draft) -> None:
 _QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _GPU_ALONE: Final[dict[KeyPath, str]] = {
     **{(_ZERO, key): "its kernels need a GPU" for key in _QUANTIZED},
-    (_ZERO, "offload_optimizer", "super_offload"): "it needs a GPU",
     ("aio", "use_gds"): "it needs a GPU",
 }
 

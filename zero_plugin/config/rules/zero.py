@@ -221,16 +221,11 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
     key = f"{_OPTIMIZER}.super_offload"
     if not asked.is_on(key):
         if asked.offload("optimizer") != "none":
-            yield from asked.idle([f"{_OPTIMIZER}.cpuadam_cores_perc"], "only super_offload: true reads it")
+            why = "only super_offload: true reads it, which is not supported"
+            yield from asked.idle([f"{_OPTIMIZER}.cpuadam_cores_perc"], why)
         return
-    if asked.stage is not None and asked.stage < 3:
-        fix = f"{asked.how_to_set(STAGE, '3')}, or delete it."
-        yield asked.error(key, f"true needs ZeRO stage 3, but {asked.stage_said}", fix)
-    elif asked.offload("optimizer") in ("none", "nvme"):
-        message = f"true needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
-        yield asked.error(key, message, f"Write {asked.name(f'{_OPTIMIZER}.device')}: cpu, or delete it.")
-    else:
-        yield from _needs_gpu(asked, key)
+    message = "true, but its steps on the CPU begin inside backward(), before the loop asks for a step"
+    yield asked.error(key, message, "Delete it; offload_optimizer without it updates the weights in optimizer.step().")
 
 
 def _aio(asked: Asked) -> Iterator[Problem]:
