@@ -104,6 +104,17 @@ def test_variables_say_what_the_configuration_says(
     assert (spec.deepspeed_config is not None) == ("USE_DEEPSPEED" in expected)
 
 
+def test_shared_samples_are_accelerates_own() -> None:
+    """Its variables say so, and the file for its engine does not: DeepSpeed would make groups of its own of that."""
+    keys = {"zero_stage": 2, "sequence_parallel_size": 2}
+    spec = build({"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": keys})
+    assert told(spec)["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert spec.environment["PARALLELISM_CONFIG_SP_SIZE"].value == "2"
+    assert spec.deepspeed_config is not None
+    assert "sequence_parallel_size" not in spec.deepspeed_config
+    assert "PARALLELISM_CONFIG_SP_SIZE" not in build({"num_processes": 2}, SERVER).environment
+
+
 def test_zero_on_the_cpu_of_a_machine_with_gpus_hides_them() -> None:
     """`ACCELERATE_USE_CPU` would make Accelerate drop ZeRO, and without it Accelerate takes a GPU that it sees."""
     spec = build({"distributed_type": "DEEPSPEED", "use_cpu": True}, SERVER)

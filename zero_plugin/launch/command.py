@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asked_compiler, asks_for_deepspeed
+from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.resolve.facts import PLACEMENT, Resolved
 from zero_plugin.config.tree import AUTO, KeyPath
 from zero_plugin.errors import printable
@@ -84,6 +85,10 @@ def _of_any_run(document: Document, settings: LaunchSettings, resolved: Resolved
         entry = resolved.launch.entries[("mixed_precision",)]
         yield "ACCELERATE_MIXED_PRECISION", Setting(resolved.precision, str(entry.origin))
     yield from _typed(document, ("gradient_accumulation_steps",), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    shared = document.deepspeed.get(SEQUENCE_KEY)
+    if shared is not None and sequence_parallel_size(document) > 1:  # by its own way, which needs a loop of its own
+        yield "ACCELERATE_USE_PARALLELISM_CONFIG", Setting("true", str(shared.origin))
+        yield "PARALLELISM_CONFIG_SP_SIZE", Setting(_text(shared.value), str(shared.origin))
     for name, entry in asked_compiler(document.launch).items():
         yield f"ACCELERATE_DYNAMO_{name.upper()}", Setting(_text(entry.value), str(entry.origin))
     if settings.debug:

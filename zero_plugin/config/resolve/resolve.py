@@ -678,7 +678,12 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
     origin = Origin("rule", "for scripts")
-    passed = {path: value for path, value in values.items() if value is not None and is_passed_on(path, value)}
+    of_accelerate = ("sequence_parallel_size", "data_parallel_size")  # which takes them from variables
+    passed = {
+        path: value
+        for path, value in values.items()
+        if value is not None and is_passed_on(path, value) and path[0] not in of_accelerate
+    }
     return Tree({path: Entry(value, origin) for path, value in passed.items()}).nested(auto="auto")
 
 
