@@ -187,11 +187,12 @@ class Accelerator:
             shard_iterable=shard_iterable,
         )
         self.log_with = choose_trackers(log_with, options.project.logging_dir)
+        in_code: Any = {"mixed_precision": mixed_precision, "cpu": cpu, "parallelism_config": parallelism_config}
         configurations = open_configurations(
             config,
             choose_plugins(deepspeed_plugin, deepspeed_plugins),
             newest_run(),
-            partial(overlay_arguments, in_code=(mixed_precision, cpu, parallelism_config), options=options),
+            partial(overlay_arguments, options=options, **in_code),
         )
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, configurations.document)
         options.handlers = replace(options.handlers, compiler=compiler)

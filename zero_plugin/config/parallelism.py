@@ -38,7 +38,7 @@ def sequence_parallel_size(document: Document) -> int:
 
 
 def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Problem]]:
-    """Accelerate's keys of sequence parallelism as the one key: both trees, and what is to be told.
+    """Accelerate's keys of sequence parallelism as the one key: both trees, and the problems and notes.
 
     Args:
         launch: the launch keys; they lose the keys that were understood.
@@ -62,10 +62,10 @@ def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Pr
             Problem(backend.origin.where, typed, f"{show(backend.value)} is not legal here", "Write deepspeed.")
         )
     for name, why in _UNREAD.items():
-        entry = launch.get(SECTION, f"{_PREFIX}{name}")  # type: ignore[assignment]
-        if entry is not None and entry.value not in (None, AUTO, "", "None", True):
+        unread = launch.get(SECTION, f"{_PREFIX}{name}")
+        if unread is not None and unread.value not in (None, AUTO, "", "None", True):
             typed, message = f"{SECTION}.{_PREFIX}{name}", f"has no effect: {why}"
-            found.append(Problem(entry.origin.where, typed, message, "Delete it.", show(entry.value), "note"))
+            found.append(Problem(unread.origin.where, typed, message, "Delete it.", show(unread.value), "note"))
     of_sequences = {path for path in launch if path[0] == SECTION and path[-1].startswith(f"{_PREFIX}sp_")}
     return launch.where(lambda path, _: path not in of_sequences), deepspeed, found
 

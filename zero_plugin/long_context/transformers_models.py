@@ -35,7 +35,7 @@ _OF_TOKENS = (*_FILLING, "labels", "shift_labels", "attention_mask", "position_i
 
 
 @dataclass
-class _Ways:
+class _Settings:
     """How a model computes; it is kept with the model, so that a copy computes likewise.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Ways:
     chunks: int = 1
 
 
-_WAYS = "_zero_plugin_ways"  # attribute of a model
+_SETTINGS = "_zero_plugin_long_context"  # attribute of a model
 
 
 @dataclass
@@ -124,9 +124,9 @@ def share_model(module: nn.Module, document: Document) -> None:
         if (reason := why_not(model, size)) is not None:
             message = f"{size}, but a {type(model).__name__} cannot compute on parts of sequences: {reason}"
             raise ConfigError([Problem(where, SEQUENCE_KEY, message, "Write 1, or train another model.")])
-        if not _follow(model).shares:
+        if not _settings_of(model).shares:
             _attend_by_parts(model)
-            _follow(model).shares = True
+            _settings_of(model).shares = True
 
 
 def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
@@ -153,31 +153,31 @@ def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
         )
     if chunks < 1:
         raise LoopError(f"chunk_loss(): chunks={chunks}; give 1 or more.")
-    _follow(found[0]).chunks = chunks
+    _settings_of(found[0]).chunks = chunks
 
 
-def _follow(model: Any) -> _Ways:
-    """How a model computes, which it can be told from now on.
+def _settings_of(model: Any) -> _Settings:
+    """How a model computes, to be changed; its hooks are registered at the first call.
 
     Raises:
         LoopError: the script has set a loss function of its own.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    ways = getattr(model, _WAYS, None)
-    if ways is None:
+    settings = getattr(model, _SETTINGS, None)
+    if settings is None:
         if model.base_model is not model and model.loss_function is not ForCausalLMLoss:
             raise LoopError(
                 f"the loss_function of the {type(model).__name__} is the script's own: it would get parts of samples.\n"
                 "Compute the loss in the loop, from the logits that a forward without labels gives."
             )
-        ways = _Ways()
-        setattr(model, _WAYS, ways)
+        settings = _Settings()
+        setattr(model, _SETTINGS, settings)
         if model.base_model is not model:
             model.loss_function = _loss
         model.register_forward_pre_hook(_begin, with_kwargs=True)
         model.register_forward_hook(_end, with_kwargs=True, always_call=True)
-    return ways
+    return settings
 
 
 def _attend_by_parts(model: Any) -> None:
@@ -200,19 +200,19 @@ def _attend_by_parts(model: Any) -> None:
 
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a forward: this process's part of each argument, and something in place of the head."""
-    ways, group = getattr(module, _WAYS), CURRENT.find()
+    settings, group = getattr(module, _SETTINGS), CURRENT.find()
     given = _named(module, args, kwargs)
     has_labels = given.get("labels") is not None
     parts, tokens = None, given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if ways.shares and group is not None and tokens is not None and not _caches(module, given):
-        parts = _take_part(module, group, given, tokens)
+    if settings.shares and group is not None and tokens is not None and not _caches(module, given):
+        parts = _cut_arguments(module, group, given, tokens)
     head = None
-    if ways.chunks > 1 and has_labels and torch.is_grad_enabled():
+    if settings.chunks > 1 and has_labels and torch.is_grad_enabled():
         model: Any = module
         head = Deferred(model.get_output_embeddings())
         model.set_output_embeddings(head)
-    _RUNNING.append(_Forward(module, parts, head, ways.chunks, has_labels))
+    _RUNNING.append(_Forward(module, parts, head, settings.chunks, has_labels))
     return (), given
 
 
@@ -241,13 +241,15 @@ def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG0
     if forward.has_labels and not forward.has_loss and (forward.parts or forward.head):
         raise _refusal(module, "it computes its loss by itself")
     if forward.parts is not None:
-        return _give_whole(module, forward.parts, output, leaves_out=forward.has_labels and torch.is_grad_enabled())
+        return _complete_results(
+            module, forward.parts, output, leaves_out=forward.has_labels and torch.is_grad_enabled()
+        )
     if forward.head is not None:
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
     return None
 
 
-def _take_part(module: nn.Module, group: SequenceGroup, given: dict[str, Any], tokens: Tensor) -> _Parts:
+def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any], tokens: Tensor) -> _Parts:
     """Replace the complete arguments by this process's parts of them."""
     _refuse_arguments(module, given, tokens)
     _check_same_batch(group, given, tokens)
@@ -282,7 +284,7 @@ def _take_part(module: nn.Module, group: SequenceGroup, given: dict[str, Any], t
     return parts
 
 
-def _give_whole(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
+def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
     """The results with what is complete in place of parts.
 
     Args:

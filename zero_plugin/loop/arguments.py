@@ -186,20 +186,19 @@ def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
 
 
 def overlay_arguments(
-    document: Document, *, in_code: tuple[str | None, bool | None, Any], options: Options
+    document: Document, *, mixed_precision: Any, cpu: bool | None, parallelism_config: Any, options: Options
 ) -> Document:
     """The document with the arguments of code overlaid.
 
     Args:
         document: as it was given.
-        in_code: `mixed_precision`, `cpu` and `parallelism_config` of `Accelerator`.
+        mixed_precision, cpu, parallelism_config: of `Accelerator`.
         options: its other arguments.
 
     Raises:
         ConfigError: an argument contradicts an explicit value of a file or a flag; the error lists all of them.
     """
-    (mixed_precision, cpu, parallelism), scaler = in_code, options.handlers.scaler
-    steps = options.accumulation.num_steps
+    steps, scaler = options.accumulation.num_steps, options.handlers.scaler
     given: dict[KeyPath, tuple[str, Any]] = {}
     if mixed_precision is not None:
         given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))
@@ -208,7 +207,7 @@ def overlay_arguments(
             f"Accelerator(gradient_accumulation_steps={steps!r})",
             steps,
         )
-    if (size := sequence_size_in_code(parallelism)) is not None and size > 1:
+    if (size := sequence_size_in_code(parallelism_config)) is not None and size > 1:
         given[("deepspeed", SEQUENCE_KEY)] = (f"ParallelismConfig(sp_size={size})", size)
     if cpu:
         given[("use_cpu",)] = ("Accelerator(cpu=True)", True)
