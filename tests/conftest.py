@@ -120,6 +120,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Each of pytest's processes computes in one thread: where all have as many as processors, most wait in vain."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test, and no process that one starts, reads the default config of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as environment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from paths import ZERO, assert_near, checks_on, global_batch, loss_of, own_batch, running, weights
 from torch import Tensor, nn
 
@@ -63,4 +64,26 @@ def check_activation_checkpointing(path: str) -> None:
             checkpointing.configure(None)  # DeepSpeed's switches are the whole process's
 
 
-CHECKS = checks_on([path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing])
+def check_tensor_parallel_layers_lose_sums(path: str) -> None:
+    """Why `tensor_parallel` is refused: DeepSpeed's layers sum a copy of what is not contiguous, and drop the copy.
+
+    A gradient that comes of a sum or a transpose is not, so the layers below would train on one process' part of it.
+    """
+    with running(path) as accelerator:
+        model = nn.Linear(FEATURES, 4)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        from deepspeed.module_inject.layers import ColumnParallel
+
+        own = float(accelerator.process_index + 1)
+        found = []
+        for gradient in (torch.full((2, 3), own), torch.full((3, 2), own).t()):
+            inputs = torch.ones(2, 3, requires_grad=True)
+            ColumnParallel.apply(dist.group.WORLD, inputs).backward(gradient)
+            found.append(inputs.grad[0, 0].item())
+        everyone = sum(range(1, accelerator.num_processes + 1))
+        assert found == [everyone, own], "a release that sums both may be tried again"
+
+
+CHECKS = checks_on(
+    [path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing]
+) | checks_on(["zero2"], [check_tensor_parallel_layers_lose_sums])
