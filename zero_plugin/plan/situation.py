@@ -340,6 +340,17 @@ class Setup:
     pin_memory: bool = True
     gradient_views: bool = False
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one element of the weights: without ZeRO they stay fp32, and forwards run under autocast."""
+        return 4 if self.stage is None or self.precision == "no" else 2
+
+    @property
+    def sums_on_every_device(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+        sums_in_fp32 = self.precision == "bf16" and self.gradient_bytes == 4
+        return self.stage == 1 and sums_in_fp32 and self.offload_optimizer == "none"
+
 
 def name_setup(setup: Setup) -> str:
     """E.g. "stage 3, optimizer 40 % on cpu, parameters on cpu, checkpointing"; the micro-batch is not part of it."""
