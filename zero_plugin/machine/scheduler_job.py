@@ -197,10 +197,10 @@ def find_task_place(environ: Mapping[str, str]) -> Place | None:
     right. But srun itself may set PMI_RANK, without MPI_LOCALRANKID: then SLURM's are.
     """
     by_mpi = _mpi_launcher(environ)
-    if by_mpi is not None and not (by_mpi is _PMI and by_mpi.local_rank not in environ and _is_srun_task(environ)):
-        place = _mpi_place(by_mpi, environ)
-    elif _is_srun_task(environ):
+    if _is_srun_task(environ) and (by_mpi is None or (by_mpi is _PMI and by_mpi.local_rank not in environ)):
         place = _slurm_place(environ)
+    elif by_mpi is not None:
+        place = _mpi_place(by_mpi, environ)
     else:
         return None
     return place if place.world_size > 1 else None
@@ -226,27 +226,20 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return Allocation(machines, mpi.rank, address, int(mpi.port), here, sources)
 
 
-_SAID_IN_KUBERNETES: Final = {
-    "machines": "machines",
-    "rank": "machine",
-    "address": "address",
-    "processes": "local_size",
-}
-
-
 def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
     """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
     machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
     if machines == "1" or not machines.isdigit() or KUBERNETES.machine not in environ:
         return None
     address, port = environ.get(KUBERNETES.address, ""), environ.get(KUBERNETES.port)
+    sources = {"machines": KUBERNETES.machines, "rank": KUBERNETES.machine, "address": KUBERNETES.address}
     return Allocation(
         int(machines),
         number_of(environ, KUBERNETES.machine),
         address,
         read_port(port, KUBERNETES.port) if port else 29500,
         launchers_here=1,
-        sources={name: getattr(KUBERNETES, field) for name, field in _SAID_IN_KUBERNETES.items()},
+        sources={**sources, "processes": KUBERNETES.local_size},
         processes=int(machines) * int(each) if each.isdigit() else None,
     )
 

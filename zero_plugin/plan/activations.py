@@ -34,7 +34,7 @@ from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.blocks import Trace, repeated_blocks, trace_few
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, usual_length
+from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, full_shape, usual_length
 from zero_plugin.plan.situation import Activations, Affine, Highest, ModelSizes, highest
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
@@ -79,8 +79,9 @@ def trace_activations(
 
         return _affine(*map(trace_with, _SAMPLES))
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of wrong shapes, whose error is reported anyway
     try:
-        with working(f"tracing a step of the {type(model).__name__}"), _no_warnings_of_fakes():
+        with working(f"tracing a step of the {type(model).__name__}"), _replaced(log, "disabled", True):
             found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found
@@ -260,7 +261,7 @@ def _fake(leaf: Any) -> Any:
     """A tensor on the CPU, unpartitioned; under fake tensors one without memory."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=leaf.dtype, device="cpu")
+    return torch.empty(full_shape(leaf), dtype=leaf.dtype, device="cpu")
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -276,11 +277,6 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _no_warnings_of_fakes() -> AbstractContextManager[None]:
-    """Silence torch's log of an operation with wrong shapes: the error that it raises is reported anyway."""
-    return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _no_packing() -> AbstractContextManager[None]:

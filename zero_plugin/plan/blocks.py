@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from zero_plugin.plan.model_source import full_shape
+
 _LONGEST_HEAD: Final = 4  # blocks before the repetition, as the dense layers in front of a mixture's
 _LONGEST_PERIOD: Final = 8  # as of layers with attention to all tokens among those with a window
 _PERIODS: Final = 3  # that are kept; what one more adds, each further one adds too
@@ -125,7 +127,7 @@ def _kind(block: nn.Module) -> list[Any]:
             name,
             type(module),
             sorted((key, value) for key, value in vars(module).items() if _is_setting(key, value)),
-            [(key, _shape(p), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
+            [(key, full_shape(p), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
             [(key, tuple(b.shape), b.dtype) for key, b in module.named_buffers(recurse=False)],
         )
         for name, module in block.named_modules()
@@ -134,10 +136,6 @@ def _kind(block: nn.Module) -> list[Any]:
 
 def _is_setting(name: str, value: Any) -> bool:
     return isinstance(value, bool | int | float | str) and name not in _PLACES
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager

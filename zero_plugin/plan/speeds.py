@@ -148,20 +148,19 @@ def _update_on_host(_: torch.device) -> float:
 
 def _rate(device: torch.device, work: Callable[[], object], amount: float) -> float:
     """`amount` per second, of the fastest run: whatever slows one down is not the machine's speed."""
-    work()
-    _wait(device)
-    fastest, began = float("inf"), time.perf_counter()
-    while fastest == float("inf") or time.perf_counter() - began < _SECONDS:
+
+    def run() -> float:
         start = time.perf_counter()
         work()
-        _wait(device)
-        fastest = min(fastest, time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    run()
+    began, fastest = time.perf_counter(), run()
+    while time.perf_counter() - began < _SECONDS:
+        fastest = min(fastest, run())
     return amount / max(fastest, 1e-9)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _link_bandwidth(device: torch.device, name: str, speeds: dict[str, float]) -> tuple[float, str]:
