@@ -121,13 +121,9 @@ class Place:
 
     def numbers(self) -> dict[str, str]:
         """The place as torchrun would describe it, without where rank 0 is."""
-        here = {} if self.local_size is None else {TORCH.local_size: str(self.local_size)}
-        return {
-            TORCH.rank: str(self.rank),
-            TORCH.world_size: str(self.world_size),
-            TORCH.local_rank: str(self.local_rank),
-            **here,
-        }
+        numbers = {TORCH.rank: self.rank, TORCH.world_size: self.world_size, TORCH.local_rank: self.local_rank}
+        here = {} if self.local_size is None else {TORCH.local_size: self.local_size}
+        return {name: str(number) for name, number in (numbers | here).items()}
 
     def _how_to_say_where(self) -> str:
         if self.launcher.hint:

@@ -44,9 +44,7 @@ _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
 
 
 def trace_activations(
-    model: nn.Module,
-    example: Example | Callable[[int], Example],
-    precision: Precision = "bf16",
+    model: nn.Module, example: Example | Callable[[int], Example], precision: Precision = "bf16"
 ) -> Activations:
     """What one forward of `model` keeps for its backward, traced at two micro-batches without memory for tensors.
 
@@ -120,7 +118,7 @@ def find_activations(
         found = decoder_activations(sizes, length, precision)
         return replace(found, source=f"{found.source}{why}")
     source = f"unknown, so that {_UNKNOWN_MARGIN:.0%} of the memory stay free for them"
-    return Activations(Affine(), source=source, margin=_UNKNOWN_MARGIN)
+    return Activations(source=source, margin=_UNKNOWN_MARGIN)
 
 
 def _sequence_length(batch: Any) -> int:
@@ -129,12 +127,7 @@ def _sequence_length(batch: Any) -> int:
     return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
 
 
-def _trace(
-    model: nn.Module,
-    example: Example,
-    dtype: torch.dtype | None,
-    regime: AbstractContextManager[Any],
-) -> Trace:
+def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime: AbstractContextManager[Any]) -> Trace:
     """One step with all weights in `dtype`, or as they are, and the forward under `regime`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kernels = DeviceKernels()
@@ -467,8 +460,7 @@ class DeviceKernels(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,  # noqa: ARG002 - the kernels keep a seed
         is_causal: bool = False,
-        scale: float | None = None,  # noqa: ARG002
-        enable_gqa: bool = False,  # noqa: ARG002
+        **_: Any,  # a scale, and whether heads share their keys, change no bytes
     ) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")

@@ -26,16 +26,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Final
 
-from zero_plugin.plan.situation import (
-    Activations,
-    Affine,
-    Cluster,
-    ModelSizes,
-    OptimizerSizes,
-    ParameterSize,
-    Setup,
-    Workload,
-)
+from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup, Workload
 
 _FP32: Final = 4
 
@@ -135,12 +126,12 @@ class ProcessMemory:
 
     @property
     def flat(self) -> int:
-        """See `flat_elements`."""
+        """Elements of all partitions of stages 1 and 2 together."""
         return flat_elements(self.model.parameters, self.processes)
 
     @property
     def touched(self) -> int:
-        """See `touched_elements`."""
+        """Elements of the trained parameters of which this process' flat partition holds all or a part, at most."""
         return touched_elements(self.model.parameters, self.processes)
 
     @cached_property
@@ -454,11 +445,9 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
         setup = replace(setup, reduce_bucket=min(setup.reduce_bucket, work.model.trainable))
     memory = ProcessMemory(work.model, work.optimizer, setup, cluster.processes)
     states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
-    saved, forward, backward = _activations(work.activations.under(setup.stage), setup)
-    beside = {
-        "gathered parameters": memory.gathered_parameters(),
-        "reduction buffers": memory.reduction_buffers(),
-    }
+    kept = work.activations.under(setup.stage)
+    saved, forward, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
+    beside = {"gathered parameters": memory.gathered_parameters(), "reduction buffers": memory.reduction_buffers()}
     at_end_of_forward = {
         "gradients": memory.carried_gradients(),
         "transient": forward,
@@ -481,20 +470,6 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     host, pinned, locked = _host(memory, cluster.devices)
     nvme = {k: v * cluster.devices for k, v in memory.nvme_states().items()}
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
-
-
-def _activations(activations: Activations, setup: Setup) -> tuple[int, int, int]:
-    """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
-
-    The first block's own activations are there at the backward's end whether it runs once more for them or not.
-    """
-    samples = setup.micro_batch
-    recomputing = (activations.checkpointed_transient or Affine()).at(samples)
-    if setup.activation_checkpointing and activations.checkpointed is not None:
-        forward = (activations.checkpointed_forward or Affine()).at(samples)
-        return activations.checkpointed.at(samples), max(forward, recomputing), recomputing
-    transient = activations.transient.at(samples)
-    return activations.saved.at(samples), transient, max(transient, recomputing)
 
 
 def _sum(*groups: Mapping[str, int]) -> dict[str, int]:

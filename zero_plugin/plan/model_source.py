@@ -101,11 +101,8 @@ def open_model(
     if config is None:
         return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
-        raise _error(
-            f"--{next(iter(source.numbers)).replace('parameters', 'params')} is given beside {source.model}, which has "
-            "sizes of its own",
-            "Leave one of them out.",
-        )
+        flag = next(iter(source.numbers)).replace("parameters", "params")
+        raise _error(f"--{flag} is given beside {source.model}, which has sizes of its own", "Leave one of them out.")
     if source.trace and installed_version("transformers"):
         with working(f"building the model of {source.model}, without its weights"):
             model = build_model(config)

@@ -26,17 +26,7 @@ from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
 from zero_plugin.plan.search import Choice, Wanted, plan
-from zero_plugin.plan.situation import (
-    CPU,
-    Activations,
-    Affine,
-    Cluster,
-    ModelSizes,
-    Setup,
-    Stage,
-    Workload,
-    asked_optimizer,
-)
+from zero_plugin.plan.situation import CPU, Activations, Cluster, ModelSizes, Setup, Stage, Workload, asked_optimizer
 from zero_plugin.plan.what_if import WhatIf, what_if
 
 if TYPE_CHECKING:
@@ -123,12 +113,7 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
     import torch
 
     kind: AcceleratorKind = accelerator or ("cuda" if torch.cuda.is_available() else "cpu")
-    return MachineFacts(
-        accelerator=kind,
-        processes=processes,
-        bf16=_computes_in_bf16(kind),
-        fp16=kind == "cuda",
-    )
+    return MachineFacts(accelerator=kind, processes=processes, bf16=_computes_in_bf16(kind), fp16=kind == "cuda")
 
 
 def accelerator_kind(device: torch.device) -> AcceleratorKind:
@@ -236,7 +221,6 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         overlap_comm=overlaps,
         param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
         pin_memory=False if unpinned else (True if is_placed else None),
-        gradient_views=None,  # DDP's
         global_batch=total,
         margin=activations.margin,
         **sizes,
@@ -264,21 +248,15 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
         asked: the training configuration.
     """
     assert choice.chosen is not None, "what fits nowhere fills nothing"
-    setup, default = choice.chosen.setup, Setup().sub_group_size
-    names = {name for name in _CHOSEN if asked.value(*KEYS[name]) is AUTO and name != "micro_batch"}
-    if wanted.micro_batch is None:
-        names.add("micro_batch")
-    if setup.sub_group_size == default:
-        names.discard("sub_group_size")  # the rule for it says so
-    elif asked.value(*KEYS["sub_group_size"]) is None:
-        names.add("sub_group_size")  # the plan counts on smaller ones than DeepSpeed's default
-    if setup.offload_optimizer == "none":
-        names.discard("ratio")
-    if setup.stage == 2 and setup.overlap_comm and wanted.overlap_comm is None:
-        names.add("overlap_comm")
-    found = {
-        KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name in (*_CHOSEN, "overlap_comm") if name in names
-    }
+    setup = choice.chosen.setup
+    chosen = {name: asked.value(*KEYS[name]) is AUTO for name in _CHOSEN}
+    chosen["ratio"] &= setup.offload_optimizer != "none"
+    # DeepSpeed's own size is the rule's to fill; the plan may count on smaller sub-groups though nobody left them open.
+    is_small = setup.sub_group_size != Setup().sub_group_size
+    chosen["sub_group_size"] = is_small and asked.value(*KEYS["sub_group_size"]) in (None, AUTO)
+    chosen["micro_batch"] = wanted.micro_batch is None
+    chosen["overlap_comm"] = setup.stage == 2 and setup.overlap_comm and wanted.overlap_comm is None
+    found = {KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name, is_its in chosen.items() if is_its}
     if not setup.pin_memory and wanted.pin_memory is None:
         pinned = (path for path in _PINNED if asked.has_section(*path[:-1]))
         found |= dict.fromkeys(pinned, (False, choice.reasons["pin_memory"]))
@@ -323,12 +301,7 @@ def _plans_micro_batch(facts: Facts) -> bool:
 
 
 def fill_fields(
-    document: Document,
-    resolved: Resolved,
-    facts: Facts,
-    model: ModelSizes,
-    activations: Activations,
-    cluster: Cluster,
+    document: Document, resolved: Resolved, facts: Facts, model: ModelSizes, activations: Activations, cluster: Cluster
 ) -> Planned:
     """The values of the fields that only a plan can fill, with their reasons.
 
@@ -551,7 +524,7 @@ def predict_memory(
     host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
     optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
-    work = Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer)
+    work = Workload(_trained_sizes(model, facts), activations or Activations(), optimizer)
     name, nodes = "" if on_gpu else CPU, processes.world_size // here
     cluster = Cluster(device, host, nodes, here, device_name=name, shared_by=processes.shared_by)
     return RunMemory(work, running_setup(resolved, stage), cluster)

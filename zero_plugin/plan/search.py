@@ -12,16 +12,7 @@ from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.config.resolve.resolve import choose_bucket, choose_persistence_threshold
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.costs import Footprint, ProcessMemory, StepTime, footprint, step_time
-from zero_plugin.plan.situation import (
-    Cluster,
-    Device,
-    ModelSizes,
-    Setup,
-    Stage,
-    Workload,
-    budget,
-    name_setup,
-)
+from zero_plugin.plan.situation import Cluster, Device, ModelSizes, Setup, Stage, Workload, budget, name_setup
 
 # Without a global batch, micro-batches are powers of two up to this.
 _LARGEST_MICRO_BATCH: Final = 4096
