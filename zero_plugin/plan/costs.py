@@ -628,14 +628,12 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str,
         between_nodes = _seconds(sent * (cluster.nodes > 1), cluster.network_bandwidth, "network_bandwidth")
         return max(_seconds(sent * (cluster.devices > 1), cluster.link_bandwidth, "link_bandwidth"), between_nodes)
 
-    reduced = ring(model.trainable * (_FP32 if setup.stage is None else weights))
-    gathered = 0.0
+    trained = ring(model.trainable * (_FP32 if setup.stage is None else weights))
     if setup.stage == 3:
-        reduced, gathered = micro_batches * reduced, micro_batches * 2 * ring(model.elements * weights)
+        gradients, gathered = micro_batches * trained, micro_batches * 2 * ring(model.elements * weights)
     else:
-        gathered = reduced if setup.stage else 0.0
-        reduced = (micro_batches if setup.stage == 2 else 1) * 2 * reduced
-    return {"gradients between devices": reduced, "weights between devices": gathered}
+        gradients, gathered = (micro_batches if setup.stage == 2 else 1) * 2 * trained, trained if setup.stage else 0.0
+    return {"gradients between devices": gradients, "weights between devices": gathered}
 
 
 def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
