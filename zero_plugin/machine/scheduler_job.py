@@ -26,7 +26,6 @@ class Launcher:
         local_rank, local_size: the same on this machine.
         machine, machines: index and number of machines.
         address, port: where rank 0 is.
-        job: names that differ between jobs, the best first.
         hint: how its user gives all processes the address of rank 0.
     """
 
@@ -38,11 +37,10 @@ class Launcher:
     machines: str = ""
     address: str = ""
     port: str = ""
-    job: tuple[str, ...] = ()
     hint: str = ""
 
 
-_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the best first
 
 # torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher and what people export themselves.
 TORCH: Final = Launcher(
@@ -54,17 +52,14 @@ KUBERNETES: Final = Launcher(
 )
 _OPEN_MPI: Final = Launcher(
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    job=_MPI_JOB,
     hint="mpirun -x MASTER_ADDR=HOST …",
 )
 _MVAPICH: Final = Launcher(
     *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    job=_MPI_JOB,
     hint="mpirun -genv MASTER_ADDR HOST …",
 )
 _PMI: Final = Launcher(  # Intel MPI and MPICH
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    job=_MPI_JOB,
     hint="mpirun -genv MASTER_ADDR HOST …",
 )
 _SLURM: Final = Launcher(
@@ -309,7 +304,7 @@ def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:
         )
     local_size = number_of(environ, names.local_size) if environ.get(names.local_size) else None
     alone = local_size == world
-    job = next((environ[name] for name in names.job if name in environ), f"child of {os.getppid()}" if alone else "")
+    job = next((environ[name] for name in _MPI_JOB if name in environ), f"child of {os.getppid()}" if alone else "")
     address = OWN_ADDRESS if alone else ""
     return Place(rank, world, int(local_rank), local_size, address, _shared_port(f"mpi {job}"), names)
 

@@ -165,7 +165,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     device.set_title(
         "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
     )
-    handles = {"capacity": Line2D([], [], **_CAPACITY), "budget": Line2D([], [], **_BUDGET)}
+    handles: dict[str, Any] = {"capacity": Line2D([], [], **_CAPACITY), "budget": Line2D([], [], **_BUDGET)}
     handles |= {name: Patch(color=colour) for name, colour in colours.items()}
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     try:

@@ -90,17 +90,14 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
     """Operations and bytes per second by name, and when they were measured."""
     threads = f"{torch.get_num_threads()} threads of {count_cores()} cores"
     key = f"{name}, torch {torch.__version__}, {os.uname().nodename}, {threads}"
-    try:
+    read = None
+    with suppress(OSError, ValueError):
         read = json.loads(cache.read_text())
-    except (OSError, ValueError):
-        read = {}
     kept = read if isinstance(read, dict) else {}  # of other machines too, which share the folder
-    try:
-        speeds, day = {what: float(speed) for what, speed in kept[key]["speeds"].items()}, str(kept[key]["day"])
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # not measured here yet, or by another version
+        speeds = {what: float(speed) for what, speed in kept[key]["speeds"].items()}
         if speeds.keys() == _MEASURES.keys():
-            return speeds, f"measured on {day}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass  # not measured here yet, or not as this version writes it
+            return speeds, f"measured on {kept[key]['day']}"
     with working(f"measuring the speed of this machine ({name})"):
         speeds = {what: measure(device) for what, measure in _MEASURES.items()}
     with suppress(OSError):  # a folder that cannot be written costs the next run a measurement
