@@ -18,7 +18,7 @@ from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes,
 # What stays as the user has it: another batch or number type trains another model.
 _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
 _MOST_NODES: Final = 1024
-_TIMES: Final = [2**n for n in range(1, 40)]  # numbers of nodes, processes and tokens are tried by doubling
+_DOUBLINGS: Final = range(1, 40)  # how often numbers of nodes and processes are doubled, and samples halved
 # Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
 _LOGITS_BYTES: Final = 8
 _CHUNKS: Final = 8
@@ -119,7 +119,7 @@ def _changes(question: Question) -> Iterator[Change]:
             instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
             what = f"{show_bytes(least)} {where} instead of {instead}"
             yield from _first_that_fits(question, [(what, {"cluster": {name: least}})])
-    more = [cluster.nodes * times for times in _TIMES if cluster.nodes * times <= _MOST_NODES]
+    more = [cluster.nodes * 2**n for n in _DOUBLINGS if cluster.nodes * 2**n <= _MOST_NODES]
     what = f"nodes instead of {cluster.nodes}"
     yield from _first_that_fits(question, ((f"{nodes} {what}", {"cluster": {"nodes": nodes}}) for nodes in more))
 
@@ -141,7 +141,7 @@ def _smaller_activations(question: Question) -> Iterator[Change]:
     if chunked is not None:
         yield from _first_that_fits(question, [(_CHUNKED, {"work": {"activations": chunked}})])
     yield from _first_that_fits(question, _sharing(question))
-    shorter = [kept.sample_length // times for times in _TIMES if kept.sample_length // times >= _SHORTEST]
+    shorter = [kept.sample_length // 2**n for n in _DOUBLINGS if kept.sample_length // 2**n >= _SHORTEST]
     what = f"tokens instead of {kept.sample_length:,}"
     yield from _first_that_fits(
         question, ((f"samples of {n:,} {what}", {"work": {"activations": kept.of_length(n)}}) for n in shorter)
@@ -152,7 +152,7 @@ def _sharing(question: Question) -> Iterator[Attempt]:
     """Several processes share each sample, ever more; nothing where a sample is no sequence, or they do already."""
     kept, cluster = question.work.activations, question.cluster
     if kept.sample_length > 1 and cluster.shared_by == 1:
-        for processes in (times for times in _TIMES if cluster.processes % times == 0):
+        for processes in (2**n for n in _DOUBLINGS if cluster.processes % 2**n == 0):
             what = f"{SEQUENCE_KEY}: {processes}, so that each process computes on a part of every sample"
             part, machines = {"activations": kept.of_a_part(processes)}, {"shared_by": processes}
             yield what, {"work": part, "cluster": machines}
