@@ -11,18 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.costs import (
-    cpu_swap_buffers,
-    device_states,
-    footprint,
-    gathered_parameters,
-    host_tensors,
-    nvme_states,
-    reduction_buffers,
-    sub_groups,
-    weight_bytes,
-    window_gradients,
-)
+from zero_plugin.plan.costs import ProcessMemory, footprint, sub_groups
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -128,23 +117,24 @@ def merged(*parts: Mapping[str, int]) -> dict[str, int]:
 
 def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes between two steps, and at the end of a window."""
-    way, optimizer = case.setup, OptimizerSizes(case.optimizer, STATES[case.optimizer])
+    memory = ProcessMemory(model, OptimizerSizes(case.optimizer, STATES[case.optimizer]), case.setup, world)
     kept = [
-        device_states(model, optimizer, way, world),
-        {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, way, world).items()},
-        {"buffers": BUFFER_BYTES, "swapping": cpu_swap_buffers(model, way, world)},
+        memory.device_states(),
+        {name: sum(sizes) for name, sizes in memory.host_tensors().items()},
+        {"buffers": BUFFER_BYTES, "swapping": memory.swap_buffers()},
     ]
     if world == 1:
         kept[0].pop("persistent parameters", None)  # where device and host are one, they are what they are copies of
     # Stage 1 fills its bucket in the step.
-    waiting = reduction_buffers(model, way, world) if way.stage == 1 else 0
-    return merged(*kept), merged(*kept, {"gradients": window_gradients(model, way, world), "bucket": waiting})
+    waiting = memory.reduction_buffers() if case.setup.stage == 1 else 0
+    return merged(*kept), merged(*kept, {"gradients": memory.window_gradients(), "bucket": waiting})
 
 
 def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[str]:
     """Lines of what is not as predicted; of several processes the one with the most counts."""
     way = case.setup
     model = ModelSizes(name, tuple(ParameterSize(e, trainable=trained) for e, trained in live[0]["sizes"]))
+    memory = ProcessMemory(model, OptimizerSizes(), way, world)
     between, window = predict(case, model, world)
     for moment, predicted in (("between", between), ("window", window)):
         for term, wanted in predicted.items():
@@ -156,11 +146,11 @@ def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[
         groups = sub_groups(model.parameters, world, way.sub_group_size)
         if list(groups) != live[0]["sub_groups"]:
             yield f"{name}: sub-groups: predicted {groups}, live {live[0]['sub_groups']}"
-        gathered = max(process["gathered"] for process in live) * weight_bytes(way)
-        if world > 1 and gathered > gathered_parameters(model, way, world):
-            yield f"{name}: gathered: predicted {gathered_parameters(model, way, world):,}, live {gathered:,}"
+        gathered = max(process["gathered"] for process in live) * way.weight_bytes
+        if world > 1 and gathered > memory.gathered_parameters():
+            yield f"{name}: gathered: predicted {memory.gathered_parameters():,}, live {gathered:,}"
     files = max(sum(process["files"].values()) for process in live)
-    on_drive = sum(nvme_states(model, OptimizerSizes(), way, world).values())
+    on_drive = sum(memory.nvme_states().values())
     if abs(files - on_drive) > 0.01 * files:
         yield f"{name}: files: predicted {on_drive:,}, live {files:,}"
     if case.peaks:
@@ -172,7 +162,7 @@ def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live:
 
     Left out is stage 0's step in 16 bits, which differs without a fused kernel.
     """
-    way, width = case.setup, weight_bytes(case.setup)
+    way, width = case.setup, case.setup.weight_bytes
     largest = max(p.elements for p in model.parameters)
     # On a CPU torch's Adam works in two tensors of a parameter's size, for one parameter at a time: ZeRO's are flat.
     optimizer = OptimizerSizes(case.optimizer, STATES[case.optimizer], step_copies=2 if way.stage else 0)

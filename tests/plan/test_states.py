@@ -10,18 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_plugin.plan.costs import (
-    cpu_swap_buffers,
-    device_states,
+    ProcessMemory,
     flat_elements,
     footprint,
-    gathered_parameters,
-    host_tensors,
-    nvme_states,
     sharded_elements,
-    step_moments,
     sub_groups,
     touched_elements,
-    window_gradients,
 )
 from zero_plugin.plan.situation import (
     CPU,
@@ -45,10 +39,11 @@ A100 = Cluster(80 * GIB, 1000 * GIB, devices=8)
 
 def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM) -> float:
     """Bytes on the device for each parameter at the end of a window, without stage 3's bucket."""
-    states = device_states(SEVEN, optimizer, replace(setup, reduce_bucket=0), processes)
+    memory = ProcessMemory(SEVEN, optimizer, replace(setup, reduce_bucket=0), processes)
+    states = memory.device_states()
     staged = states.pop("buckets", 0) if setup.stage not in (None, 3) else 0
     assert staged in (0, 2**24 * 2, 2**24 * 4)
-    return (sum(states.values()) + window_gradients(SEVEN, setup, processes)) / SEVEN.elements
+    return (sum(states.values()) + memory.window_gradients()) / SEVEN.elements
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ def test_bytes_of_each_parameter_on_the_device(setup: Setup, expected: float) ->
 )
 def test_bytes_of_each_parameter_in_host_memory(setup: Setup, expected: float) -> None:
     """Of all processes together; without the gradient that is on its way, and NVMe's buffers."""
-    found = host_tensors(SEVEN, ADAM, setup, 8)
+    found = ProcessMemory(SEVEN, ADAM, setup, 8).host_tensors()
     passing = sum(found["staging"][1:]) if "staging" in found else 0
     assert (sum(sum(sizes) for sizes in found.values()) - passing) * 8 / SEVEN.elements == expected
 
@@ -112,7 +107,7 @@ def test_bytes_of_each_parameter_in_host_memory(setup: Setup, expected: float) -
 )
 def test_bytes_of_each_parameter_on_nvme(setup: Setup, expected: float) -> None:
     """Of all processes together."""
-    assert sum(nvme_states(SEVEN, ADAM, setup, 8).values()) * 8 / SEVEN.elements == expected
+    assert sum(ProcessMemory(SEVEN, ADAM, setup, 8).nvme_states().values()) * 8 / SEVEN.elements == expected
 
 
 @pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("lion", 1), ("adamw", 2), ("unknown", 5)])
@@ -120,7 +115,7 @@ def test_an_optimizer_counts_by_its_states(name: str, states: int) -> None:
     """Each takes four bytes for an element of the partition, wherever it lives."""
     optimizer = OptimizerSizes(name, states)
     assert per_parameter(Setup(2), 8, optimizer) == 2 + (4 + 4 + 4 * states) / 8
-    in_host = host_tensors(SEVEN, optimizer, Setup(2, offload_optimizer="cpu"), 8)
+    in_host = ProcessMemory(SEVEN, optimizer, Setup(2, offload_optimizer="cpu"), 8).host_tensors()
     assert sum(in_host["optimizer states"]) * 8 == 4 * states * SEVEN.elements
 
 
@@ -130,10 +125,10 @@ def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
     adapter = ParameterSize(2**20, 8)
     lora = ModelSizes("lora", (*(replace(p, trainable=False) for p in SEVEN.parameters), adapter))
     alone = ModelSizes("adapter", (adapter,))
-    setup = Setup(stage)
-    more = sum(device_states(lora, ADAM, setup, 8).values()) - sum(device_states(alone, ADAM, setup, 8).values())
+    both, trained = (ProcessMemory(model, ADAM, Setup(stage), 8) for model in (lora, alone))
+    more = sum(both.device_states().values()) - sum(trained.device_states().values())
     assert more == SEVEN.elements * {None: 4, 3: 2 / 8}.get(stage, 2)
-    assert window_gradients(lora, setup, 8) == window_gradients(alone, setup, 8)
+    assert both.window_gradients() == trained.window_gradients()
 
 
 def test_frozen_weights_keep_their_type_without_zero() -> None:
@@ -171,9 +166,10 @@ def test_ratio_acts_on_whole_sub_groups(ratio: float, on_device: int) -> None:
     """Of four sub-groups the first ones stay on the device, rounded down, with masters, states and gradients."""
     model = ModelSizes("four", (ParameterSize(2**20, 4),))
     setup = Setup(3, offload_optimizer="cpu", ratio=ratio, sub_group_size=2**17, reduce_bucket=0)
-    states = device_states(model, ADAM, setup, 8)
+    memory = ProcessMemory(model, ADAM, setup, 8)
+    states = memory.device_states()
     assert sum(states.values()) == 4 * 2**17 * 2 + on_device * 2**17 * (4 + 8 + 4)
-    in_host = host_tensors(model, ADAM, setup, 8)
+    in_host = memory.host_tensors()
     assert len(in_host["master weights"]) == 4 - on_device
 
 
@@ -195,7 +191,7 @@ def test_gathered_parameters_bound_what_was_measured(live: int, reuse: int, pref
     setup = Setup(3, prefetch_bucket=prefetch, max_live_parameters=live, max_reuse_distance=reuse)
     setup = replace(setup, persistence_threshold=200)
     in_flight = prefetch + 101 * 65
-    held = gathered_parameters(model, setup, 2) / 2 - in_flight
+    held = ProcessMemory(model, ADAM, setup, 2).gathered_parameters() / 2 - in_flight
     assert measured <= held <= measured + 2 * 101 * 65
 
 
@@ -203,30 +199,30 @@ def test_experts_of_a_layer_are_gathered_together() -> None:
     """Of two layers of 8 experts, one is gathered: in a flat buffer, and copied out of it."""
     experts = ModelSizes("moe", (ParameterSize(2**20, 16, expert=True), ParameterSize(2**18, 2)), layers=2)
     setup = Setup(3, prefetch_bucket=0, max_reuse_distance=0)
-    assert gathered_parameters(experts, setup, 8) == 2 * (8 * 2**20 + 8 * 2**20)
+    assert ProcessMemory(experts, ADAM, setup, 8).gathered_parameters() == 2 * (8 * 2**20 + 8 * 2**20)
 
 
 def test_nothing_is_gathered_on_one_device() -> None:
     """Unless the weights are elsewhere."""
-    assert gathered_parameters(SEVEN, Setup(3), 1) == 0
-    assert gathered_parameters(SEVEN, Setup(3, offload_param="cpu"), 1) > 0
+    assert ProcessMemory(SEVEN, ADAM, Setup(3), 1).gathered_parameters() == 0
+    assert ProcessMemory(SEVEN, ADAM, Setup(3, offload_param="cpu"), 1).gathered_parameters() > 0
 
 
 def test_swapping_weights_takes_room_for_whole_parameters() -> None:
     """Not for partitions: a sub-group of everything would lock all 14 GiB in each process."""
     everything = Setup(3, offload_param="nvme", param_buffer=0)
-    assert cpu_swap_buffers(SEVEN, everything, 8) == 2 * SEVEN.elements
+    assert ProcessMemory(SEVEN, ADAM, everything, 8).swap_buffers() == 2 * SEVEN.elements
     small = replace(everything, sub_group_size=2**24)
-    assert cpu_swap_buffers(SEVEN, small, 8) == 2 * 8 * 2**24
+    assert ProcessMemory(SEVEN, ADAM, small, 8).swap_buffers() == 2 * 8 * 2**24
 
 
 def test_a_step_at_stage_3_works_on_one_sub_group() -> None:
     """It flattens the gradients of that sub-group, casts them where they are in 16 bits, and updates."""
     whole = Setup(3)
-    assert sum(step_moments(SEVEN, ADAM, whole, 8)[-1].values()) == SEVEN.elements // 8 * (4 + 4)
+    assert sum(ProcessMemory(SEVEN, ADAM, whole, 8).step_moments()[-1].values()) == SEVEN.elements // 8 * (4 + 4)
     small = replace(whole, sub_group_size=2**21)
-    assert sum(step_moments(SEVEN, ADAM, small, 8)[-1].values()) == 2**21 * (4 + 4)
-    made, updated = step_moments(SEVEN, ADAM, replace(small, gradient_bytes=2), 8)
+    assert sum(ProcessMemory(SEVEN, ADAM, small, 8).step_moments()[-1].values()) == 2**21 * (4 + 4)
+    made, updated = ProcessMemory(SEVEN, ADAM, replace(small, gradient_bytes=2), 8).step_moments()
     assert (sum(made.values()), sum(updated.values())) == (2**21 * (2 + 4), 2**21 * (4 + 4))
 
 
@@ -312,9 +308,8 @@ def test_a_higher_stage_never_keeps_more(model: ModelSizes, precision: Any, proc
         setup = Setup(stage, precision, gradient_bytes=gradient_bytes, reduce_bucket=0, persistence_threshold=0)
         padding = 24 * (len(model.parameters) * 4 + 2 * processes)
         # Stage 2 keeps gradients in 16 bits whole where a partition begins or ends inside of them.
-        kept.append(
-            sum(device_states(model, ADAM, setup, processes).values()) + window_gradients(model, setup, processes)
-        )
+        memory = ProcessMemory(model, ADAM, setup, processes)
+        kept.append(sum(memory.device_states().values()) + memory.window_gradients())
         if len(kept) > 1:
             assert kept[-1] <= kept[-2] + padding
 
@@ -324,8 +319,8 @@ def test_offload_moves_states(model: ModelSizes, stage: Any, precision: Any, pro
     """The device never keeps more with it, and masters and optimizer states are the same bytes on the other side."""
     here = Setup(stage, precision, gradient_bytes=2 if precision == "fp16" else 4)
     there = replace(here, offload_optimizer="cpu")
-    on_device, left = (device_states(model, ADAM, setup, processes) for setup in (here, there))
-    in_host = host_tensors(model, ADAM, there, processes)
+    on_device, left = (ProcessMemory(model, ADAM, setup, processes).device_states() for setup in (here, there))
+    in_host = ProcessMemory(model, ADAM, there, processes).host_tensors()
     for term in ("master weights", "optimizer states"):
         assert on_device[term] == sum(in_host[term])
         assert not left.get(term)
@@ -337,7 +332,7 @@ def test_more_processes_never_need_more_of_each(model: ModelSizes, stage: Any, f
     """From two on (one gathers and reduces nothing), by more than padding."""
     few, many = sorted((few + 1, many + 1))
     setup = Setup(stage, persistence_threshold=0)
-    less, more = (sum(device_states(model, ADAM, setup, n).values()) for n in (many, few))
+    less, more = (sum(ProcessMemory(model, ADAM, setup, n).device_states().values()) for n in (many, few))
     assert less <= more + 24 * (4 * len(model.parameters) + 2 * many)
 
 

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -296,9 +295,7 @@ class MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     @property
@@ -317,9 +314,8 @@ class MemoryWatch:
 def count_memory_kills() -> int | None:
     """Processes that the kernel has ever killed here for want of memory; None where it does not count them."""
     files = [folder / name for folder in own_groups("memory") for name in ("memory.events", "memory.oom_control")]
-    counts = (
-        read_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")
-    )  # the last: the complete machine's
+    files.append(PROC / "vmstat")  # the complete machine's
+    counts = (read_numbers(file).get("oom_kill") for file in files)
     return next((count for count in counts if count is not None), None)
 
 
@@ -458,12 +454,11 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
 
 def filesystem_of(folder: Path, mounts: Path) -> str:
     """The kind of file system that a folder is on, from the kernel's `mountinfo`."""
-    wanted, kind, longest = str(folder.resolve()), "unknown", -1
-    for mount in read_mounts(mounts):
-        inside = wanted == mount.folder or wanted.startswith(mount.folder.rstrip("/") + "/")
-        if inside and len(mount.folder) >= longest:  # of two on one folder, the later covers the other
-            kind, longest = mount.kind, len(mount.folder)
-    return kind
+    above = [mount for mount in read_mounts(mounts) if folder.resolve().is_relative_to(mount.folder)]
+    above.sort(
+        key=lambda mount: len(mount.folder)
+    )  # of two on one folder the later stays the last: it covers the other
+    return above[-1].kind if above else "unknown"
 
 
 def _measure(file: str, most: int) -> tuple[float, float] | None:

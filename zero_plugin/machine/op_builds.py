@@ -16,6 +16,7 @@ from typing import Final
 
 from zero_plugin.config.document import offload_devices
 from zero_plugin.config.installed import is_at_least
+from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.hardware import PROC, process_stat
@@ -71,11 +72,15 @@ def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[s
 
 def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
     """Where torch keeps the ops of this Python and this torch."""
-    if root := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(root)
+    if environ.get("TORCH_EXTENSIONS_DIR"):
+        return _root_folder(environ)
     kind = f"cu{torch_cuda.replace('.', '')}" if torch_cuda else "cpu"
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(_caches(environ), f"{python}_{kind}")
+    return _root_folder(environ) / f"{python}_{kind}"
+
+
+def _root_folder(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or cache_folder(environ) / "torch_extensions")
 
 
 def missing_builds(ops: Collection[str], folder: Path) -> list[str]:
@@ -157,7 +162,8 @@ def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
     """
     warned: list[Path] = []
     while stale := find_stale_build_locks(ops, folder):
-        advice = "\n".join(["If no other machine is building into this folder, remove it:", *map(_remove, stale)])
+        removals = (f"  rm {lock}" for lock in stale)
+        advice = "\n".join(["If no other machine is building into this folder, remove it:", *removals])
         if all(time.time() - _last_change(lock.parent) > _QUIET_S for lock in stale):
             raise MachineError(
                 "A C++ op build was killed and left its lock behind; this run would wait for it forever.\n" + advice
@@ -181,8 +187,6 @@ class RunningBuilds:
 
         The compilers that run in the same folders are recorded too.
         """
-        if not Path("/proc").is_dir():
-            return
         family = _with_children(processes)
         locks = {lock for process in family for lock in _open_locks(process)}
         folders = {lock.parent for lock in locks}
@@ -198,14 +202,6 @@ class RunningBuilds:
         for lock in self._locks:
             if not _is_open_somewhere(lock):
                 lock.unlink(missing_ok=True)
-
-
-def _remove(lock: Path) -> str:
-    return f"  rm {lock}"
-
-
-def _caches(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
 
 
 def _last_change(folder: Path) -> float:
@@ -238,8 +234,7 @@ def _is_open_somewhere(file: Path) -> bool:
 
 
 def _open_locks(process: int) -> Iterator[Path]:
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = (Path(root) if root else _caches(os.environ)).resolve()
+    cache = _root_folder(os.environ).resolve()
     with suppress(OSError):
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             file = _target(descriptor)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.machine.network import is_loopback
 from zero_plugin.machine.scheduler_job import KUBERNETES, TORCH, Place, find_task_place, number_of
+
+T = TypeVar("T")
 
 _GLOBAL_RANK: Final = replace(TORCH, rank="GLOBAL_RANK")
 _BY_LOCAL_RANK: Final = replace(TORCH, rank=TORCH.local_rank)
@@ -100,15 +102,10 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
             "all of its run.\nUnset the one that was left over, or set by hand."
         )
     all_here = _are_all_here(world, environ)
-    if TORCH.local_size in environ:
-        local_size: int | None = number_of(environ, TORCH.local_size)
-    elif all_here:
-        local_size = world
-    else:  # without a local rank there is one process on each machine, as in a PyTorchJob
-        local_size = None if TORCH.local_rank in environ else 1
-    local_rank = rank if all_here else 0
-    if TORCH.local_rank in environ:
-        local_rank = number_of(environ, TORCH.local_rank)
+    # Without a local rank there is one process on each machine, as in a PyTorchJob.
+    elsewhere = None if TORCH.local_rank in environ else 1
+    local_size = _number_or(environ, TORCH.local_size, world if all_here else elsewhere)
+    local_rank = _number_or(environ, TORCH.local_rank, rank if all_here else 0)
     return _check(_with_meeting_point(Place(rank, world, local_rank, local_size, "", "", names), environ), environ)
 
 
@@ -128,8 +125,7 @@ def _place_of_lightning(environ: Mapping[str, str]) -> Place | None:
             f"{TORCH.local_size}, how many processes run on each machine, and {TORCH.machine}, which machine this is, "
             f"from 0; or, to run one process, unset {TORCH.world_size} and {TORCH.local_rank}."
         )
-    machine = number_of(environ, TORCH.machine) if TORCH.machine in environ else 0
-    local_rank = number_of(environ, TORCH.local_rank)
+    machine, local_rank = _number_or(environ, TORCH.machine, 0), number_of(environ, TORCH.local_rank)
     place = Place(machine * local_size + local_rank, world, local_rank, local_size, "", "", _BY_LOCAL_RANK)
     return _check(_with_meeting_point(place, environ), environ)
 
@@ -148,6 +144,11 @@ def _place_in_kubernetes(environ: Mapping[str, str]) -> Place | None:
         )
     rank, world = number_of(environ, KUBERNETES.machine), number_of(environ, KUBERNETES.machines)
     return _check(_with_meeting_point(Place(rank, world, 0, 1, "", "", KUBERNETES), environ), environ)
+
+
+def _number_or(environ: Mapping[str, str], name: str, otherwise: T) -> int | T:
+    """The integer that the variable holds, if it is set."""
+    return number_of(environ, name) if name in environ else otherwise
 
 
 def _are_all_here(world: int, environ: Mapping[str, str]) -> bool:

@@ -26,7 +26,6 @@ class Launcher:
         local_rank, local_size: the same on this machine.
         machine, machines: index and number of machines.
         address, port: where rank 0 is.
-        job: names that differ between jobs, the best first.
         hint: how its user gives all processes the address of rank 0.
     """
 
@@ -38,11 +37,10 @@ class Launcher:
     machines: str = ""
     address: str = ""
     port: str = ""
-    job: tuple[str, ...] = ()
     hint: str = ""
 
 
-_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the best first
 
 # torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher and what people export themselves.
 TORCH: Final = Launcher(
@@ -54,17 +52,14 @@ KUBERNETES: Final = Launcher(
 )
 _OPEN_MPI: Final = Launcher(
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    job=_MPI_JOB,
     hint="mpirun -x MASTER_ADDR=HOST …",
 )
 _MVAPICH: Final = Launcher(
     *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    job=_MPI_JOB,
     hint="mpirun -genv MASTER_ADDR HOST …",
 )
 _PMI: Final = Launcher(  # Intel MPI and MPICH
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    job=_MPI_JOB,
     hint="mpirun -genv MASTER_ADDR HOST …",
 )
 _SLURM: Final = Launcher(
@@ -121,13 +116,9 @@ class Place:
 
     def numbers(self) -> dict[str, str]:
         """The place as torchrun would describe it, without where rank 0 is."""
-        here = {} if self.local_size is None else {TORCH.local_size: str(self.local_size)}
-        return {
-            TORCH.rank: str(self.rank),
-            TORCH.world_size: str(self.world_size),
-            TORCH.local_rank: str(self.local_rank),
-            **here,
-        }
+        numbers = {TORCH.rank: self.rank, TORCH.world_size: self.world_size, TORCH.local_rank: self.local_rank}
+        here = {} if self.local_size is None else {TORCH.local_size: self.local_size}
+        return {name: str(number) for name, number in (numbers | here).items()}
 
     def _how_to_say_where(self) -> str:
         if self.launcher.hint:
@@ -197,10 +188,10 @@ def find_task_place(environ: Mapping[str, str]) -> Place | None:
     right. But srun itself may set PMI_RANK, without MPI_LOCALRANKID: then SLURM's are.
     """
     by_mpi = _mpi_launcher(environ)
-    if by_mpi is not None and not (by_mpi is _PMI and by_mpi.local_rank not in environ and _is_srun_task(environ)):
-        place = _mpi_place(by_mpi, environ)
-    elif _is_srun_task(environ):
+    if _is_srun_task(environ) and (by_mpi is None or (by_mpi is _PMI and by_mpi.local_rank not in environ)):
         place = _slurm_place(environ)
+    elif by_mpi is not None:
+        place = _mpi_place(by_mpi, environ)
     else:
         return None
     return place if place.world_size > 1 else None
@@ -226,27 +217,20 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return Allocation(machines, mpi.rank, address, int(mpi.port), here, sources)
 
 
-_SAID_IN_KUBERNETES: Final = {
-    "machines": "machines",
-    "rank": "machine",
-    "address": "address",
-    "processes": "local_size",
-}
-
-
 def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
     """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
     machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
     if machines == "1" or not machines.isdigit() or KUBERNETES.machine not in environ:
         return None
     address, port = environ.get(KUBERNETES.address, ""), environ.get(KUBERNETES.port)
+    sources = {"machines": KUBERNETES.machines, "rank": KUBERNETES.machine, "address": KUBERNETES.address}
     return Allocation(
         int(machines),
         number_of(environ, KUBERNETES.machine),
         address,
         read_port(port, KUBERNETES.port) if port else 29500,
         launchers_here=1,
-        sources={name: getattr(KUBERNETES, field) for name, field in _SAID_IN_KUBERNETES.items()},
+        sources={**sources, "processes": KUBERNETES.local_size},
         processes=int(machines) * int(each) if each.isdigit() else None,
     )
 
@@ -320,7 +304,7 @@ def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:
         )
     local_size = number_of(environ, names.local_size) if environ.get(names.local_size) else None
     alone = local_size == world
-    job = next((environ[name] for name in names.job if name in environ), f"child of {os.getppid()}" if alone else "")
+    job = next((environ[name] for name in _MPI_JOB if name in environ), f"child of {os.getppid()}" if alone else "")
     address = OWN_ADDRESS if alone else ""
     return Place(rank, world, int(local_rank), local_size, address, _shared_port(f"mpi {job}"), names)
 

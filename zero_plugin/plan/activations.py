@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -34,7 +34,7 @@ from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.blocks import Trace, repeated_blocks, trace_few
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, usual_length
+from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, full_shape, usual_length
 from zero_plugin.plan.situation import Activations, Affine, Highest, ModelSizes, highest
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
@@ -44,9 +44,7 @@ _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
 
 
 def trace_activations(
-    model: nn.Module,
-    example: Example | Callable[[int], Example],
-    precision: Precision = "bf16",
+    model: nn.Module, example: Example | Callable[[int], Example], precision: Precision = "bf16"
 ) -> Activations:
     """What one forward of `model` keeps for its backward, traced at two micro-batches without memory for tensors.
 
@@ -79,8 +77,9 @@ def trace_activations(
 
         return _affine(*map(trace_with, _SAMPLES))
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of wrong shapes, whose error is reported anyway
     try:
-        with working(f"tracing a step of the {type(model).__name__}"), _no_warnings_of_fakes():
+        with working(f"tracing a step of the {type(model).__name__}"), _replaced(log, "disabled", True):
             found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found
@@ -119,7 +118,7 @@ def find_activations(
         found = decoder_activations(sizes, length, precision)
         return replace(found, source=f"{found.source}{why}")
     source = f"unknown, so that {_UNKNOWN_MARGIN:.0%} of the memory stay free for them"
-    return Activations(Affine(), source=source, margin=_UNKNOWN_MARGIN)
+    return Activations(source=source, margin=_UNKNOWN_MARGIN)
 
 
 def _sequence_length(batch: Any) -> int:
@@ -128,12 +127,7 @@ def _sequence_length(batch: Any) -> int:
     return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
 
 
-def _trace(
-    model: nn.Module,
-    example: Example,
-    dtype: torch.dtype | None,
-    regime: AbstractContextManager[Any],
-) -> Trace:
+def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime: AbstractContextManager[Any]) -> Trace:
     """One step with all weights in `dtype`, or as they are, and the forward under `regime`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kernels = DeviceKernels()
@@ -148,15 +142,15 @@ def _trace(
                 outputs = run(map_leaves(narrowed, batch))
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
-            saved, forward, flops = tape.live, len(tape.after), tape.flops + kernels.flops
+            saved, flops, forward = tape.live, tape.flops + kernels.flops, len(tape.after)
             blocks.end_forward(outputs)
             # Not torch.autograd.backward, during which torch suspends `DeviceKernels`: forwards that checkpoints run
             # again there need it.
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-            checkpointed = blocks.checkpointed(saved) if blocks.passes else None
-        return Trace(saved, forward, tape.after, checkpointed, flops)
+            found = Trace(saved, flops, (tape.after[:forward], tape.after[forward:]))
+            return replace(found, checkpointed=blocks.checkpointed(found)) if blocks.passes else found
 
     with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
         weights: dict[str, Tensor] = {
@@ -189,20 +183,20 @@ class _Step(nn.Module):
 
 def _affine(two: Trace, three: Trace) -> Activations:
     """The lines through the traces of two samples and of three."""
-    saved, transient = _lines(two.saved, two.after, three.saved, three.after)
+    saved, transient = _lines(two, three, slice(None))
     flops = three.flops - two.flops
     found = Activations(saved, transient, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
     if two.checkpointed is None or three.checkpointed is None:
         return found
-    (kept, after), (kept_of_three, after_of_three) = two.checkpointed, three.checkpointed
-    line, forward = _lines(kept, after[: two.forward], kept_of_three, after_of_three[: three.forward])
-    _, backward = _lines(kept, after[two.forward :], kept_of_three, after_of_three[three.forward :])
+    line, forward = _lines(two.checkpointed, three.checkpointed, slice(1))
+    _, backward = _lines(two.checkpointed, three.checkpointed, slice(1, None))
     return replace(found, checkpointed=line, checkpointed_transient=backward, checkpointed_forward=forward)
 
 
-def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: list[int]) -> tuple[Affine, Highest]:
+def _lines(two: Trace, three: Trace, courses: slice) -> tuple[Affine, Highest]:
     """Of the bytes saved, and of the most above them. Each operation has its line; the batch tells which is highest."""
-    kept = _line(saved, saved_of_three)
+    kept = _line(two.saved, three.saved)
+    after, after_of_three = (list(chain(*found.courses[courses])) for found in (two, three))
     if len(after) != len(after_of_three):  # the forward takes another way with three samples
         after, after_of_three = [max(after)], [max(after_of_three)]
     alive = map(_line, after, after_of_three)
@@ -260,7 +254,7 @@ def _fake(leaf: Any) -> Any:
     """A tensor on the CPU, unpartitioned; under fake tensors one without memory."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=leaf.dtype, device="cpu")
+    return torch.empty(full_shape(leaf), dtype=leaf.dtype, device="cpu")
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -276,11 +270,6 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _no_warnings_of_fakes() -> AbstractContextManager[None]:
-    """Silence torch's log of an operation with wrong shapes: the error that it raises is reported anyway."""
-    return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _no_packing() -> AbstractContextManager[None]:
@@ -471,8 +460,7 @@ class DeviceKernels(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,  # noqa: ARG002 - the kernels keep a seed
         is_causal: bool = False,
-        scale: float | None = None,  # noqa: ARG002
-        enable_gqa: bool = False,  # noqa: ARG002
+        **_: Any,  # a scale, and whether heads share their keys, change no bytes
     ) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
@@ -596,16 +584,16 @@ class BlockPasses:
             found = self.tape.alive(own.begin, own.end, apart=own.outputs & held)
             own.kept = [(self.forward if kept.converted else kept.used + 1, kept.size) for kept in found]
 
-    def checkpointed(self, saved: int) -> tuple[int, list[int]]:
-        """Bytes alive after the forward, and after each operation and each second forward, had all been checkpointed.
+    def checkpointed(self, step: Trace) -> Trace:
+        """The step, had all blocks been checkpointed.
 
         A block's own bytes are absent from the end of its forward to the beginning of its backward, where it runs once
         more; its inputs stay until its backward ends. To be called after the backward.
 
         Args:
-            saved: bytes alive after the forward as it was.
+            step: as it was.
         """
-        after = self.tape.after
+        after, forward = self.tape.after, len(step.courses[0])
         # What is alive even now, as a cache of keys, is not made with checkpointing.
         left = [sum(kept.size for kept in self.tape.alive(p.begin, p.end, apart=p.outputs)) for p in self.passes]
         begins = sorted(own.backward for own in self.passes if own.backward is not None)
@@ -620,11 +608,13 @@ class BlockPasses:
                 changes[end] -= own.lost + cached
         totals = list(accumulate(changes))
         alive = [size + total for size, total in zip(after, totals, strict=False)]
+        second_forwards = []
         for own, cached in zip(self.passes, left, strict=True):
             if own.backward is not None:
                 again = max(after[own.begin : own.end], default=own.live) - own.live - cached
-                alive.append(after[own.backward - 1] + totals[own.backward] - own.kept_bytes + again)
-        return saved + sum(own.lost - own.kept_bytes for own in self.passes), alive
+                second_forwards.append(after[own.backward - 1] + totals[own.backward] - own.kept_bytes + again)
+        saved = step.saved + sum(own.lost - own.kept_bytes for own in self.passes)
+        return Trace(saved, step.flops, (alive[:forward], alive[forward:], second_forwards))
 
 
 @contextmanager

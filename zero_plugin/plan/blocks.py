@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from zero_plugin.plan.model_source import full_shape
+
 _LONGEST_HEAD: Final = 4  # blocks before the repetition, as the dense layers in front of a mixture's
 _LONGEST_PERIOD: Final = 8  # as of layers with attention to all tokens among those with a window
 _PERIODS: Final = 3  # that are kept; what one more adds, each further one adds too
@@ -42,23 +44,16 @@ class Trace:
 
     Attributes:
         saved: bytes alive after the forward.
-        forward: operations of the forward.
-        after: bytes alive after each operation, of which the first `forward` are the forward's.
-        checkpointed: the two with checkpointing, where there are blocks to checkpoint; the second has, at its end, the
-            most bytes alive in each block's second forward.
         flops: floating-point operations of the forward.
+        courses: bytes alive after each operation of the forward; then of the backward; then, with checkpointing, the
+            most bytes alive in each block's second forward.
+        checkpointed: the same step with activation checkpointing, where there are blocks to checkpoint.
     """
 
     saved: int
-    forward: int
-    after: list[int]
-    checkpointed: tuple[int, list[int]] | None
     flops: float
-
-    def parts(self) -> tuple[list[int], ...]:
-        """The bytes of the forward, of the backward, and with checkpointing of both, and of the second forwards."""
-        alive, split, end = (self.checkpointed or (0, []))[1], self.forward, len(self.after)
-        return self.after[:split], self.after[split:], alive[:split], alive[split:end], alive[end:]
+    courses: tuple[list[int], ...]
+    checkpointed: Trace | None = None
 
 
 def trace_few(model: nn.Module, trace: Callable[[], Trace]) -> Trace | None:
@@ -125,7 +120,7 @@ def _kind(block: nn.Module) -> list[Any]:
             name,
             type(module),
             sorted((key, value) for key, value in vars(module).items() if _is_setting(key, value)),
-            [(key, _shape(p), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
+            [(key, full_shape(p), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
             [(key, tuple(b.shape), b.dtype) for key, b in module.named_buffers(recurse=False)],
         )
         for name, module in block.named_modules()
@@ -134,10 +129,6 @@ def _kind(block: nn.Module) -> list[Any]:
 
 def _is_setting(name: str, value: Any) -> bool:
     return isinstance(value, bool | int | float | str) and name not in _PLACES
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
@@ -162,28 +153,23 @@ def _extend(base: Trace, longer: Sequence[Trace], times: Sequence[int]) -> Trace
         longer: for each row, the trace with one more period of it.
         times: for each row, how many more it has.
     """
-    parts = []
-    for one, *others in zip(base.parts(), *(found.parts() for found in longer), strict=True):
+    courses = []
+    for one, *others in zip(base.courses, *(found.courses for found in longer), strict=True):
         insertions = [_Insertion.between(one, other) for other in others]
         known = [found for found in insertions if found is not None]
         if len(known) < len(insertions):
             return None
-        parts.append(_insert(one, known, times))
-
-    def grown(number: Callable[[Trace], Any]) -> Any:
-        return number(base) + sum(
-            count * (number(found) - number(base)) for found, count in zip(longer, times, strict=True)
-        )
-
-    forward, backward, *checkpointed = parts
-    kept = None
+        courses.append(_insert(one, known, times))
+    checkpointed = None
     if base.checkpointed is not None:
-        kept = (
-            grown(lambda found: found.checkpointed[0] if found.checkpointed else 0),
-            [size for part in checkpointed for size in part],
-        )
-    saved, flops = grown(lambda found: found.saved), grown(lambda found: found.flops)
-    return Trace(saved, len(forward), [*forward, *backward], kept, flops)
+        recomputing = [found.checkpointed for found in longer if found.checkpointed is not None]
+        checkpointed = _extend(base.checkpointed, recomputing, times)
+        if checkpointed is None:
+            return None
+    more = [(found, count) for found, count in zip(longer, times, strict=True)]
+    saved = base.saved + sum(count * (found.saved - base.saved) for found, count in more)
+    flops = base.flops + sum(count * (found.flops - base.flops) for found, count in more)
+    return Trace(saved, flops, tuple(courses), checkpointed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Final
 
-from zero_plugin.plan.situation import (
-    Activations,
-    Affine,
-    Cluster,
-    ModelSizes,
-    OptimizerSizes,
-    ParameterSize,
-    Setup,
-    Workload,
-)
+from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup, Workload
 
 _FP32: Final = 4
 
@@ -48,7 +39,8 @@ def flat_elements(parameters: Parameters, processes: int) -> int:
     DeepSpeed aligns every partition to two elements, for NCCL: `nccl_start_alignment_factor`. Each further parameter
     group adds at most `2 × processes` elements.
     """
-    return _ceil(_trained(parameters), 2 * processes) * 2 * processes
+    trained = sum(p.elements * p.count for p in parameters if p.trainable)
+    return _ceil(trained, 2 * processes) * 2 * processes
 
 
 @lru_cache(maxsize=256)
@@ -80,8 +72,9 @@ def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, 
 
     As in DeepSpeed's `_create_fp16_sub_groups`, parameters are added to a sub-group until it has at least `size`.
     """
-    if size >= sharded_elements(parameters, processes, trainable=True):
-        return (sharded_elements(parameters, processes, trainable=True),)
+    everything = sharded_elements(parameters, processes, trainable=True)
+    if size >= everything:
+        return (everything,)
     groups, filled = [], 0
     for p in parameters:
         if p.trainable:
@@ -93,15 +86,6 @@ def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, 
     return (*groups, filled) if filled else tuple(groups)
 
 
-def persistent_elements(parameters: Parameters, processes: int, threshold: int) -> int:
-    """Elements that stage 3 keeps unpartitioned on every device, trained or not, each parameter with its padding."""
-    return sum(_ceil(p.elements, processes) * processes * p.count for p in parameters if p.elements <= threshold)
-
-
-def _trained(parameters: Parameters) -> int:
-    return sum(p.elements * p.count for p in parameters if p.trainable)
-
-
 def _ceil(elements: int, divisor: int) -> int:
     return -(-elements // divisor)
 
@@ -110,172 +94,267 @@ def _ceil(elements: int, divisor: int) -> int:
 # MIN_AIO_BYTES and AIO_ALIGNED_BYTES of its swap_tensor/utils.py, with the `aio` section's defaults.
 _NVME_LEAST = 2**20
 _NVME_BLOCK = 1024
+_STAGE0_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+_PARAM_BUFFERS, _OPTIMIZER_BUFFERS = 5, 4  # `buffer_count` of the two offload sections
 
 
-def weight_bytes(setup: Setup) -> int:
-    """Bytes of one element of the weights: without ZeRO they stay fp32, and forwards run under autocast."""
-    return _FP32 if setup.stage is None or setup.precision == "no" else 2
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The bytes that one process takes of each memory, by term.
 
-
-def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
-    """Bytes on one device that outlast a step: weights, optimizer states, gradient buffers that are kept.
-
-    Args:
+    Attributes:
         model: its sizes.
         optimizer: what it keeps.
         setup: the strategy.
-        processes: data-parallel world size.
+        processes: over which ZeRO partitions.
     """
-    width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable
-    if setup.stage is None or (setup.stage == 0 and width == _FP32):
-        buckets = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's; gradients zero_grad frees
-        kept = {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
-        own = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
-        unpartitioned = trained * width + (own if setup.stage is None else frozen * width)
-        return {"parameters": unpartitioned, "optimizer states": optimizer.states * trained * _FP32, **kept}
-    if setup.stage == 0:
-        states = optimizer.states * trained * _FP32
-        return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}
-    if setup.stage == 3:
-        return _stage3_device(model, optimizer, setup, processes)
-    flat = flat_elements(model.parameters, processes)
-    own = flat // processes
-    found = {"parameters": (flat + frozen) * width}
-    if setup.offload_optimizer == "none":
-        found |= {"master weights": own * _FP32, "optimizer states": optimizer.states * own * _FP32}
-        if sums_on_every_device(setup):
-            found["gradients"] = flat * _FP32
-    else:
-        found["buckets"] = _largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
-    return found
 
+    model: ModelSizes
+    optimizer: OptimizerSizes
+    setup: Setup
+    processes: int
 
-def _stage3_device(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
-    width = weight_bytes(setup)
-    own = sharded_elements(model.parameters, processes, trainable=True)
-    frozen = sharded_elements(model.parameters, processes, trainable=False)
-    found = {}
-    if setup.offload_param == "none":
-        found["parameters"] = (own + frozen) * width
-    if processes > 1 or setup.offload_param != "none":
-        found["persistent parameters"] = (
-            persistent_elements(model.parameters, processes, setup.persistence_threshold) * width
-        )
-    found["buckets"] = setup.reduce_bucket * width
-    on_device = own
-    if setup.offload_optimizer == "none":
-        found["gradients"] = own * setup.gradient_bytes
-    else:
-        on_device = sum(sub_groups_on_device(model, setup, processes))
-        found["gradients"] = on_device * _FP32
-    found["master weights"] = on_device * _FP32  # also in fp32
-    found["optimizer states"] = optimizer.states * on_device * _FP32
-    return found
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether the optimizer updates fp32 copies; else the weights themselves, with gradients that autograd made."""
+        return self.setup.stage is not None and (self.setup.stage > 0 or self.setup.weight_bytes != _FP32)
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states are elsewhere than on the device, all or a part."""
+        return bool(self.setup.stage) and self.setup.offload_optimizer != "none"
 
-def sub_groups_on_device(model: ModelSizes, setup: Setup, processes: int) -> tuple[int, ...]:
-    """Elements of the sub-groups that a `ratio` below 1 leaves on the device: the first `int((1 - ratio) × groups)`."""
-    groups = sub_groups(model.parameters, processes, setup.sub_group_size)
-    if setup.stage != 3 or setup.offload_optimizer == "none":
-        return groups
-    return groups[: int((1 - setup.ratio) * len(groups))]
+    @property
+    def flat(self) -> int:
+        """Elements of all partitions of stages 1 and 2 together."""
+        return flat_elements(self.model.parameters, self.processes)
 
+    @property
+    def touched(self) -> int:
+        """Elements of the trained parameters of which this process' flat partition holds all or a part, at most."""
+        return touched_elements(self.model.parameters, self.processes)
 
-def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of gradients on one device at the end of an accumulation window that are not among the states kept."""
-    width, trained = weight_bytes(setup), model.trainable
-    if setup.stage is None:
-        return 0 if processes > 1 and setup.gradient_views else trained * width
-    if setup.stage == 0:
-        return trained * width
-    if setup.stage == 3:
-        return 0
-    if sums_on_every_device(setup):
-        return trained * width  # added to the sums, and not freed before the step
-    if setup.stage == 1:
-        return trained * setup.gradient_bytes
-    if setup.gradient_bytes == _FP32 != width:
-        return flat_elements(model.parameters, processes) // processes * _FP32  # also under offload, until the step
-    return 0 if setup.offload_optimizer != "none" else touched_elements(model.parameters, processes) * width
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """Elements that this process' optimizer updates, at stage 3 those of each sub-group."""
+        if self.setup.stage == 3:
+            return sub_groups(self.model.parameters, self.processes, self.setup.sub_group_size)
+        return (self.flat // self.processes if self.setup.stage else self.model.trainable,)
 
+    @property
+    def updated_on_device(self) -> tuple[int, ...]:
+        """Those of them that are updated on the device.
 
-def host_tensors(
-    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
-) -> dict[str, tuple[int, ...]]:
-    """Bytes of each tensor of one process in CPU memory that outlasts a step, without buffers of the NVMe drive."""
-    if setup.stage == 3:
-        return _stage3_host(model, optimizer, setup, processes)
-    if setup.stage in (None, 0) or setup.offload_optimizer == "none":
-        return {}
-    width = weight_bytes(setup)
-    own = flat_elements(model.parameters, processes) // processes
-    found = {
-        "master weights": (own * _FP32,),
-        "optimizer states": (own * _FP32,) * optimizer.states,
-        "gradients": (own * _FP32,),
-        # The updated weights on their way back to the device, and one gradient on its way from there.
-        "staging": (own * width, _largest_trained(model) * width),
-    }
-    if setup.stage == 2 and setup.gradient_bytes == width:
-        # Every backward adds to a copy in CPU memory, since only the step tells that the accumulation window ends.
-        found["gradients"] = (own * _FP32, touched_elements(model.parameters, processes) * width)
-    return found
+        A `ratio` below 1 leaves the first `int((1 - ratio) × groups)` sub-groups there.
+        """
+        if not self.offloads_optimizer:
+            return self.updated
+        return self.updated[: int((1 - self.setup.ratio) * len(self.updated))] if self.setup.stage == 3 else ()
 
+    @property
+    def _largest_trained(self) -> int:
+        return max((p.elements for p in self.model.parameters if p.trainable), default=0)
 
-def _stage3_host(
-    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
-) -> dict[str, tuple[int, ...]]:
-    width = weight_bytes(setup)
-    own = sharded_elements(model.parameters, processes, trainable=True)
-    found: dict[str, tuple[int, ...]] = {}
-    if setup.offload_param == "cpu":
-        frozen = (_sizes(p, processes, width) for p in model.parameters if not p.trainable)
-        found["parameters"] = (own * width, *(size for sizes in frozen for size in sizes))
-    elif setup.offload_param == "nvme":
-        sizes = (size for p in model.parameters for size in _sizes(p, processes, width))
-        found["parameters"] = tuple(size for size in sizes if not _is_swapped(size))
-    if setup.offload_optimizer != "none":
-        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
-        in_host = [n * _FP32 for n in groups[len(sub_groups_on_device(model, setup, processes)) :]]
+    def partitions(self, width: int) -> Iterator[tuple[int, ParameterSize]]:
+        """The parameters, each with the bytes of this process' partition at stage 3 by elements of `width` bytes."""
+        return ((_ceil(p.elements, self.processes) * width, p) for p in self.model.parameters)
+
+    def device_states(self) -> dict[str, int]:
+        """Bytes on one device that outlast a step: weights, optimizer states, gradient buffers that are kept."""
+        model, setup, width = self.model, self.setup, self.setup.weight_bytes
+        if setup.stage == 3:
+            return self._stage3_device()
+        frozen = (model.elements - model.trainable) * width
+        if setup.stage is None:
+            frozen = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
+        found = {"parameters": (self.flat if setup.stage else model.trainable) * width + frozen}
+        if self.offloads_optimizer:
+            return found | {"buckets": self._largest_trained * width}  # temp_grad_buffer_for_gpu_offload
+        own = sum(self.updated) * _FP32
+        found |= {"master weights": own} if self.has_master_weights else {}
+        found["optimizer states"] = self.optimizer.states * own
+        if setup.stage is None:
+            buckets = model.trainable * _FP32 if self.processes > 1 else 0  # DDP's; gradients zero_grad frees
+            found |= {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
+        elif setup.sums_on_every_device:
+            found["gradients"] = self.flat * _FP32
+        return found
+
+    def _stage3_device(self) -> dict[str, int]:
+        setup, width, found = self.setup, self.setup.weight_bytes, {}
+        if setup.offload_param == "none":
+            found["parameters"] = sum(size * p.count for size, p in self.partitions(width))
+        if self.processes > 1 or setup.offload_param != "none":
+            # Each with its padding, trained or not.
+            small = (size * p.count for size, p in self.partitions(width) if p.elements <= setup.persistence_threshold)
+            found["persistent parameters"] = sum(small) * self.processes
+        found["buckets"] = setup.reduce_bucket * width
+        on_device = sum(self.updated_on_device)
+        found["gradients"] = on_device * (_FP32 if self.offloads_optimizer else setup.gradient_bytes)
+        found["master weights"] = on_device * _FP32  # also in fp32
+        found["optimizer states"] = self.optimizer.states * on_device * _FP32
+        return found
+
+    def window_gradients(self) -> int:
+        """Bytes of gradients on one device at the end of an accumulation window that are not among the states kept."""
+        setup, width, trained = self.setup, self.setup.weight_bytes, self.model.trainable
+        if setup.stage is None:
+            return 0 if self.processes > 1 and setup.gradient_views else trained * width
+        if setup.stage == 3:
+            return 0
+        if setup.stage == 0 or setup.sums_on_every_device:
+            return trained * width  # at stage 1 added to the sums, and not freed before the step
+        if setup.stage == 1:
+            return trained * setup.gradient_bytes
+        if setup.gradient_bytes == _FP32 != width:
+            return sum(self.updated) * _FP32  # also under offload, until the step
+        return 0 if self.offloads_optimizer else self.touched * width
+
+    def carried_gradients(self) -> int:
+        """Bytes of gradients that the last backward of an accumulation window begins with, beside the states."""
+        if self.setup.accumulation == 1:
+            return 0
+        if self.setup.stage is None and self.processes > 1:
+            # Views too are outside DDP's buckets until the last backward.
+            return self.model.trainable * self.setup.weight_bytes
+        return self.window_gradients()
+
+    def host_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Bytes of each tensor in CPU memory that outlasts a step, without buffers of the NVMe drive."""
+        setup, width, own = self.setup, self.setup.weight_bytes, sum(self.updated)
+        found: dict[str, tuple[int, ...]] = {}
+        if setup.offload_param == "cpu":
+            frozen = (size for size, p in self.partitions(width) if not p.trainable for _ in range(p.count))
+            found["parameters"] = (own * width, *frozen)
+        elif setup.offload_param == "nvme":
+            kept = (size for size, p in self.partitions(width) if not _is_swapped(size) for _ in range(p.count))
+            found["parameters"] = tuple(kept)
+        if not self.offloads_optimizer:
+            return found
+        in_host = [n * _FP32 for n in self.updated[len(self.updated_on_device) :]]
         if setup.offload_optimizer == "nvme":
             in_host = [size for size in in_host if not _is_swapped(size)]
         found["master weights"] = tuple(in_host)
-        found["optimizer states"] = tuple(in_host) * optimizer.states
-        found["gradients"] = (own * setup.gradient_bytes, *in_host)
-    return found
+        found["optimizer states"] = tuple(in_host) * self.optimizer.states
+        if setup.stage == 3:
+            return found | {"gradients": (own * setup.gradient_bytes, *in_host)}
+        found["gradients"] = (own * _FP32,)
+        # The updated weights on their way back to the device, and one gradient on its way from there.
+        found["staging"] = (own * width, self._largest_trained * width)
+        if setup.stage == 2 and setup.gradient_bytes == width:
+            # Every backward adds to a copy in CPU memory, since only the step tells that the accumulation window ends.
+            found["gradients"] += (self.touched * width,)
+        return found
 
+    def nvme_states(self) -> dict[str, int]:
+        """Bytes of one process' files on NVMe: tensors of 1 MiB or more."""
+        found, width = {}, self.setup.weight_bytes
+        if self.setup.offload_param == "nvme":
+            files = (_in_blocks(size) * p.count for size, p in self.partitions(width) if _is_swapped(size))
+            found["parameters"] = sum(files)
+        if self.setup.offload_optimizer == "nvme":
+            swapped = sum(_in_blocks(n * _FP32) for n in self.updated if _is_swapped(n * _FP32))
+            found["master weights"] = swapped
+            found["optimizer states"] = swapped * self.optimizer.states
+            gradients = ((size, p.count) for size, p in self.partitions(_FP32) if p.trainable)
+            found["gradients"] = sum(size * count for size, count in gradients if _is_swapped(size))
+        return found
 
-def _sizes(parameter: ParameterSize, processes: int, width: int) -> tuple[int, ...]:
-    return (-(-parameter.elements // processes) * width,) * parameter.count
+    def reduction_buffers(self) -> int:
+        """Bytes on the device that reducing gradients takes beside a backward.
 
+        Stages 1 and 2: the contiguous bucket, a second one with `overlap_comm`, and at stage 2 the flattened copy that
+        is all-reduced and, where sums are in the weights' own type, the reduced gradients that are to be added to them.
+        Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
+        """
+        setup, width = self.setup, self.setup.weight_bytes
+        filled = min(setup.reduce_bucket, self.model.trainable) * width
+        if not setup.stage or setup.sums_on_every_device:
+            return 0
+        if setup.stage == 1:
+            return setup.reduce_bucket * setup.gradient_bytes
+        if setup.stage == 3:
+            return filled
+        sums = setup.gradient_bytes == width and not self.offloads_optimizer and setup.accumulation > 1
+        reduced = self.touched * width if sums else 0
+        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled + reduced
 
-def nvme_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
-    """Bytes of one process' files on NVMe: tensors of 1 MiB or more."""
-    if setup.stage != 3:
-        return {}
-    width = weight_bytes(setup)
-    found = {}
-    if setup.offload_param == "nvme":
-        sizes = ((-(-p.elements // processes) * width, p.count) for p in model.parameters)
-        found["parameters"] = sum(_in_blocks(size) * count for size, count in sizes if _is_swapped(size))
-    if setup.offload_optimizer == "nvme":
-        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
-        swapped = sum(_in_blocks(n * _FP32) for n in groups if _is_swapped(n * _FP32))
-        found["master weights"] = swapped
-        found["optimizer states"] = swapped * optimizer.states
-        gradients = ((-(-p.elements // processes) * _FP32, p.count) for p in model.parameters if p.trainable)
-        found["gradients"] = sum(size * count for size, count in gradients if _is_swapped(size))
-    return found
+    def gathered_parameters(self) -> int:
+        """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
 
+        Gathering ahead starts anew at every module, so it runs ahead until `max_live_parameters` are there. And a
+        module's parameters are not released after its forward where the backward needs them within
+        `max_reuse_distance` elements of the trace, which visits what follows a module once on the way forth and once on
+        the way back (three times where blocks are recomputed): at the end of a forward the last half (third) of that
+        distance is gathered. Parameters that are gathered together come in one flat buffer and are copied out of it.
+        """
+        model, setup = self.model, self.setup
+        if setup.stage != 3 or (self.processes == 1 and setup.offload_param == "none"):
+            return 0
+        passing = sum(p.elements * p.count for p in model.parameters if p.elements > setup.persistence_threshold)
+        # This package has stage 3 gather the experts of a layer together, whichever a process chooses.
+        experts = sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
+        largest = max(model.largest_module, experts, *(p.elements for p in model.parameters))
+        ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
+        held = max(ahead, setup.max_reuse_distance // (3 if setup.activation_checkpointing else 2)) + largest
+        in_flight = setup.prefetch_bucket + largest
+        return (min(held, passing) + min(in_flight, passing)) * setup.weight_bytes
 
-def sums_on_every_device(setup: Setup) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
-    sums_in_fp32 = setup.precision == "bf16" and setup.gradient_bytes == _FP32
-    return setup.stage == 1 and sums_in_fp32 and setup.offload_optimizer == "none"
+    def autocast_copies(self) -> int:
+        """Bytes of the 16-bit copies of fp32 weights that autocast makes in a forward and its backward reads."""
+        if self.setup.stage is not None or self.setup.precision == "no":
+            return 0
+        return sum(p.elements * p.count * 2 for p in self.model.parameters if p.trainable or p.width == _FP32)
 
+    def flat_copy(self) -> int:
+        """Bytes of the flat copy of all trained parameters that is made while the parameters themselves still exist."""
+        return self.flat * self.setup.weight_bytes if self.has_master_weights and self.setup.stage != 3 else 0
 
-def _largest_trained(model: ModelSizes) -> int:
-    return max((p.elements for p in model.parameters if p.trainable), default=0)
+    def step_moments(self) -> tuple[dict[str, int], ...]:
+        """Bytes on the device in the course of a step that do not outlast it, moment by moment.
+
+        Reducing (stages 0 and 1 wait for it until the step), making the flat fp32 gradients, updating.
+        """
+        setup, width = self.setup, self.setup.weight_bytes
+        gradients = {"gradients": self.window_gradients()}
+        own = max(self.updated_on_device, default=0)  # elements that one call of the optimizer updates
+        update = own * self.optimizer.step_copies * _FP32
+        if setup.sums_on_every_device or not self.has_master_weights:
+            # At stage 1 the sums are reduced in 16 bits, in one piece, and the step reads them where they are.
+            elements = {None: 0, 0: min(_STAGE0_BUCKET, self.model.trainable)}.get(setup.stage, self.flat)
+            return {**gradients, "reduction buffers": elements * width}, {**gradients, "step transient": update}
+        if setup.stage == 0:
+            # A fused kernel gets flat fp32 gradients, made of separate ones; torch's optimizer works beside separate
+            # ones.
+            return ({**gradients, "step transient": own * _FP32 + (update or own * _FP32)},)
+        if setup.stage == 3:
+            flattened = 0 if self.offloads_optimizer else own * setup.gradient_bytes
+            return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
+        reduced = {**gradients, "reduction buffers": self.reduction_buffers() if setup.stage == 1 else 0}
+        if self.offloads_optimizer:
+            return (reduced,)
+        if setup.stage == 2 and setup.gradient_bytes != width:
+            return ({**gradients, "step transient": update},)  # the sums are flat and in fp32 by now
+        kept = self.touched * width
+        if setup.stage == 1:
+            reduced["gradients"] += kept
+        made, updating = _casting(own * width, own, width, update)
+        return reduced, {"gradients": kept, "step transient": made}, {"step transient": updating}
+
+    def swap_buffers(self) -> int:
+        """Bytes of pinned CPU memory that are allocated as swap buffers for what is offloaded to NVMe.
+
+        These are parameters and optimizer states.
+        """
+        setup, found = self.setup, 0
+        largest_group = max(self.updated, default=0)
+        if setup.offload_param == "nvme":
+            # The parameter buffers; and the buffer from which updated parameters are written to NVMe, which DeepSpeed
+            # sizes for unpartitioned parameters (`reserve_partitioned_swap_space`).
+            found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * self.processes) * setup.weight_bytes
+        if setup.offload_optimizer == "nvme":
+            found += _OPTIMIZER_BUFFERS * largest_group * _FP32
+        return found
 
 
 def _is_swapped(size: int) -> bool:
@@ -283,125 +362,7 @@ def _is_swapped(size: int) -> bool:
 
 
 def _in_blocks(size: int) -> int:
-    return -(-size // _NVME_BLOCK) * _NVME_BLOCK
-
-
-_STAGE0_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-_PARAM_BUFFERS, _OPTIMIZER_BUFFERS = 5, 4  # `buffer_count` of the two offload sections
-
-
-def reduction_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes on the device that reducing gradients takes beside a backward.
-
-    Stages 1 and 2: the contiguous bucket, a second one with `overlap_comm`, and at stage 2 the flattened copy that is
-    all-reduced and, where sums are in the weights' own type, the reduced gradients that are to be added to them.
-    Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
-    """
-    width = weight_bytes(setup)
-    filled = min(setup.reduce_bucket, model.trainable) * width
-    if setup.stage in (None, 0) or sums_on_every_device(setup):
-        return 0
-    if setup.stage == 1:
-        return setup.reduce_bucket * setup.gradient_bytes
-    if setup.stage == 2:
-        sums = setup.gradient_bytes == width and setup.offload_optimizer == "none" and setup.accumulation > 1
-        reduced = touched_elements(model.parameters, processes) * width if sums else 0
-        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled + reduced
-    return filled
-
-
-def gathered_parameters(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
-
-    Gathering ahead starts anew at every module, so it runs ahead until `max_live_parameters` are there. And a module's
-    parameters are not released after its forward where the backward needs them within `max_reuse_distance` elements of
-    the trace, which visits what follows a module once on the way forth and once on the way back (three times where
-    blocks are recomputed): at the end of a forward the last half (third) of that distance is gathered. Parameters that
-    are gathered together come in one flat buffer and are copied out of it.
-    """
-    if setup.stage != 3 or (processes == 1 and setup.offload_param == "none"):
-        return 0
-    passing = model.elements - sum(p.elements * p.count for p in model.parameters if _stays_unpartitioned(p, setup))
-    largest = max(model.largest_module, _expert_layer(model), *(p.elements for p in model.parameters))
-    ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
-    held = max(ahead, setup.max_reuse_distance // (3 if setup.activation_checkpointing else 2)) + largest
-    in_flight = setup.prefetch_bucket + largest
-    return (min(held, passing) + min(in_flight, passing)) * weight_bytes(setup)
-
-
-def _expert_layer(model: ModelSizes) -> int:
-    """Elements of one layer's experts: this package has stage 3 gather them together, whichever a process chooses."""
-    return sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
-
-
-def _stays_unpartitioned(parameter: ParameterSize, setup: Setup) -> bool:
-    return parameter.elements <= setup.persistence_threshold
-
-
-def carried_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of gradients that the last backward of an accumulation window begins with, beside the states."""
-    if setup.accumulation == 1:
-        return 0
-    if setup.stage is None and processes > 1:
-        return model.trainable * weight_bytes(setup)  # views too are outside DDP's buckets until the last backward
-    return window_gradients(model, setup, processes)
-
-
-def autocast_copies(model: ModelSizes, setup: Setup) -> int:
-    """Bytes of the 16-bit copies of fp32 weights that autocast makes in a forward and its backward reads."""
-    if setup.stage is not None or setup.precision == "no":
-        return 0
-    return sum(p.elements * p.count * 2 for p in model.parameters if p.trainable or p.width == _FP32)
-
-
-def flattening(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of the flat copy of all trained parameters that is made while the parameters themselves still exist."""
-    if setup.stage in (None, 3) or (setup.stage == 0 and setup.precision == "no"):
-        return 0
-    return flat_elements(model.parameters, processes) * weight_bytes(setup)
-
-
-def step_moments(
-    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
-) -> tuple[dict[str, int], ...]:
-    """Bytes on the device in the course of a step that do not outlast it, moment by moment.
-
-    Reducing (stages 0 and 1 wait for it until the step), making the flat fp32 gradients, updating.
-    """
-    gradients, width = window_gradients(model, setup, processes), weight_bytes(setup)
-    own = _updated_at_once(model, setup, processes)
-    update = own * optimizer.step_copies * _FP32
-    if setup.stage is None or (setup.stage == 0 and width == _FP32):
-        reducing = 0 if setup.stage is None else min(_STAGE0_BUCKET, model.trainable) * width
-        return (
-            {"gradients": gradients, "reduction buffers": reducing},
-            {"gradients": gradients, "step transient": update},
-        )
-    if setup.stage == 0:
-        # A fused kernel gets flat fp32 gradients, made of separate ones; torch's optimizer works beside separate ones.
-        return ({"gradients": gradients, "step transient": own * _FP32 + (update or own * _FP32)},)
-    if sums_on_every_device(setup):
-        # The sums are reduced in 16 bits, in one piece, and the step reads them where they are.
-        return (
-            {"gradients": gradients, "reduction buffers": flat_elements(model.parameters, processes) * width},
-            {"gradients": gradients, "step transient": update},
-        )
-    if setup.stage == 3:
-        flattened = own * setup.gradient_bytes if setup.offload_optimizer == "none" else 0
-        return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
-    reduced = {
-        "gradients": gradients,
-        "reduction buffers": reduction_buffers(model, setup, processes) if setup.stage == 1 else 0,
-    }
-    if setup.offload_optimizer != "none":
-        return (reduced,)
-    if setup.stage == 2 and setup.gradient_bytes != width:
-        return ({"gradients": gradients, "step transient": update},)  # the sums are flat and in fp32 by now
-    kept = touched_elements(model.parameters, processes) * width
-    if setup.stage == 1:
-        reduced["gradients"] += kept
-    made, updating = _casting(own * width, own, width, update)
-    return (reduced, {"gradients": kept, "step transient": made}, {"step transient": updating})
+    return _ceil(size, _NVME_BLOCK) * _NVME_BLOCK
 
 
 def _casting(flattened: int, elements: int, width: int, update: int) -> tuple[int, int]:
@@ -409,33 +370,6 @@ def _casting(flattened: int, elements: int, width: int, update: int) -> tuple[in
     if not flattened:
         return 0, update
     return flattened + (elements * _FP32 if width != _FP32 else 0), elements * _FP32 + update
-
-
-def _updated_at_once(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Elements that one call of the optimizer updates on a device."""
-    if setup.stage in (None, 0):
-        return model.trainable
-    if setup.stage == 3:
-        return max(sub_groups_on_device(model, setup, processes), default=0)
-    return flat_elements(model.parameters, processes) // processes if setup.offload_optimizer == "none" else 0
-
-
-def cpu_swap_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of pinned CPU memory that one process allocates as swap buffers for what is offloaded to NVMe.
-
-    These are parameters and optimizer states.
-    """
-    if setup.stage != 3:
-        return 0
-    largest_group = max(sub_groups(model.parameters, processes, setup.sub_group_size), default=0)
-    found = 0
-    if setup.offload_param == "nvme":
-        # The parameter buffers; and the buffer from which updated parameters are written to NVMe, which DeepSpeed sizes
-        # for unpartitioned parameters (`reserve_partitioned_swap_space`).
-        found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * processes) * weight_bytes(setup)
-    if setup.offload_optimizer == "nvme":
-        found += _OPTIMIZER_BUFFERS * largest_group * _FP32
-    return found
 
 
 # Rules of thumb: CUDA's context with the kernels that torch loads and cuBLAS's workspace; NCCL's channels.
@@ -507,52 +441,35 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
         cluster: the machines. Only their number of processes matters, and at stages 1 and 2 the device's memory, since
             DeepSpeed flattens parameters in CPU memory where it is too small.
     """
-    model, optimizer, processes = work.model, work.optimizer, cluster.processes
     if cluster.is_of_cpus:  # a bucket's pages are there once they are written
-        setup = replace(setup, reduce_bucket=min(setup.reduce_bucket, model.trainable))
-    states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
-    saved, forward, backward = _activations(work.activations.under(setup.stage), setup)
-    beside = {
-        "gathered parameters": gathered_parameters(model, setup, processes),
-        "reduction buffers": reduction_buffers(model, setup, processes),
-    }
+        setup = replace(setup, reduce_bucket=min(setup.reduce_bucket, work.model.trainable))
+    memory = ProcessMemory(work.model, work.optimizer, setup, cluster.processes)
+    states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
+    kept = work.activations.under(setup.stage)
+    saved, forward, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
+    beside = {"gathered parameters": memory.gathered_parameters(), "reduction buffers": memory.reduction_buffers()}
     at_end_of_forward = {
-        "gradients": carried_gradients(model, setup, processes),
+        "gradients": memory.carried_gradients(),
         "transient": forward,
         "activations": saved,
         # What was traced under autocast has the copies among what it saves.
-        "autocast copies": 0 if work.activations.autocast else autocast_copies(model, setup),
+        "autocast copies": 0 if work.activations.autocast else memory.autocast_copies(),
     }
-    at_end_of_backward = {"gradients": window_gradients(model, setup, processes), "transient": backward}
-    initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
+    at_end_of_backward = {"gradients": memory.window_gradients(), "transient": backward}
+    initial = {"parameters": states.get("parameters", 0), "flat copy": memory.flat_copy()}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, cluster).values()) > cluster.device_bytes:
         initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
-    step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": initial,
         "forward": _sum(states, beside, at_end_of_forward),
         "backward": _sum(states, beside, at_end_of_backward),
-        "step": _sum(states, step),
+        "step": _sum(states, max(memory.step_moments(), key=lambda terms: sum(terms.values()))),
     }
     phases = {name: _with_margins(terms, states, cluster) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
-    host, pinned, locked = _host(model, optimizer, setup, cluster)
-    nvme = {k: v * cluster.devices for k, v in nvme_states(model, optimizer, setup, processes).items()}
+    host, pinned, locked = _host(memory, cluster.devices)
+    nvme = {k: v * cluster.devices for k, v in memory.nvme_states().items()}
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
-
-
-def _activations(activations: Activations, setup: Setup) -> tuple[int, int, int]:
-    """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
-
-    The first block's own activations are there at the backward's end whether it runs once more for them or not.
-    """
-    samples = setup.micro_batch
-    recomputing = (activations.checkpointed_transient or Affine()).at(samples)
-    if setup.activation_checkpointing and activations.checkpointed is not None:
-        forward = (activations.checkpointed_forward or Affine()).at(samples)
-        return activations.checkpointed.at(samples), max(forward, recomputing), recomputing
-    transient = activations.transient.at(samples)
-    return activations.saved.at(samples), transient, max(transient, recomputing)
 
 
 def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
@@ -573,28 +490,21 @@ def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: 
     return found
 
 
-def _host(
-    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster
-) -> tuple[dict[str, int], int, int]:
+def _host(memory: ProcessMemory, devices: int) -> tuple[dict[str, int], int, int]:
     """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
-    locked = cpu_swap_buffers(model, setup, cluster.processes)
-    tensors = host_tensors(model, optimizer, setup, cluster.processes)
-    found = {
-        "processes": PROCESS_BYTES,
-        "NVMe buffers": locked,
-        **{name: sum(sizes) for name, sizes in tensors.items()},
-    }
-    pinned = 0
+    setup, locked, tensors = memory.setup, memory.swap_buffers(), memory.host_tensors()
+    found = {"processes": PROCESS_BYTES, "NVMe buffers": locked} | {name: sum(tensors[name]) for name in tensors}
+    pinned = {}
     if setup.pin_memory:
         # The optimizer makes its states in plain memory, and stage 3 its master weights.
         plain = ("optimizer states", "master weights") if setup.stage == 3 else ("optimizer states",)
-        found |= {n: sum(map(_power_of_two, sizes)) for n, sizes in tensors.items() if n not in plain}
+        pinned = {name: sum(map(_power_of_two, tensors[name])) for name in tensors if name not in plain}
         if setup.offload_param == "cpu":
             # zero.Init pins each partition, then all move into one tensor, and torch keeps what it has once pinned.
-            sizes = [(-(-p.elements // cluster.processes) * weight_bytes(setup), p) for p in model.parameters]
-            found["pinned before"] = sum(_power_of_two(size) * p.count for size, p in sizes if p.trainable)
-        pinned = sum(size for name, size in found.items() if name not in (*plain, "processes", "NVMe buffers"))
-    return {k: v * cluster.devices for k, v in found.items() if v}, pinned + locked, locked
+            sizes = memory.partitions(setup.weight_bytes)
+            pinned["pinned before"] = sum(_power_of_two(size) * p.count for size, p in sizes if p.trainable)
+    found |= pinned
+    return {k: v * devices for k, v in found.items() if v}, sum(pinned.values()) + locked, locked
 
 
 def _power_of_two(size: int) -> int:
@@ -648,7 +558,7 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
     }
     if setup.stage == 3:
         beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
-    between = dict(zip(_BETWEEN, _collectives(model, setup, cluster), strict=True))
+    between = _collectives(model, setup, cluster)
     waited = _waited_for(between, setup, micro_batches * forward, (micro_batches if setup.stage else 1) * backward)
     # They use different resources, so the slowest one alone is waited for.
     slowest = max(beside, key=lambda name: beside[name])
@@ -657,16 +567,13 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
         if sum(waited.values()) > wait:
             wait = 0.0
         else:
-            waited = dict.fromkeys(_BETWEEN, 0.0)
+            waited = dict.fromkeys(between, 0.0)
     hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
-    hidden |= {name: between[name] - waited[name] for name in _BETWEEN}
+    hidden |= {name: between[name] - waited[name] for name in between}
     terms = {"compute": compute, slowest: wait, **waited}
     for name, seconds in _update(model, work.optimizer, setup, cluster).items():
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
-
-
-_BETWEEN: Final = ("gradients between devices", "weights between devices")
 
 
 def _waited_for(between: Mapping[str, float], setup: Setup, forward: float, backward: float) -> dict[str, float]:
@@ -677,14 +584,14 @@ def _waited_for(between: Mapping[str, float], setup: Setup, forward: float, back
         setup: the strategy.
         forward, backward: seconds per step of the forwards, and of those backwards beside which gradients are reduced.
     """
-    gradients, weights = (between[name] for name in _BETWEEN)
+    gradients, weights = between.values()
     if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
         gradients = max(0.0, gradients - backward)
     elif setup.stage == 3 and setup.overlap_comm:  # a half of the weights comes for the forwards
         free = max(0.0, backward - weights / 2)
         weights = max(0.0, weights / 2 - forward) + max(0.0, weights / 2 - backward)
         gradients = max(0.0, gradients - free)
-    return dict(zip(_BETWEEN, (gradients, weights), strict=True))
+    return dict(zip(between, (gradients, weights), strict=True))
 
 
 def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster) -> tuple[float, float]:
@@ -696,7 +603,7 @@ def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster:
     flops = setup.micro_batch * (activations.flops_per_sample or 2.0 * model.elements * activations.sample_length)
     speed = cluster.flops.get(setup.precision, 0.0)
     # Autocast reads fp32 weights, writes 16-bit copies and reads these.
-    bytes_each = 8 if setup.stage is None and setup.precision != "no" else weight_bytes(setup)
+    bytes_each = 8 if setup.stage is None and setup.precision != "no" else setup.weight_bytes
     read = _seconds(model.elements * bytes_each, cluster.memory_bandwidth, "memory_bandwidth")
     write = _seconds(model.trainable * bytes_each, cluster.memory_bandwidth, "memory_bandwidth")
     share = model.trainable / model.elements if model.elements else 1.0
@@ -705,7 +612,7 @@ def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster:
     return forward, backward + (forward if setup.activation_checkpointing else 0.0)
 
 
-def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[float, float]:
+def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
     """Seconds per step of reducing gradients and of gathering weights, each in rings.
 
     Around a ring of N, a reduce-scatter or an all-gather of S bytes takes `S·(N-1)/N` over the slowest link, an
@@ -714,19 +621,19 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[flo
     every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all weights for each forward and
     each backward.
     """
-    processes, micro_batches, weights = cluster.processes, setup.accumulation, weight_bytes(setup)
+    processes, micro_batches, weights = cluster.processes, setup.accumulation, setup.weight_bytes
 
     def ring(size: float) -> float:
         sent = size * (processes - 1) / processes
         between_nodes = _seconds(sent * (cluster.nodes > 1), cluster.network_bandwidth, "network_bandwidth")
         return max(_seconds(sent * (cluster.devices > 1), cluster.link_bandwidth, "link_bandwidth"), between_nodes)
 
-    trained = model.trainable * weights
-    if setup.stage is None:
-        return 2 * ring(model.trainable * _FP32), 0.0
+    trained = ring(model.trainable * (_FP32 if setup.stage is None else weights))
     if setup.stage == 3:
-        return micro_batches * ring(trained), micro_batches * 2 * ring(model.elements * weights)
-    return (micro_batches if setup.stage == 2 else 1) * 2 * ring(trained), ring(trained) if setup.stage else 0.0
+        gradients, gathered = micro_batches * trained, micro_batches * 2 * ring(model.elements * weights)
+    else:
+        gradients, gathered = (micro_batches if setup.stage == 2 else 1) * 2 * trained, trained if setup.stage else 0.0
+    return {"gradients between devices": gradients, "weights between devices": gathered}
 
 
 def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
@@ -738,7 +645,7 @@ def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
     """
     size = _weights_from(model, setup, "cpu") + _weights_from(model, setup, "nvme")
     if setup.offload_optimizer != "none" and (
-        setup.stage == 3 or (setup.stage == 2 and setup.gradient_bytes == weight_bytes(setup))
+        setup.stage == 3 or (setup.stage == 2 and setup.gradient_bytes == setup.weight_bytes)
     ):
         size += (2 * setup.accumulation - 1) * model.trainable * setup.gradient_bytes
     return _over_pcie(size / cluster.processes, setup, cluster)
@@ -746,7 +653,7 @@ def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
 
 def _weights_from(model: ModelSizes, setup: Setup, device: str) -> int:
     """Bytes of offloaded weights that all processes together read in a step: for each forward and each backward."""
-    return 2 * setup.accumulation * model.elements * weight_bytes(setup) if setup.offload_param == device else 0
+    return 2 * setup.accumulation * model.elements * setup.weight_bytes if setup.offload_param == device else 0
 
 
 def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
@@ -755,11 +662,10 @@ def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster:
     An optimizer with s states reads the master, the gradient and the states, and writes all but the gradient:
     `4·(3 + 2s)` bytes per element, 28 for Adam; the copy in 16 bits is 2 more.
     """
-    shards, weights = 1 if setup.stage in (None, 0) else cluster.processes, weight_bytes(setup)
-    own = model.trainable / shards
-    on_device = float(own)
+    shards, weights = cluster.processes if setup.stage else 1, setup.weight_bytes
+    own = on_device = model.trainable / shards
     if setup.offload_optimizer != "none":
-        on_device = float(sum(sub_groups_on_device(model, setup, shards))) if setup.stage == 3 else 0.0
+        on_device = float(sum(ProcessMemory(model, optimizer, setup, shards).updated_on_device))
     on_host = max(0.0, own - on_device)
     each = _FP32 * (3 + 2 * optimizer.states) + (weights if weights != _FP32 else 0)
     found = {"optimizer": _seconds(on_device * each, cluster.memory_bandwidth, "memory_bandwidth")}

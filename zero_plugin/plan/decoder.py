@@ -150,6 +150,8 @@ def decoder_activations(
     blocks = max(0, model.elements - embeddings)
     width = intermediate or max(0, blocks // (depth * hidden) - 2 * (query_width + kv_width)) // 3
     inner = item * (2 * query_width + 2 * kv_width + 4 * width) + 4 * query_heads
+    # 4·T·q per token and layer, of which the mask leaves a half
+    attention_flops = 2.0 * depth * query_width * sequence_length**2
 
     def regime(*, stream: int, norm: int, last_norm: int, wide: bool, autocast: bool) -> Activations:
         """From bytes per token: of the residual stream, of a layer's two norms, and of the last one."""
@@ -174,11 +176,7 @@ def decoder_activations(
             ),
             # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
             checkpointed_forward=per_batch(copied, max(2 * words, 4 * item * width - 8 * words)) if autocast else None,
-            flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length
-            + 2.0
-            * depth
-            * query_width
-            * sequence_length**2,  # 4·T·q per token and layer, of which the mask leaves a half
+            flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length + attention_flops,
             sample_length=sequence_length,
             source=f"closed formula of a decoder{' under autocast' if autocast else ''}",
             margin=_MARGIN,

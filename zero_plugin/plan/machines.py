@@ -48,11 +48,6 @@ class KnownDevice:
     sheet: str = "NVIDIA's data sheet"
 
     @property
-    def memory_bytes(self) -> int:
-        """The memory of the device."""
-        return self.mebibytes * 2**20
-
-    @property
     def flops(self) -> dict[Precision, float]:
         """Operations per second that training reaches, by precision."""
         tensor, single = (ATTAINABLE * tflops * 1e12 for tflops in (self.tensor_tflops, self.fp32_tflops))
@@ -136,16 +131,12 @@ def find_device(name: str) -> KnownDevice:
     if not found and "pcie" in wanted:  # a card's name may say so where there is no other form
         found = [d for d in KNOWN_DEVICES if not d.nvlink_gb_s and _names(d.name, wanted - {"pcie"})]
     if not found:
-        known = [device.name for device in KNOWN_DEVICES]
-        near = get_close_matches(name.upper(), [one.upper() for one in known], 1, 0.5)
-        meant = f"Did you mean {_spelled(near[0])}? " if near else ""
-        fix = f"{meant}Known: {', '.join(known)}. For another write --gpu_memory."
-        raise ConfigError([Problem("--gpu", "", f"{name!r} is no GPU that is known here", fix)])
+        known = {device.name.upper(): device.name for device in KNOWN_DEVICES}
+        near = get_close_matches(name.upper(), known, 1, 0.5)
+        meant = f"Did you mean {known[near[0]]}? " if near else ""
+        fix = f"{meant}Known: {', '.join(known.values())}. For another write --gpu_memory."
+        raise _problem("gpu", f"{name!r} is no GPU that is known here", fix)
     return found[0]
-
-
-def _spelled(upper: str) -> str:
-    return next(device.name for device in KNOWN_DEVICES if device.name.upper() == upper)
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:
@@ -188,14 +179,6 @@ ASSUMED: Final[dict[str, tuple[float, str]]] = {
     "nvme_read": (2.5e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
     "nvme_write": (1.25e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
 }
-_FIELDS: Final = {
-    "gpu_memory": "device_bytes",
-    "host_memory": "host_bytes",
-    "nvme": "nvme_bytes",
-    "gpus": "devices",
-    "nodes": "nodes",
-}
-_MEMORIES: Final = ("gpu_memory", "host_memory", "nvme")
 _DEVICE_FIELDS: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
 _NODE_FIELDS: Final = (
     *("host_bytes", "nodes", "devices", "memlock_bytes", "adam_bandwidth"),
@@ -232,12 +215,11 @@ def state_cluster(
     Raises:
         ConfigError: a GPU of that name is not known, a number is too small, or the memory of a GPU is not known.
     """
-    given = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme, "gpus": gpus, "nodes": nodes}
-    numbers = {flag: number for flag, number in given.items() if number is not None}
-    for flag, number in numbers.items():
-        if number < 1:
+    memories = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme}
+    for flag, number in {**memories, "gpus": gpus, "nodes": nodes}.items():
+        if number is not None and number < 1:
             raise _problem(flag, f"{number} is below 1", "Write 1 or more.")
-        if flag in _MEMORIES and number < LEAST_MEMORY:
+        if number is not None and flag in memories and number < LEAST_MEMORY:
             raise _problem(flag, f"{number} is {number} bytes, which holds no model", "Write the unit too, e.g. 24GiB.")
     if gpu is not None:
         base = _cluster_of(find_device(gpu))
@@ -248,16 +230,22 @@ def state_cluster(
     else:
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
         raise _problem("gpu", "it is not known how much memory a GPU has", fix)
-    changes: dict[str, Any] = {_FIELDS[flag]: number for flag, number in numbers.items()}
-    changes |= {} if network is None else {"network_bandwidth": network}
-    cluster = replace(base, **changes, sources={**base.sources, **dict.fromkeys(changes, "stated")})
-    return cluster if cluster.host_bytes else _with_assumed_host(cluster)
+    given = {"device_bytes": gpu_memory, "host_bytes": host_memory, "nvme_bytes": nvme, "devices": gpus, "nodes": nodes}
+    stated: dict[str, Any] = {**given, "network_bandwidth": network}
+    stated = {name: number for name, number in stated.items() if number is not None}
+    sources = {**base.sources, **dict.fromkeys(stated, "stated")}
+    cluster = replace(base, **stated, sources=sources)
+    if cluster.host_bytes:
+        return cluster
+    size = cluster.device_bytes * cluster.devices
+    reason = f"assumed: {show_bytes(size)}, as much as the node's GPUs; --host_memory states it"
+    return replace(cluster, host_bytes=size, sources={**sources, "host_bytes": reason})
 
 
 def _cluster_of(device: KnownDevice) -> Cluster:
     sheet = f"{device.name}, by {device.sheet}"
     constants = {
-        "device_bytes": (device.memory_bytes, sheet),
+        "device_bytes": (device.mebibytes * 2**20, sheet),
         "host_bytes": (0, ""),
         "flops": (device.flops, f"{ATTAINABLE:.0%} of {sheet}"),
         "memory_bandwidth": (device.memory_gb_s * 1e9, sheet),
@@ -272,21 +260,14 @@ def _cluster_of_unnamed_gpu(memory_bytes: int, here: Cluster | None) -> Cluster:
 
     The node is this machine, if `here` is given.
     """
-    cluster = replace(_cluster_of(find_device(UNNAMED)), device_bytes=memory_bytes)
+    cluster = _cluster_of(find_device(UNNAMED))
     unknown = f"as {UNNAMED}'s: which GPU it is nobody says; `zero-plugin plan --gpu` takes a name"
-    cluster = replace(cluster, device_name="", sources={**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, unknown)})
-    if here is None:
-        return cluster
-    known = {name: here.sources[name] for name in _NODE_FIELDS if name in here.sources}
-    return replace(
-        cluster, **{name: getattr(here, name) for name in _NODE_FIELDS}, sources={**cluster.sources, **known}
-    )
-
-
-def _with_assumed_host(cluster: Cluster) -> Cluster:
-    size = cluster.device_bytes * cluster.devices
-    reason = f"assumed: {show_bytes(size)}, as much as the node's GPUs; --host_memory states it"
-    return replace(cluster, host_bytes=size, sources={**cluster.sources, "host_bytes": reason})
+    sources = {**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, unknown)}
+    node: dict[str, Any] = {}
+    if here is not None:
+        node = {name: getattr(here, name) for name in _NODE_FIELDS}
+        sources |= {name: here.sources[name] for name in _NODE_FIELDS if name in here.sources}
+    return replace(cluster, device_name="", device_bytes=memory_bytes, sources=sources, **node)
 
 
 def _problem(flag: str, message: str, fix: str) -> ConfigError:

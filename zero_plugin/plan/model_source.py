@@ -13,12 +13,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from zero_plugin.config.installed import installed_version
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
+from zero_plugin.config.rules.training import is_count
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
@@ -71,8 +72,9 @@ class ModelSource:
     @property
     def numbers(self) -> dict[str, int]:
         """The sizes that are given, by name."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if name not in ("model", "trace") and value is not None}
+        return {
+            name: value for name, value in asdict(self).items() if name not in ("model", "trace") and value is not None
+        }
 
 
 def open_model(
@@ -99,10 +101,8 @@ def open_model(
     if config is None:
         return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
-        raise _error(
-            f"{_flag(next(iter(source.numbers)))} is given beside {source.model}, which has sizes of its own",
-            "Leave one of them out.",
-        )
+        flag = next(iter(source.numbers)).replace("parameters", "params")
+        raise _error(f"--{flag} is given beside {source.model}, which has sizes of its own", "Leave one of them out.")
     if source.trace and installed_version("transformers"):
         with working(f"building the model of {source.model}, without its weights"):
             model = build_model(config)
@@ -235,10 +235,6 @@ def _from_weights(
     return _by_formula(model, source.numbers, sequence_length, precision)
 
 
-def _flag(number: str) -> str:
-    return "--params" if number == "parameters" else f"--{number}"
-
-
 # The names under which configurations keep the width of the residual stream. `dim` before `hidden_dim`, which is the
 # feed-forward width where both are there (DistilBERT).
 _WIDTHS: Final = (
@@ -253,7 +249,7 @@ _LANGUAGE: Final = (
 _DEEPEST: Final = 4
 
 
-def stated_width(config: Any, path: str) -> tuple[int | None, str]:
+def stated_width(config: Any, path: str, depth: int = 0) -> tuple[int | None, str]:
     """The hidden size that a configuration states, itself or in a nested one, and where.
 
     The language part of several comes first, as in transformers' `get_text_config`; of the other parts the widest.
@@ -261,8 +257,28 @@ def stated_width(config: Any, path: str) -> tuple[int | None, str]:
     Args:
         config: an object or a mapping; None states nothing.
         path: what to call it in the reason, e.g. `model.config`.
+        depth: how many configurations hold this one.
     """
-    return _search(config, path, 0)
+    if config is None or depth > _DEEPEST:
+        return None, ""
+    for name in _WIDTHS:
+        value = _member(config, name)
+        if isinstance(value, list | tuple) and value and all(map(is_count, value)):
+            return max(value), f"the largest of {path}.{name}"
+        if is_count(value):
+            return value, f"{path}.{name}"
+    for name in _LANGUAGE:
+        found = stated_width(_member(config, name), f"{path}.{name}", depth + 1)
+        if found[0] is not None:
+            return found
+    # Nested configurations: members that are mappings, or objects of some configuration class.
+    members = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    others = [
+        stated_width(part, f"{path}.{name}", depth + 1)
+        for name, part in list(members.items())
+        if isinstance(part, Mapping) or type(part).__name__.lower().endswith("config")
+    ]
+    return max(others, key=lambda found: found[0] or 0, default=(None, ""))
 
 
 def common_width(shapes: Iterable[tuple[int, ...]]) -> tuple[int | None, str]:
@@ -274,37 +290,8 @@ def common_width(shapes: Iterable[tuple[int, ...]]) -> tuple[int | None, str]:
     return width, f"the most common dimension of the model's matrices ({counts[width]} of them)"
 
 
-def _search(config: Any, path: str, depth: int) -> tuple[int | None, str]:
-    if config is None or depth > _DEEPEST:
-        return None, ""
-    for name in _WIDTHS:
-        value = _member(config, name)
-        if isinstance(value, list | tuple) and value and all(map(_counts, value)):
-            return max(value), f"the largest of {path}.{name}"
-        if _counts(value):
-            return value, f"{path}.{name}"
-    for name in _LANGUAGE:
-        found = _search(_member(config, name), f"{path}.{name}", depth + 1)
-        if found[0] is not None:
-            return found
-    others = [_search(part, f"{path}.{name}", depth + 1) for name, part in _parts(config)]
-    return max(others, key=lambda found: found[0] or 0, default=(None, ""))
-
-
 def _member(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """The nested configurations: members that are mappings, or objects of some configuration class."""
-    members = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    for name, part in list(members.items()):
-        if isinstance(part, Mapping) or type(part).__name__.lower().endswith("config"):
-            yield str(name), part
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _EXPERT: Final = re.compile(r"(^|[._])experts([._]|$)")
@@ -407,7 +394,7 @@ def stated_number(config: Any, names: Iterable[str]) -> int | None:
         config = config.get("text_config") or config
     elif hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    return next(filter(_counts, (_member(config, name) for name in names)), None)
+    return next(filter(is_count, (_member(config, name) for name in names)), None)
 
 
 Example: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
@@ -428,7 +415,7 @@ def model_sizes(module: nn.Module) -> ModelSizes:
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: Counter[tuple[int, bool, bool, int]] = Counter()
     for name, parameter in module.named_parameters():
-        shapes[name] = _shape(parameter)
+        shapes[name] = full_shape(parameter)
         elements, width = math.prod(shapes[name]), parameter.element_size()
         kinds[elements, parameter.requires_grad, is_expert(name), width] += 1
     config: Any = getattr(module, "config", None)
@@ -441,7 +428,7 @@ def model_sizes(module: nn.Module) -> ModelSizes:
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         largest_module=max(
-            sum(math.prod(_shape(parameter)) for parameter in part.parameters(recurse=False))
+            sum(math.prod(full_shape(parameter)) for parameter in part.parameters(recurse=False))
             for part in module.modules()
         ),
         hidden_size=hidden or common_width(shapes.values())[0],
@@ -451,8 +438,9 @@ def model_sizes(module: nn.Module) -> ModelSizes:
     )
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+def full_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor, which may be partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def probe_model(model: nn.Module) -> ModelFacts:
@@ -460,7 +448,7 @@ def probe_model(model: nn.Module) -> ModelFacts:
 
     A parameter shared by several modules counts once.
     """
-    return model_facts(map(_shape, model.parameters()), getattr(model, "config", None), "model.config")
+    return model_facts(map(full_shape, model.parameters()), getattr(model, "config", None), "model.config")
 
 
 def build_model(config: Path) -> nn.Module:

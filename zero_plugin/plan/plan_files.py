@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,50 +66,42 @@ def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: s
         head += f"#   zero-plugin launch --config_file {file.name} train.py\n"
         if setup.activation_checkpointing:
             head += "# The script switches activation checkpointing on: model.gradient_checkpointing_enable().\n"
-        return head + yaml_text(launch_values(setup, cluster, optimizer, nvme_path))
+        return head + yaml_text(_launch_values(setup, cluster, optimizer, nvme_path))
     if setup.stage is None:
         raise _problem("a DeepSpeed JSON cannot say training without ZeRO", "Name a .yaml, or give --zero_stage auto.")
-    return json.dumps(training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
+    return json.dumps(_training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
 
 
-def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
+def _launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None) -> dict[str, Any]:
     """The keys of a launch config in Accelerate's layout, the training part under `deepspeed_config`."""
     kind = "DEEPSPEED" if setup.stage is not None else "MULTI_GPU" if cluster.processes > 1 else "NO"
-    values: dict[str, Any] = {
+    return {
         "distributed_type": kind,
         "num_processes": cluster.processes,
         **({"num_machines": cluster.nodes} if cluster.nodes > 1 else {}),
         "mixed_precision": setup.precision,
+        "deepspeed_config": _training_values(setup, cluster, optimizer, nvme_path),
     }
+
+
+def _training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None) -> dict[str, Any]:
+    """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`. Without ZeRO, its own keys."""
+    sharing = {SEQUENCE_KEY: cluster.shared_by} if cluster.shared_by > 1 else {}
     if setup.stage is None:
-        training = {"gradient_accumulation_steps": setup.accumulation, **_sharing(cluster)}
-        return {**values, "deepspeed_config": training}
-    return {**values, "deepspeed_config": training_values(setup, cluster, optimizer, nvme_path)}
-
-
-def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
-    """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`."""
+        return {"gradient_accumulation_steps": setup.accumulation, **sharing}
     values: dict[str, Any] = {
         "train_batch_size": setup.micro_batch * setup.accumulation * cluster.groups,
         "train_micro_batch_size_per_gpu": setup.micro_batch,
         "gradient_accumulation_steps": setup.accumulation,
         "gradient_clipping": "auto",
-        **_sharing(cluster),
+        **sharing,
     }
     if setup.precision != "no":
         values[setup.precision] = {"enabled": True}
     if optimizer in _OPTIMIZERS:
         values["optimizer"] = {"type": _OPTIMIZERS[optimizer], "params": {"lr": "auto", "weight_decay": "auto"}}
-    return {**values, "zero_optimization": _zero(setup, nvme_path)}
-
-
-def _sharing(cluster: Cluster) -> dict[str, int]:
-    return {SEQUENCE_KEY: cluster.shared_by} if cluster.shared_by > 1 else {}
-
-
-def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.stage}
-    zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage or 0]}
+    zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage]}
     if setup.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     for what, device in (("optimizer", setup.offload_optimizer), ("param", setup.offload_param)):
@@ -118,7 +109,7 @@ def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
             path = {"nvme_path": nvme_path} if device == "nvme" else {}
             share = {"ratio": setup.ratio} if what == "optimizer" and setup.ratio != 1.0 else {}
             zero[f"offload_{what}"] = {"device": device, **path, "pin_memory": setup.pin_memory, **share}
-    return zero
+    return {**values, "zero_optimization": zero}
 
 
 def _problem(message: str, fix: str) -> ConfigError:
@@ -158,10 +149,10 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     shown = _worth_drawing(choice)
     figure = Figure(figsize=(12, 1.9 + 0.34 * len(shown)), dpi=150, layout="constrained")
     device, host = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    colours = _colours([c.footprint.device for c in shown], [c.footprint.host for c in shown])
-    limits = ((device, "device", cluster.device_bytes), (host, "host", cluster.host_bytes))
-    for axes, kind, capacity in limits:
-        _draw_bars(axes, [getattr(c.footprint, kind) for c in shown], capacity, margin, colours)
+    on_device, on_host = [c.footprint.device for c in shown], [c.footprint.host for c in shown]
+    colours = _colours(*on_device, *on_host)
+    _draw_bars(device, on_device, cluster.device_bytes, margin, colours)
+    _draw_bars(host, on_host, cluster.host_bytes, margin, colours)
     device.set_yticks(range(len(shown)), [_label(c) for c in shown], fontsize=9)
     device.set_ylim(len(shown) - 0.4, -0.6)  # the first on top
     for label, candidate in zip(device.get_yticklabels(), shown, strict=True):
@@ -174,13 +165,9 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     device.set_title(
         "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
     )
-    handles = [
-        Line2D([], [], **_CAPACITY),
-        Line2D([], [], **_BUDGET),
-        *(Patch(color=colour) for colour in colours.values()),
-    ]
-    names = ["capacity", "budget", *colours]
-    figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    handles: dict[str, Any] = {"capacity": Line2D([], [], **_CAPACITY), "budget": Line2D([], [], **_BUDGET)}
+    handles |= {name: Patch(color=colour) for name, colour in colours.items()}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     try:
         figure.savefig(file)
     except OSError as error:
@@ -214,13 +201,13 @@ def _worth_drawing(choice: Choice) -> list[Candidate]:
     return [c for c in choice.table if c.short or not c.rejected] or list(choice.table)
 
 
-def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
+def _colours(*bars: Mapping[str, int]) -> dict[str, str]:
     """A colour for each term, the model's states first, then the largest."""
     totals: Counter[str] = Counter()
-    for terms in chain(*footprints):
+    for terms in bars:
         totals.update(terms)
-    first = [name for name in _ORDER if name in totals]
-    names = [*first, *sorted(totals.keys() - {*first}, key=lambda name: -totals[name])]
+    names = [name for name in _ORDER if name in totals]
+    names += sorted(totals.keys() - {*names}, key=lambda name: -totals[name])
     if len(names) > len(_COLOURS):
         names = [*names[: len(_COLOURS) - 1], _REST]
     return dict(zip(names, _COLOURS, strict=False))
@@ -229,8 +216,9 @@ def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
 def _draw_bars(
     axes: Any, bars: Sequence[Mapping[str, int]], capacity: int, margin: float, colours: Mapping[str, str]
 ) -> None:
-    usable, longest = budget(capacity, margin) / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
-    end = min(max(longest, capacity / _GIB), _BEYOND * capacity / _GIB)
+    usable, whole = budget(capacity, margin) / _GIB, capacity / _GIB
+    longest = max((sum(terms.values()) for terms in bars), default=0) / _GIB
+    end = min(max(longest, whole), _BEYOND * whole)
     for row, terms in enumerate(bars):
         start = 0.0
         sizes = {**terms, _REST: sum(size for name, size in terms.items() if name not in colours)}
@@ -253,7 +241,7 @@ def _draw_bars(
                 color=_RED if start > usable else _INK,
                 annotation_clip=False,
             )
-    axes.axvline(capacity / _GIB, **_CAPACITY)
+    axes.axvline(whole, **_CAPACITY)
     axes.axvline(usable, **_BUDGET)
     axes.set_title(describe_budget(capacity, margin), loc="left", fontsize=8, color=_INK)
     axes.set_xlim(0, end * 1.02)

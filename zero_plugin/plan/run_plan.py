@@ -26,17 +26,7 @@ from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
 from zero_plugin.plan.search import Choice, Wanted, plan
-from zero_plugin.plan.situation import (
-    CPU,
-    Activations,
-    Affine,
-    Cluster,
-    ModelSizes,
-    Setup,
-    Stage,
-    Workload,
-    asked_optimizer,
-)
+from zero_plugin.plan.situation import CPU, Activations, Cluster, ModelSizes, Setup, Stage, Workload, asked_optimizer
 from zero_plugin.plan.what_if import WhatIf, what_if
 
 if TYPE_CHECKING:
@@ -123,12 +113,7 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
     import torch
 
     kind: AcceleratorKind = accelerator or ("cuda" if torch.cuda.is_available() else "cpu")
-    return MachineFacts(
-        accelerator=kind,
-        processes=processes,
-        bf16=_computes_in_bf16(kind),
-        fp16=kind == "cuda",
-    )
+    return MachineFacts(accelerator=kind, processes=processes, bf16=_computes_in_bf16(kind), fp16=kind == "cuda")
 
 
 def accelerator_kind(device: torch.device) -> AcceleratorKind:
@@ -209,43 +194,49 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
     tree, asked = resolved.tree, document.deepspeed
     total = _number(asked.value("train_batch_size"))
     steps = _number(asked.value("gradient_accumulation_steps"))
-    ratio = tree.value(*KEYS["ratio"], default=1.0)
+    stage, ratio = (_settled(tree, KEYS[name]) for name in ("stage", "ratio"))
     micro = facts.loop.micro_batch or _number(asked.value(*MICRO_BATCH))
     if micro is None and not (activations.saved.per_sample and _plans_micro_batch(facts)):
         micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
     unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
-    sub_group = KEYS["sub_group_size"]
+    sizes: dict[str, Any] = {name: _number(_settled(tree, KEYS[name])) for name in _SIZES}
     # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
     is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, KEYS["ratio"]))
-    sizes: dict[str, Any] = {name: _size(tree, KEYS[name]) for name in _SIZES}
+    sub_group_size = _settled(tree, KEYS["sub_group_size"]) if is_placed else asked.value(*KEYS["sub_group_size"])
+    overlaps = asked.value(*KEYS["overlap_comm"])
+    if not isinstance(overlaps, bool):  # as DeepSpeed has it for a stage that is fixed
+        overlaps = stage == 3 if is_placed else None
     return Wanted(
-        stage=_fixed(tree, KEYS["stage"], 0),
+        stage=stage,
         ddp=False,
         precision=resolved.precision,
         gradient_bytes=_ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype"))),
-        offload_optimizer=_fixed(tree, KEYS["offload_optimizer"], "none"),
-        offload_param=_fixed(tree, KEYS["offload_param"], "none"),
-        ratio=None if ratio is AUTO else float(ratio),
-        sub_group_size=_size(tree, sub_group) if is_placed else _number(asked.value(*sub_group)),
+        offload_optimizer=_settled(tree, KEYS["offload_optimizer"]),
+        offload_param=_settled(tree, KEYS["offload_param"]),
+        ratio=None if ratio is None else float(ratio),
+        sub_group_size=_number(sub_group_size),
         micro_batch=micro,
         accumulation=steps or (None if total else 1),
         activation_checkpointing=False,  # the script's own is part of the model
-        overlap_comm=_overlaps(tree, asked, is_placed=is_placed),
+        overlap_comm=overlaps,
         param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
         pin_memory=False if unpinned else (True if is_placed else None),
-        gradient_views=None,  # DDP's
         global_batch=total,
         margin=activations.margin,
         **sizes,
     )
 
 
-def _overlaps(tree: Tree, asked: Tree, *, is_placed: bool) -> bool | None:
-    """Whether reductions overlap, where that is fixed: as typed, or as DeepSpeed has it for a stage that is."""
-    typed = asked.value(*KEYS["overlap_comm"])
-    if isinstance(typed, bool):
-        return typed
-    return bool(tree.value(*KEYS["stage"], default=0) == 3) if is_placed else None
+def _settled(tree: Tree, path: KeyPath) -> Any:
+    """The value as resolution has settled it, else DeepSpeed's default; None where a plan or the model will tell."""
+    value = tree.value(*path)
+    if value is None:
+        (value,) = deepspeed_default(path) or (None,)
+    return None if value is AUTO else value
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath, tuple[Any, str]]:
@@ -257,21 +248,15 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
         asked: the training configuration.
     """
     assert choice.chosen is not None, "what fits nowhere fills nothing"
-    setup, default = choice.chosen.setup, Setup().sub_group_size
-    names = {name for name in _CHOSEN if asked.value(*KEYS[name]) is AUTO and name != "micro_batch"}
-    if wanted.micro_batch is None:
-        names.add("micro_batch")
-    if setup.sub_group_size == default:
-        names.discard("sub_group_size")  # the rule for it says so
-    elif asked.value(*KEYS["sub_group_size"]) is None:
-        names.add("sub_group_size")  # the plan counts on smaller ones than DeepSpeed's default
-    if setup.offload_optimizer == "none":
-        names.discard("ratio")
-    if setup.stage == 2 and setup.overlap_comm and wanted.overlap_comm is None:
-        names.add("overlap_comm")
-    found = {
-        KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name in (*_CHOSEN, "overlap_comm") if name in names
-    }
+    setup = choice.chosen.setup
+    chosen = {name: asked.value(*KEYS[name]) is AUTO for name in _CHOSEN}
+    chosen["ratio"] &= setup.offload_optimizer != "none"
+    # DeepSpeed's own size is the rule's to fill; the plan may count on smaller sub-groups though nobody left them open.
+    is_small = setup.sub_group_size != Setup().sub_group_size
+    chosen["sub_group_size"] = is_small and asked.value(*KEYS["sub_group_size"]) in (None, AUTO)
+    chosen["micro_batch"] = wanted.micro_batch is None
+    chosen["overlap_comm"] = setup.stage == 2 and setup.overlap_comm and wanted.overlap_comm is None
+    found = {KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name, is_its in chosen.items() if is_its}
     if not setup.pin_memory and wanted.pin_memory is None:
         pinned = (path for path in _PINNED if asked.has_section(*path[:-1]))
         found |= dict.fromkeys(pinned, (False, choice.reasons["pin_memory"]))
@@ -315,32 +300,8 @@ def _plans_micro_batch(facts: Facts) -> bool:
     return trains and facts.strategy == "deepspeed" and facts.loop.micro_batch is None
 
 
-def _fixed(tree: Tree, path: KeyPath, default: Any) -> Any:
-    """The settled value, None where it is open."""
-    value = tree.value(*path, default=default)
-    return None if value is AUTO else default if value is None else value
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _size(tree: Tree, path: KeyPath) -> int | None:
-    """Elements as resolution has settled them, else DeepSpeed's default; None where the model will tell."""
-    value = tree.value(*path)
-    if value is AUTO:
-        return None
-    default = deepspeed_default(path)
-    return _number(int(default[0]) if value is None and default is not None else value)
-
-
 def fill_fields(
-    document: Document,
-    resolved: Resolved,
-    facts: Facts,
-    model: ModelSizes,
-    activations: Activations,
-    cluster: Cluster,
+    document: Document, resolved: Resolved, facts: Facts, model: ModelSizes, activations: Activations, cluster: Cluster
 ) -> Planned:
     """The values of the fields that only a plan can fill, with their reasons.
 
@@ -563,18 +524,10 @@ def predict_memory(
     host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
     optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
-    return RunMemory(
-        Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer),
-        running_setup(resolved, stage),
-        Cluster(
-            device,
-            host,
-            processes.world_size // here,
-            here,
-            device_name="" if on_gpu else CPU,
-            shared_by=processes.shared_by,
-        ),
-    )
+    work = Workload(_trained_sizes(model, facts), activations or Activations(), optimizer)
+    name, nodes = "" if on_gpu else CPU, processes.world_size // here
+    cluster = Cluster(device, host, nodes, here, device_name=name, shared_by=processes.shared_by)
+    return RunMemory(work, running_setup(resolved, stage), cluster)
 
 
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -591,13 +544,7 @@ def running_setup(resolved: Resolved, stage: Stage) -> Setup:
     kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
     found: dict[str, Any] = {}
     for name, path in KEYS.items():
-        if path in PLACEMENT:
-            continue
-        value = tree.value(*path)
-        if not isinstance(value, bool | int | float):
-            default = deepspeed_default(path)
-            value = None if default is None else default[0]
-        if isinstance(value, bool | int | float):
+        if path not in PLACEMENT and (value := _settled(tree, path)) is not None:
             found[name] = kinds[name](value)
     width = _ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype")))
     return Setup(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -10,18 +11,8 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.config.resolve.resolve import choose_bucket, choose_persistence_threshold
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.costs import Footprint, StepTime, footprint, step_time, sub_groups_on_device
-from zero_plugin.plan.situation import (
-    Cluster,
-    Device,
-    ModelSizes,
-    OptimizerSizes,
-    Setup,
-    Stage,
-    Workload,
-    budget,
-    name_setup,
-)
+from zero_plugin.plan.costs import Footprint, ProcessMemory, StepTime, footprint, step_time
+from zero_plugin.plan.situation import Cluster, Device, ModelSizes, Setup, Stage, Workload, budget, name_setup
 
 # Without a global batch, micro-batches are powers of two up to this.
 _LARGEST_MICRO_BATCH: Final = 4096
@@ -108,10 +99,12 @@ def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option
     for offloads in _offloads(wanted):
         for stage in _stages(wanted, offloads):
             found = True
-            setup = _at_stage(base, stage, offloads, wanted)
+            overlap = stage == 3 if wanted.overlap_comm is None else wanted.overlap_comm and (stage or 0) >= 2
+            setup = replace(
+                base, stage=stage, offload_optimizer=offloads[0], offload_param=offloads[1], overlap_comm=overlap
+            )
             for recomputed in checkpointing:
-                recomputing = replace(setup, activation_checkpointing=recomputed)
-                yield from _ratios(recomputing, work.model, work.optimizer, cluster, wanted)
+                yield from _ratios(replace(setup, activation_checkpointing=recomputed), work, cluster, wanted)
     if not found:
         parts = {"stage": wanted.stage, "optimizer to": wanted.offload_optimizer, "parameters to": wanted.offload_param}
         asked = ", ".join(f"{name} {'auto' if value is None else value}" for name, value in parts.items())
@@ -130,9 +123,9 @@ def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
     """
     processes, micro, accumulation = cluster.groups, wanted.micro_batch, wanted.accumulation
     if wanted.global_batch is None:
-        exponents = range(_LARGEST_MICRO_BATCH.bit_length() - 1, -1, -1)
-        sizes = list(range(_LARGEST_MICRO_BATCH, 0, -1)) if wanted.every_batch else [2**power for power in exponents]
-        sizes = sizes if micro is None else [micro]
+        sizes = list(range(_LARGEST_MICRO_BATCH, 0, -1)) if micro is None else [micro]
+        if micro is None and not wanted.every_batch:
+            sizes = [_LARGEST_MICRO_BATCH >> power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
         return [{"micro_batch": size, "accumulation": accumulation or 1} for size in sizes]
     share, rest = divmod(wanted.global_batch, processes)
     sizes = [size for size in range(share, 0, -1) if share % size == 0] if not rest else []
@@ -157,7 +150,7 @@ def _base(model: ModelSizes, wanted: Wanted) -> Setup:
         "prefetch_bucket": choose_bucket(facts, 0.9),
         "persistence_threshold": choose_persistence_threshold(facts),
     }
-    sizes = {name: size for name, found in chosen.items() for size, _ in [found or (None, "")] if size is not None}
+    sizes = {name: found[0] for name, found in chosen.items() if found is not None and found[0] is not None}
     sizes["param_buffer"] = max(Setup().param_buffer, largest)
     names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", "gradient_views", *chosen)
     fixed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
@@ -189,16 +182,7 @@ def _stages(wanted: Wanted, offloads: tuple[Device, Device]) -> Iterator[Stage]:
     yield from (stage for stage in asked if (stage or 0) >= lowest)
 
 
-def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted: Wanted) -> Setup:
-    overlap = stage == 3 if wanted.overlap_comm is None else wanted.overlap_comm and (stage or 0) >= 2
-    return replace(
-        base, stage=stage, offload_optimizer=offloads[0], offload_param=offloads[1], overlap_comm=bool(overlap)
-    )
-
-
-def _ratios(
-    setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
-) -> Iterator[Option]:
+def _ratios(setup: Setup, work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option]:
     """The optimizer offloaded completely, and in part; at stage 2 reductions with the computation, and beside it.
 
     Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
@@ -208,24 +192,21 @@ def _ratios(
     if "nvme" in (setup.offload_optimizer, setup.offload_param) and not cluster.nvme_bytes:
         refused = "no NVMe disk is stated"
     if setup.stage == 3:
-        own = model.trainable // cluster.processes
+        own = work.model.trainable // cluster.processes
         size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
         setup = replace(setup, sub_group_size=size)
-    if setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1:
-        yield Option((setup, replace(setup, overlap_comm=True)), refused)
+    beside = setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1
+    in_part = setup.stage == 3 and setup.offload_optimizer == "cpu" and wanted.ratio != 1.0
+    if wanted.ratio is None or not in_part:
+        yield Option((setup, replace(setup, overlap_comm=True)) if beside else (setup,), refused)
+    if not in_part:
         return
-    if setup.stage != 3 or setup.offload_optimizer != "cpu":
-        yield Option((setup,), refused)
-        return
-    if wanted.ratio in (None, 1.0):
-        yield Option((setup,), refused)
-    if wanted.ratio is not None:
-        parts = [replace(setup, ratio=wanted.ratio)] if wanted.ratio != 1.0 else []
-    else:
-        parts = [replace(setup, ratio=ratio) for ratio in _RATIOS]
-        parts = [part for part in parts if sub_groups_on_device(model, part, cluster.processes)]
+    parts = [replace(setup, ratio=ratio) for ratio in (_RATIOS if wanted.ratio is None else (wanted.ratio,))]
+    if wanted.ratio is None:
+        memories = (ProcessMemory(work.model, work.optimizer, part, cluster.processes) for part in parts)
+        parts = [memory.setup for memory in memories if memory.updated_on_device]
     if parts:
-        if not refused and optimizer.name not in ("adam", "adamw"):
+        if not refused and work.optimizer.name not in ("adam", "adamw"):
             refused = "only DeepSpeed's own Adam steps on CPU and device at once"
         yield Option(tuple(parts), refused)
 
@@ -365,11 +346,8 @@ def _largest_batch(question: Question, setup: Setup, sizes: list[dict[str, Any]]
 
     if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
         return sizes[0]  # apart: an accumulation window of one backward carries no gradients into it
-    low, high = 0, len(sizes)  # the answer's index is in [low, high]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(sizes[middle]) else (middle + 1, high)
-    return sizes[low] if low < len(sizes) else None
+    first = bisect_left(sizes, True, key=fits)
+    return sizes[first] if first < len(sizes) else None
 
 
 def _unpinned_if_needed(question: Question, setup: Setup) -> Setup:

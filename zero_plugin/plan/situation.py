@@ -126,7 +126,7 @@ class Activations:
             where that is no other.
     """
 
-    saved: Affine
+    saved: Affine = field(default_factory=Affine)
     transient: Affine | Highest = field(default_factory=Affine)
     checkpointed: Affine | None = None
     checkpointed_transient: Affine | Highest | None = None
@@ -159,6 +159,18 @@ class Activations:
     def under(self, stage: Stage) -> Activations:
         """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self
+
+    def at(self, samples: int, *, checkpointing: bool) -> tuple[int, int, int]:
+        """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
+
+        The first block's own activations are there at the backward's end whether it runs once more for them or not.
+        """
+        recomputing = (self.checkpointed_transient or Affine()).at(samples)
+        if checkpointing and self.checkpointed is not None:
+            forward = (self.checkpointed_forward or Affine()).at(samples)
+            return self.checkpointed.at(samples), max(forward, recomputing), recomputing
+        transient = self.transient.at(samples)
+        return self.saved.at(samples), transient, max(transient, recomputing)
 
     def mapped(self, lines: Callable[[Affine], Affine], flops: float = 1.0) -> Activations:
         """The activations with other lines, and so many times the operations."""
@@ -339,6 +351,17 @@ class Setup:
     overlap_comm: bool = False
     pin_memory: bool = True
     gradient_views: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one element of the weights: without ZeRO they stay fp32, and forwards run under autocast."""
+        return 4 if self.stage is None or self.precision == "no" else 2
+
+    @property
+    def sums_on_every_device(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+        sums_in_fp32 = self.precision == "bf16" and self.gradient_bytes == 4
+        return self.stage == 1 and sums_in_fp32 and self.offload_optimizer == "none"
 
 
 def name_setup(setup: Setup) -> str:

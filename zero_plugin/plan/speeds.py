@@ -90,17 +90,14 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
     """Operations and bytes per second by name, and when they were measured."""
     threads = f"{torch.get_num_threads()} threads of {count_cores()} cores"
     key = f"{name}, torch {torch.__version__}, {os.uname().nodename}, {threads}"
-    try:
+    read = None
+    with suppress(OSError, ValueError):
         read = json.loads(cache.read_text())
-    except (OSError, ValueError):
-        read = {}
     kept = read if isinstance(read, dict) else {}  # of other machines too, which share the folder
-    try:
-        speeds, day = {what: float(speed) for what, speed in kept[key]["speeds"].items()}, str(kept[key]["day"])
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # not measured here yet, or by another version
+        speeds = {what: float(speed) for what, speed in kept[key]["speeds"].items()}
         if speeds.keys() == _MEASURES.keys():
-            return speeds, f"measured on {day}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass  # not measured here yet, or not as this version writes it
+            return speeds, f"measured on {kept[key]['day']}"
     with working(f"measuring the speed of this machine ({name})"):
         speeds = {what: measure(device) for what, measure in _MEASURES.items()}
     with suppress(OSError):  # a folder that cannot be written costs the next run a measurement
@@ -148,20 +145,19 @@ def _update_on_host(_: torch.device) -> float:
 
 def _rate(device: torch.device, work: Callable[[], object], amount: float) -> float:
     """`amount` per second, of the fastest run: whatever slows one down is not the machine's speed."""
-    work()
-    _wait(device)
-    fastest, began = float("inf"), time.perf_counter()
-    while fastest == float("inf") or time.perf_counter() - began < _SECONDS:
+
+    def run() -> float:
         start = time.perf_counter()
         work()
-        _wait(device)
-        fastest = min(fastest, time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    run()
+    began, fastest = time.perf_counter(), run()
+    while time.perf_counter() - began < _SECONDS:
+        fastest = min(fastest, run())
     return amount / max(fastest, 1e-9)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _link_bandwidth(device: torch.device, name: str, speeds: dict[str, float]) -> tuple[float, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeAlias
 
 from zero_plugin.config.amounts import round_up, show_bytes
 from zero_plugin.config.parallelism import SEQUENCE_KEY
@@ -16,12 +18,15 @@ from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes,
 # What stays as the user has it: another batch or number type trains another model.
 _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
 _MOST_NODES: Final = 1024
+_DOUBLINGS: Final = range(1, 40)  # how often numbers of nodes and processes are doubled, and samples halved
 # Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
 _LOGITS_BYTES: Final = 8
 _CHUNKS: Final = 8
 _SHORTEST: Final = 128  # tokens
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes
+# A change in words, and the fields of each part of a question that it changes.
+Attempt: TypeAlias = tuple[str, Mapping[str, Mapping[str, Any]]]
 _MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
 
 
@@ -99,12 +104,12 @@ def _changes(question: Question) -> Iterator[Change]:
     for name in (known.name for known in fields(Wanted)):
         value = getattr(wanted, name)
         if name not in _KEPT and value is not None:
-            yield from _tried(question, f"{name} free instead of {value}", wanted={name: None})
+            yield from _first_that_fits(question, [(f"{name} free instead of {value}", {"wanted": {name: None}})])
     if not wanted.ddp and wanted.stage is None:
-        yield from _tried(question, "training without ZeRO", wanted={"ddp": True})
+        yield from _first_that_fits(question, [("training without ZeRO", {"wanted": {"ddp": True}})])
     if wanted.stage == "ddp" and not wanted.gradient_views:
         views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
-        yield from _tried(question, views, wanted={"gradient_views": True})
+        yield from _first_that_fits(question, [(views, {"wanted": {"gradient_views": True}})])
     smaller = tuple(_smaller_activations(question))
     yield from smaller
     for name, where in _MEMORIES.items():
@@ -112,14 +117,11 @@ def _changes(question: Question) -> Iterator[Change]:
         no_help = smaller and name == "device_bytes" and least is not None and least > 2 * cluster.device_bytes
         if least is not None and not no_help:
             instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
-            yield from _tried(question, f"{show_bytes(least)} {where} instead of {instead}", cluster={name: least})
-    nodes = 2 * cluster.nodes
-    while nodes <= _MOST_NODES:
-        found = tuple(_tried(question, f"{nodes} nodes instead of {cluster.nodes}", cluster={"nodes": nodes}))
-        if found:
-            yield from found
-            return
-        nodes *= 2
+            what = f"{show_bytes(least)} {where} instead of {instead}"
+            yield from _first_that_fits(question, [(what, {"cluster": {name: least}})])
+    more = [cluster.nodes * 2**n for n in _DOUBLINGS if cluster.nodes * 2**n <= _MOST_NODES]
+    what = f"nodes instead of {cluster.nodes}"
+    yield from _first_that_fits(question, ((f"{nodes} {what}", {"cluster": {"nodes": nodes}}) for nodes in more))
 
 
 _CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in the backward"
@@ -137,34 +139,23 @@ def _smaller_activations(question: Question) -> Iterator[Change]:
     """A loss in chunks; and the longest samples, by halves, with which something fits."""
     kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
     if chunked is not None:
-        yield from _tried(question, _CHUNKED, work={"activations": chunked})
-    for processes in _sharing(question):
-        part, machines = {"activations": kept.of_a_part(processes)}, {"shared_by": processes}
-        if found := tuple(_tried(question, _shared_by(processes), work=part, cluster=machines)):
-            yield from found
-            break
-    length = kept.sample_length // 2
-    while length >= _SHORTEST:
-        what = f"samples of {length:,} tokens instead of {kept.sample_length:,}"
-        found = tuple(_tried(question, what, work={"activations": kept.of_length(length)}))
-        if found:
-            yield from found
-            return
-        length //= 2
+        yield from _first_that_fits(question, [(_CHUNKED, {"work": {"activations": chunked}})])
+    yield from _first_that_fits(question, _sharing(question))
+    shorter = [kept.sample_length // 2**n for n in _DOUBLINGS if kept.sample_length // 2**n >= _SHORTEST]
+    what = f"tokens instead of {kept.sample_length:,}"
+    yield from _first_that_fits(
+        question, ((f"samples of {n:,} {what}", {"work": {"activations": kept.of_length(n)}}) for n in shorter)
+    )
 
 
-def _sharing(question: Question) -> Iterator[int]:
-    """How many processes may share each sample, doubling; none where a sample is no sequence, or they do already."""
-    cluster, processes = question.cluster, 2
-    if question.work.activations.sample_length == 1 or cluster.shared_by > 1:
-        return
-    while cluster.processes % processes == 0:
-        yield processes
-        processes *= 2
-
-
-def _shared_by(processes: int) -> str:
-    return f"{SEQUENCE_KEY}: {processes}, so that each process computes on a part of every sample"
+def _sharing(question: Question) -> Iterator[Attempt]:
+    """Several processes share each sample, ever more; nothing where a sample is no sequence, or they do already."""
+    kept, cluster = question.work.activations, question.cluster
+    if kept.sample_length > 1 and cluster.shared_by == 1:
+        for processes in (2**n for n in _DOUBLINGS if cluster.processes % 2**n == 0):
+            what = f"{SEQUENCE_KEY}: {processes}, so that each process computes on a part of every sample"
+            part, machines = {"activations": kept.of_a_part(processes)}, {"shared_by": processes}
+            yield what, {"work": part, "cluster": machines}
 
 
 def _savings(question: Question) -> Iterator[tuple[str, int]]:
@@ -180,43 +171,41 @@ def _savings(question: Question) -> Iterator[tuple[str, int]]:
         tried[_CHUNKED] = (setup, chunked)
     if kept.checkpointed is not None and not setup.activation_checkpointing:
         tried["activation checkpointing"] = (replace(setup, activation_checkpointing=True), kept)
-    for processes in [*_sharing(question)][:1]:
-        tried[_shared_by(processes)] = (setup, kept.of_a_part(processes))
+    for what, changes in islice(_sharing(question), 1):
+        tried[what] = (setup, changes["work"]["activations"])
     if kept.sample_length >= 2 * _SHORTEST:
         half = kept.sample_length // 2
         tried[f"samples of {half:,} tokens"] = (setup, kept.of_length(half))
     if setup.micro_batch > 1:
         tried[f"micro-batch {setup.micro_batch // 2}"] = (replace(setup, micro_batch=setup.micro_batch // 2), kept)
     for what, (other, activations) in tried.items():
-        needed = _changed(question, work={"activations": activations}).measure(other)
+        needed = _changed(question, {"work": {"activations": activations}}).measure(other)
         if needed.device_bytes < least.footprint.device_bytes:
             yield what, least.footprint.device_bytes - needed.device_bytes
 
 
-def _changed(question: Question, **changes: Mapping[str, Any]) -> Question:
-    """The question with other fields of what is wanted, or of the cluster."""
+def _changed(question: Question, changes: Mapping[str, Mapping[str, Any]]) -> Question:
+    """The question with other fields of its parts."""
     parts = {name: replace(getattr(question, name), **fields) for name, fields in changes.items()}
     return replace(question, **parts)
 
 
-def _tried(question: Question, what: str, **changes: Mapping[str, Any]) -> Iterator[Change]:
-    """The change, if something fits by it."""
-    changed = _changed(question, **changes)
-    try:
-        if not _fits(changed):
+def _first_that_fits(question: Question, attempts: Iterable[Attempt]) -> Iterator[Change]:
+    """The first of the changes by which something fits; nothing where none is enough."""
+    for what, changes in attempts:
+        changed, chosen = _changed(question, changes), None
+        with suppress(ConfigError):  # the batch cannot be divided so
+            chosen = plan(changed.work, changed.cluster, changed.wanted).chosen if _fits(changed) else None
+        if chosen is not None:
+            yield Change(what, chosen, changed.cluster)
             return
-        choice = plan(changed.work, changed.cluster, changed.wanted)
-    except ConfigError:  # the batch cannot be divided so
-        return
-    if choice.chosen is not None:
-        yield Change(what, choice.chosen, changed.cluster)
 
 
 def _least(question: Question, name: str) -> int | None:
     """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
-    roomy = _changed(question, cluster={name: _PLENTY})
+    roomy = _changed(question, {"cluster": {name: _PLENTY}})
     # On a device without room DeepSpeed makes its flat copy in CPU memory.
-    needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
+    needed = _leanest(_changed(question, {"cluster": {name: 1}}) if name == "device_bytes" else roomy)
     fitting = (found for found in needed if not roomy.missing_memory(found))
     least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
     return least and round_up(least)
