@@ -15,9 +15,8 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
-from zero_plugin.loop.run import Run
+from zero_plugin.loop.run import Run, redistribute_steps
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.window import TogetherWindows, Window, share_divisor
 from zero_plugin.strategies.base import Session
