@@ -191,9 +191,10 @@ def check_memory_without_zero(
     run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes
     if needed > capacity:
+        unknown = "" if activations.saved.per_sample else "; the activations, whose size is unknown, are not included"
         raise StrategyError(
             f"{dropped}, but without it the model does not fit: training takes {show_bytes(needed)} of each device, "
-            f"which has {show_bytes(capacity)}{_activations_note(activations)}.\n"
+            f"which has {show_bytes(capacity)}{unknown}.\n"
             "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
             "configuration."
         )
@@ -291,10 +292,6 @@ def _folder_of(source: Any, kwargs: Mapping[str, Any]) -> Path | None:
         str(source), "config.json", cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision")
     )
     return Path(cached).parent if isinstance(cached, str) else None
-
-
-def _activations_note(activations: Activations) -> str:
-    return "" if activations.saved.per_sample else "; the activations, whose size is unknown, are not included"
 
 
 def _describe(needed: int, available: int, what: str, kind: str, fix: str) -> tuple[bool, str]:
@@ -425,13 +422,10 @@ def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int 
     if not is_off:
         return [line]
     name, planned, measured = max(terms, key=lambda term: abs(term[1] - term[2]))
-    return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {_meaning(wanted, peak)}"]
-
-
-def _meaning(wanted: int, peak: int | None) -> str:
-    if peak is None or peak > wanted:
-        return "a configuration that fits according to the plan may not fit"
-    return "a faster configuration may fit too: write it in place of auto"
+    meaning = "a configuration that fits according to the plan may not fit"
+    if peak is not None and peak <= wanted:
+        meaning = "a faster configuration may fit too: write it in place of auto"
+    return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {meaning}"]
 
 
 def _both(predicted: int, measured: int) -> str:

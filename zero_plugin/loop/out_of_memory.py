@@ -110,7 +110,8 @@ def describe_out_of_memory(
     on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
-    requested = _requested_bytes(error)
+    size_in_message = _REQUESTED.search(str(error))
+    requested = (read_bytes(size_in_message[1]) or 0) if size_in_message else 0
     wanted = f"{show_bytes(requested)} were requested" if requested else "an allocation failed"
     memory = device if on_device else torch.device("cpu")
     headline = (
@@ -121,7 +122,10 @@ def describe_out_of_memory(
     options = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
     lines = [f"  {number}. {text}" for number, text in enumerate(_with_plan(options, loop, loop.taken + requested), 1)]
     if not depends:
-        lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
+        why = f"the {'model' if phase == 'prepare()' else 'optimizer'}'s states need it"
+        if not on_device:
+            why = "CPU memory ran out, and the batches are computed on the GPU"
+        lines.append(f"  A smaller micro-batch does not help: {why}.")
     retries = factor and loop.is_open and not loop.decides
     return OutOfMemoryReport(
         headline,
@@ -238,18 +242,6 @@ def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Itera
         fits = "" if found or needed > capacity else "; according to the plan the cheapest that fits"
         found = found or bool(fits)
         yield f"{option.text}: {show_bytes(needed)} of {show_bytes(capacity)}{fits}"
-
-
-def _why_not(phase: Phase, *, on_device: bool) -> str:
-    if not on_device:
-        return "CPU memory ran out, and the batches are computed on the GPU"
-    return "the model's states need it" if phase == "prepare()" else "the optimizer's states need it"
-
-
-def _requested_bytes(error: BaseException) -> int:
-    """The size of the allocation that failed, from the error's message; 0 if it does not name one."""
-    found = _REQUESTED.search(str(error))
-    return (read_bytes(found[1]) or 0) if found else 0
 
 
 def _describe_memory(device: torch.device) -> str:
