@@ -171,7 +171,7 @@ class Run(ProcessCalls):
         elif self.options.handlers.compiles:
             problem = (f"{size}, but models are compiled, which the exchange would break up", "Do not compile.")
         if problem is not None:
-            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
+            raise _refused_sequences(document, *problem)
         self.processes = self._processes = replace(self.processes, shared_by=size)
         self.sequence = SequenceGroup(size)
         run = weakref.ref(self)
@@ -216,8 +216,7 @@ class Run(ProcessCalls):
         """Set up what depends on the document: the strategy, and how transformers constructs models."""
         if (size := sequence_parallel_size(document)) != self.processes.shared_by:
             message = f"{size}, but the run has begun with {self.processes.shared_by}"
-            fix = "Write the same number in all plugins."
-            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
+            raise _refused_sequences(document, message, "Write the same number in all plugins.")
         self.document = document
         selection = select_strategy(document, launch_settings(document), self.processes)
         self.strategy = selection.strategy
@@ -338,6 +337,10 @@ class Run(ProcessCalls):
             for training in prepared.trained:
                 for line in training.describe_end():
                     _log.info(line)
+
+
+def _refused_sequences(document: Document, message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
 
 
 # ---- the global batch size -------------------------------------------------------------------------------------------

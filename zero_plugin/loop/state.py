@@ -34,8 +34,15 @@ class AcceleratorView(Protocol):
 
 
 class _SharedState(ProcessCalls):
-    """What the two states have in common: all instances of each share one state."""
+    """What the two states have in common: all instances of each share one state.
 
+    Attributes:
+        debug: whether `ACCELERATE_DEBUG_MODE` is set.
+        fork_launched: whether the notebook launcher started this process.
+    """
+
+    debug: bool
+    fork_launched: bool
     _shared_state: ClassVar[dict[str, Any]]
 
     @property
@@ -77,16 +84,10 @@ class PartialState(_SharedState):
         timeout: the timeout of collective operations; 30 minutes by default.
         init_method: as for `torch.distributed.init_process_group`; by default from the environment variables.
 
-    Attributes:
-        debug: whether `ACCELERATE_DEBUG_MODE` is set.
-        fork_launched: whether the notebook launcher started this process.
-
     Raises:
         LaunchError: the environment variables do not describe a complete process group.
     """
 
-    debug: bool
-    fork_launched: bool
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -218,16 +219,6 @@ class AcceleratorState(_SharedState):
                 plugin._unselect()
         self._accelerator._run.follow_configuration()
 
-    @property
-    def debug(self) -> bool:
-        """Whether `ACCELERATE_DEBUG_MODE` is set."""
-        return PartialState().debug
-
-    @property
-    def fork_launched(self) -> bool:
-        """Whether the notebook launcher started this process."""
-        return PartialState().fork_launched
-
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Clear the state; the run and its process group remain."""
@@ -264,9 +255,7 @@ def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> 
     processes, device, distributed_type = run.processes, run.device, run.distributed_type
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
     shown = weakref.ref(accelerator)
-    AcceleratorState._shared_state.update(
-        _run=shown, _newest_run=run, _processes=processes, device=device, distributed_type=distributed_type
-    )
+    AcceleratorState._shared_state.update(PartialState._shared_state, _run=shown, _newest_run=run)
     GradientState._shared_state.update(_run=shown, plugin_kwargs=dict(plugin_kwargs))
     return AcceleratorState(), GradientState()
 
