@@ -11,8 +11,7 @@ from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.errors import ConfigError, LaunchError
-from zero_plugin.loop.fewer_processes import find_intended_processes, redistribute_steps
-from zero_plugin.loop.out_of_memory import accumulate_more
+from zero_plugin.loop.run import accumulate_more, find_intended_processes, redistribute_steps
 
 
 def launched(**keys: Any) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_plugin import DummyOptim, DummyScheduler
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.training import pair_models
+from zero_plugin.loop.prepared import pair_models
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:

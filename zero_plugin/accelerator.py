@@ -58,11 +58,10 @@ from zero_plugin.loop.arguments import (
 )
 from zero_plugin.loop.checkpoints import Checkpoints, LoadHook, SaveHook, add_hook
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.prepared import Prepared
+from zero_plugin.loop.prepared import Prepared, refuse_lomo
 from zero_plugin.loop.run import Run, open_configurations
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.state import newest_accelerator, newest_run, show_run
-from zero_plugin.loop.training import refuse_lomo
 from zero_plugin.loop.training_loop import LossScaler, TrainingLoop
 from zero_plugin.loop.weights import Weights
 from zero_plugin.trackers.trackers import GeneralTracker, choose_trackers

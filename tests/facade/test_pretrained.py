@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from zero_plugin.errors import MachineError
-from zero_plugin.loop.pretrained import checking_pretrained
+from zero_plugin.loop.memory_check import checking_pretrained
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut
+from zero_plugin.loop.run import accumulate_more, agree_on_cut
 
 
 @pytest.mark.parametrize(

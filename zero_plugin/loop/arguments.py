@@ -32,11 +32,7 @@ _SHARD: Final = (
 _DATA_PARALLEL: Final = (
     "Leave it out; models are not split, but their states by ZeRO, and sequences by parallelism_config(sp_size)."
 )
-_NOT_HERE: Final = {
-    "fsdp_plugin": _SHARD,
-    "torch_tp_plugin": _DATA_PARALLEL,
-    "megatron_lm_plugin": _DATA_PARALLEL,
-}
+_NOT_HERE: Final = {"fsdp_plugin": _SHARD, "torch_tp_plugin": _DATA_PARALLEL, "megatron_lm_plugin": _DATA_PARALLEL}
 
 
 def refuse_arguments(**arguments: Any) -> None:
@@ -203,10 +199,8 @@ def overlay_arguments(
     if mixed_precision is not None:
         given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))
     if steps is not None:
-        given[("deepspeed", "gradient_accumulation_steps")] = (
-            f"Accelerator(gradient_accumulation_steps={steps!r})",
-            steps,
-        )
+        call = f"Accelerator(gradient_accumulation_steps={steps!r})"
+        given[("deepspeed", "gradient_accumulation_steps")] = (call, steps)
     if (size := sequence_size_in_code(parallelism_config)) is not None and size > 1:
         given[("deepspeed", SEQUENCE_KEY)] = (f"ParallelismConfig(sp_size={size})", size)
     if cpu:
@@ -226,19 +220,19 @@ def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:
         ("backoff_factor", 0 < scaler.backoff_factor < 1, "between 0 and 1"),
     ):
         if not is_legal:
-            where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
-            raise ConfigError([Problem(where, "", "is not legal", f"Write a number {wanted}.")])
+            given_value = f"{name}={getattr(scaler, name)}"
+            raise _refusal(given_value, "is not legal", f"Write a number {wanted}.", of="GradScalerKwargs")
     keys: dict[str, Any] = {}
     if "init_scale" in given:
         power = math.log2(scaler.init_scale) if scaler.init_scale > 0 else math.nan
         if not power.is_integer():
-            where, fix = f"GradScalerKwargs(init_scale={scaler.init_scale})", "Write a power of two, e.g. 65536."
-            raise ConfigError([Problem(where, "", "is not a power of two", fix)])
+            message, fix = "is not a power of two", "Write a power of two, e.g. 65536."
+            raise _refusal(f"init_scale={scaler.init_scale}", message, fix, of="GradScalerKwargs")
         keys["initial_scale_power"] = int(power)
     if "growth_interval" in given:
         keys["loss_scale_window"] = scaler.growth_interval
     return keys
 
 
-def _refusal(argument: str, message: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(f"Accelerator({argument})", "", message, fix)])
+def _refusal(argument: str, message: str, fix: str, of: str = "Accelerator") -> ConfigError:
+    return ConfigError([Problem(f"{of}({argument})", "", message, fix)])

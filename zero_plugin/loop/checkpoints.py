@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,26 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
-from zero_plugin.checkpoint.folders import (
-    MANIFEST_NAME,
-    Manifest,
-    automatic_folder,
-    choose_checkpoint,
-    has_checkpoints,
-    make_folder,
-    next_number,
-    read_manifest,
-    rotate_checkpoints,
-)
-from zero_plugin.checkpoint.load import (
-    LoadReport,
-    find_differences,
-    load_tensors,
-    manifest_sum,
-    read_common_manifest,
-    read_pieces,
-    verify_headers,
-)
+from zero_plugin.checkpoint import folders, load
+from zero_plugin.checkpoint.folders import Manifest
+from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.pieces import Pieces
@@ -43,23 +27,15 @@ from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.run_files import RECORD_NAME, write_record
+from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
+from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError, DamagedError
-from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.scheduler import AcceleratedScheduler, load_schedulers
-from zero_plugin.loop.training import (
-    describe_training,
-    is_inside_window,
-    refuse_other_optimizer,
-    restore_reductions,
-    restore_training,
-    schedulers_of,
-)
+from zero_plugin.loop.scheduler import load_schedulers
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +102,7 @@ class Checkpoints:
         self._wait_for_background()
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
-        if any(is_inside_window(training) for training in self._prepared.trainings):
+        if any(training.is_inside_window for training in self._prepared.trainings):
             _log.info(
                 "save_state before the optimizer.step() of an accumulation window: its gradients so far are not in the "
                 "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
@@ -173,7 +149,7 @@ class Checkpoints:
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
         if self._run.claimed != [lock] or not holds(lock):
             with suppress(OSError):  # what is saved fails too, and says why
-                make_folder(lock.parent)
+                folders.make_folder(lock.parent)
             claim(lock, target.parent)
             self._run.give_up_locks()
             self._run.claimed.append(lock)
@@ -181,7 +157,7 @@ class Checkpoints:
     def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
         def rotate() -> None:
             if keep is not None and peers.is_main:
-                for removed in rotate_checkpoints(newest, keep):
+                for removed in folders.rotate_checkpoints(newest, keep):
                     _log.info(f"{removed} was removed (total_limit={keep})")
 
         all_or_none(rotate, peers)
@@ -195,11 +171,11 @@ class Checkpoints:
                     "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
                 )
             return _resolved(output_dir)  # replace the target of a symbolic link, not the link
-        folder = automatic_folder(project.project_dir)
+        folder = folders.automatic_folder(project.project_dir)
 
         def find_free() -> int:
             self._claim(folder / "checkpoint")  # before another job that ends now has saved its last one
-            return next_number(folder)
+            return folders.next_number(folder)
 
         if (free := on_main(find_free)) > project.iteration:
             _log.info(f"save_state: {folder} has checkpoints up to number {free - 1}; this run continues with {free}")
@@ -228,11 +204,11 @@ class Checkpoints:
         """What the manifest says of the checkpoint, and the trees in it; the models' configurations go to `folder`."""
         runs = [training.resolved.record for training in self._prepared.trainings]
         training = {
-            "models": [describe_training(training) for training in self._prepared.trainings],
+            "models": [training.record() for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
-            "schedules": [scheduler.state_dict() for scheduler in self._schedulers()],
+            "schedules": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
             # How often each advances per applied step, and how many samples that step has.
-            "schedules_advance": [scheduler.times for scheduler in self._schedulers()],
+            "schedules_advance": [scheduler.times for scheduler in self._prepared.schedulers],
             "samples_per_step": self._samples_per_step(),
             "loaders": [loader.state_dict() for loader in self._prepared.dataloaders],
             "iteration": self._project.iteration,
@@ -274,10 +250,10 @@ class Checkpoints:
         self._wait_for_background()
         place = Path(on_main(lambda: str(self._find_checkpoint(input_dir))))
         own = self._lineages.known(place)
-        run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
+        run = own if on_main(lambda: own is not None and folders.has_checkpoints(place, own)) else None
         loaders_resume = self._run.options.loading.use_stateful_dataloader
         return self._resume_from_newest(
-            lambda damaged: choose_checkpoint(place, run, damaged),
+            lambda damaged: folders.choose_checkpoint(place, run, damaged),
             strict=strict,
             weights_only=weights_only,
             verify=verify,
@@ -289,17 +265,19 @@ class Checkpoints:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()
         place = Path(on_main(lambda: str(self._find_own(folder))))
-        is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
+        is_one = on_main(lambda: (place / folders.MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
         only = None if is_one else run
-        found = on_main(lambda: str(choose_checkpoint(place, only)[0]) if has_checkpoints(place, only) else None)
+        found = on_main(
+            lambda: str(folders.choose_checkpoint(place, only)[0]) if folders.has_checkpoints(place, only) else None
+        )
         self._run.must_resume = False
         if found is None:
             whose = "" if run is None else " of this run"
             _log.info(f"resume(): no checkpoint{whose} in {place} yet; training starts from the beginning")
             self._lineages.own(place)
             return None
-        saved_by = on_main(lambda: read_manifest(Path(found)).about.get("run"))
+        saved_by = on_main(lambda: folders.read_manifest(Path(found)).about.get("run"))
         is_own = run is not None and saved_by == run
         named = saved_by or "not recorded"
         if not is_own and not launch_settings(self._run.document).auto_resume:
@@ -312,7 +290,7 @@ class Checkpoints:
         if not is_own:
             _log.info(f"resume(): this run resumes from {found}, which run {named} saved")
         return self._resume_from_newest(
-            lambda damaged: choose_checkpoint(place, only, damaged), verify=verify, loaders_resume=True
+            lambda damaged: folders.choose_checkpoint(place, only, damaged), verify=verify, loaders_resume=True
         )
 
     def _resume_from_newest(
@@ -324,10 +302,10 @@ class Checkpoints:
 
         def find() -> tuple[str, list[str], int | None]:
             folder, passed_over = choose(damaged)
-            return str(folder), passed_over, manifest_sum(folder)
+            return str(folder), passed_over, load.manifest_sum(folder)
 
         def is_replaced(folder: Path, found: int | None) -> bool:
-            return manifest_sum(folder) != found
+            return load.manifest_sum(folder) != found
 
         while True:
             try:
@@ -335,11 +313,8 @@ class Checkpoints:
             except CheckpointError as error:
                 if not damaged:
                     raise
-                lines = [
-                    str(error),
-                    "What was read of it may be in the model: load another one before training goes on.",
-                ]
-                raise DamagedError("\n".join(lines)) from None
+                consequence = "What was read of it may be in the model: load another one before training goes on."
+                raise DamagedError(f"{error}\n{consequence}") from None
             folder = Path(place)
             try:
                 return self._resume_from(folder, passed_over, damaged, **how)
@@ -363,7 +338,7 @@ class Checkpoints:
         loaders_resume: bool,
     ) -> LoadReport:
         """See `Accelerator.load_state`; with `loaders_resume` the loaders continue inside the interrupted epoch."""
-        manifest = read_common_manifest(folder)
+        manifest = load.read_common_manifest(folder)
         if verify and not manifest.is_verifiable:
             _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
         saved, random_states, pieces = self._read_small_files(
@@ -371,7 +346,7 @@ class Checkpoints:
         )
         report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
         all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
-        if any(is_inside_window(training) for training in self._prepared.trainings):
+        if any(training.is_inside_window for training in self._prepared.trainings):
             _log.info(
                 "load_state before the optimizer.step() of an accumulation window: its gradients so far are dropped, "
                 "and the step applies nothing. Load before its first backward(), or after its optimizer.step()."
@@ -383,7 +358,7 @@ class Checkpoints:
             if training.optimizer is not None:
                 training.window.begin()
             optimizer = {} if record["optimizer"] is None else record["optimizer"]
-            report.not_restored += load_tensors(
+            report.not_restored += load.load_tensors(
                 folder,
                 training.session,
                 stored,
@@ -397,7 +372,10 @@ class Checkpoints:
         report.restored.append("weights")
         if not weights_only:
             all_or_none(lambda: self._restore(saved, random_states, report, loaders_resume=loaders_resume))
-            restore_reductions(self._prepared.trainings, saved["models"])
+            # Gradients are summed in the same buckets as there; collective, so that no process may have failed before.
+            for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
+                if training.optimizer is not None and record["optimizer"] is not None:
+                    training.session.restore_reduction(record["optimizer"].get("reduction", []))
             if on_main(lambda: self._lineages.is_newest(folder, manifest, damaged)):
                 self._lineages.join(folder.parent, manifest.about["run"])
         self._run.must_resume = False
@@ -411,19 +389,19 @@ class Checkpoints:
         self, folder: Path, manifest: Manifest, *, verify: bool
     ) -> tuple[dict[str, Any], Any, Mapping[str, Pieces] | None]:
         """All but the tensor files, whose headers are verified; the training's record, random states, and pieces."""
-        if verify and not manifest.is_verifiable:
-            _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
-            verify = False
-        read = partial(_read_verified, folder, manifest) if verify else Path.read_bytes
+
+        def read(file: Path) -> bytes:
+            return manifest.read(folder, file.name) if verify else file.read_bytes()
+
         saved, random_states, pieces = all_or_none(
             lambda: (
                 {**read_nested(folder / "training", read), "objects": read_nested(folder / "objects", read)},
                 read_nested(folder / "random", read),
-                read_pieces(folder, manifest) if verify else None,
+                load.read_pieces(folder, manifest) if verify else None,
             )
         )
         if pieces is not None:
-            on_main(lambda: verify_headers(folder, manifest, pieces))
+            on_main(lambda: load.verify_headers(folder, manifest, pieces))
             if self.load_hooks:
                 all_or_none(lambda: self._verify_files(folder, manifest))
         return saved, random_states, pieces
@@ -432,31 +410,32 @@ class Checkpoints:
         """Verify this process' part of the files that hooks may read."""
         share = self._run.processes.rank, self._run.processes.world_size
         own = {file for file in manifest.files if Path(file).name == RECORD_NAME}  # which others may not read
-        for difference in find_differences(folder, manifest, lambda _: None, skipped=own, share=share, tensors=False):
+        found = load.find_differences(folder, manifest, lambda _: None, skipped=own, share=share, tensors=False)
+        for difference in found:
             raise DamagedError(f"{folder}/{difference}.")
 
     def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
             return _resolved(input_dir)
         if self._project.automatic_checkpoint_naming:
-            return automatic_folder(self._project.project_dir)
+            return folders.automatic_folder(self._project.project_dir)
         raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
 
     def _find_own(self, folder: str | os.PathLike[str] | None) -> Path:
         """The checkpoints that this run continues; another job must not."""
         place = self._find_checkpoint(folder)
         if self._project.automatic_checkpoint_naming and place.is_dir():
-            own = automatic_folder(self._project.project_dir)
+            own = folders.automatic_folder(self._project.project_dir)
             if place == own.resolve():
                 self._claim(own / "checkpoint")
         return place
 
     def _run_load_hooks(self, folder: Path) -> Sequence[int]:
+        if not self.load_hooks:
+            return ()
         sessions = [training.session for training in self._prepared.trainings]
         models = [session.module for session in sessions]
         left = list(models)
-        if not self.load_hooks:
-            return ()
         with ExitStack() as stack:
             for session in sessions:
                 stack.enter_context(session.loading_state_dicts())
@@ -474,39 +453,41 @@ class Checkpoints:
             )
         if not weights_only:
             for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
-                refuse_other_optimizer(training, record)
-            self._refuse_other_objects(saved["objects"])
+                training.refuse_other_optimizer(record)
+            stored_objects = saved["objects"]
+            if stored_objects is not None and len(stored_objects) != len(self.objects):
+                names = ", ".join(entry["class"] for entry in stored_objects) or "none"
+                raise CheckpointError(
+                    f"the checkpoint has {len(stored_objects)} registered objects ({names}), here {len(self.objects)} "
+                    "are registered; register the same ones in the same order before load_state()."
+                )
 
     def _restore(self, saved: dict[str, Any], random_states: Any, report: LoadReport, *, loaders_resume: bool) -> None:
         """Restore all but the models' tensors; random states last, since restoring may draw random numbers."""
         project = self._project
         for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
-            report.not_restored += restore_training(training, record)
+            report.not_restored += training.restore(record)
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
-        parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
-            ("optimizers without a prepared model", self._prepared.waiting, saved["waiting_optimizers"]),
-            ("schedules", self._schedulers(), saved["schedules"]),
-        )
-        for what, running, states in parts:
-            if len(running) != len(states):
-                report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
-                continue
-            if what == "schedules":
-                report.not_restored += load_schedulers(running, saved, self._samples_per_step())
-            else:
-                for one, state in zip(running, states, strict=True):
-                    one.load_state_dict(state)
-            report.restored.extend([what] if states else [])
+        waiting, schedulers = self._prepared.waiting, self._prepared.schedulers
+        if _has_as_many(report, "optimizers without a prepared model", waiting, saved["waiting_optimizers"]):
+            for held, state in zip(waiting, saved["waiting_optimizers"], strict=True):
+                held.load_state_dict(state)
+            report.restored.extend(["optimizers without a prepared model"] if waiting else [])
+        if _has_as_many(report, "schedules", schedulers, saved["schedules"]):
+            report.not_restored += load_schedulers(schedulers, saved, self._samples_per_step())
+            report.restored.extend(["schedules"] if schedulers else [])
         self._restore_loaders(saved["loaders"], report, go_on=loaders_resume)
-        self._restore_objects(saved["objects"], report)
+        if (objects := saved["objects"]) is not None:
+            for o, entry in zip(self.objects, objects, strict=True):
+                o.load_state_dict(entry["state"])
+            report.restored.extend([f"{len(objects)} registered objects"] if objects else [])
+        elif self.objects:
+            report.not_restored.append("registered objects: an imported checkpoint has none")
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
         problem = restore_random_state(random_states, self._run.processes.rank)
         report.restored.extend(["random states"] if random_states else [])
         report.not_restored.extend([] if problem is None else [problem])
-
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return schedulers_of(self._prepared.trainings, self._prepared.waiting)
 
     def _samples_per_step(self) -> int | None:
         """Samples of an optimizer step of the first model; None where the loaders do not tell."""
@@ -518,34 +499,87 @@ class Checkpoints:
         return None if size is None else size * self._prepared.trainings[0].window.steps
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
-        if len(states) != len(self._prepared.dataloaders):
-            report.not_restored.append(
-                f"positions of the loaders: {len(states)} in the checkpoint, {len(self._prepared.dataloaders)} here"
-            )
+        loaders = self._prepared.dataloaders
+        if not _has_as_many(report, "positions of the loaders", loaders, states):
             return
-        for loader, state in zip(self._prepared.dataloaders, states, strict=True):
+        for loader, state in zip(loaders, states, strict=True):
             # Scripts skip the batches of the interrupted epoch themselves, unless loaders are configured to.
             loader.load_state_dict(state if go_on else {**state, "batches": 0})
             report.batches.append(_batches_had(loader, state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
 
-    def _refuse_other_objects(self, stored: list[dict[str, Any]] | None) -> None:
-        if stored is not None and len(stored) != len(self.objects):
-            names = ", ".join(entry["class"] for entry in stored) or "none"
-            raise CheckpointError(
-                f"the checkpoint has {len(stored)} registered objects ({names}), here {len(self.objects)} are "
-                "registered; register the same ones in the same order before load_state()."
-            )
 
-    def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:
-        if stored is None:
-            if self.objects:
-                report.not_restored.append("registered objects: an imported checkpoint has none")
-            return
-        for o, entry in zip(self.objects, stored, strict=True):
-            o.load_state_dict(entry["state"])
-        report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+class Lineages:
+    """The run's id in each folder that it saves checkpoints into.
+
+    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
+    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[Path, str] = {}
+        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
+
+    def known(self, folder: Path) -> str | None:
+        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
+        folder = folder.resolve()
+        if folder not in self._runs:
+            known = collectives.gather_values(kept_run(folder, os.environ))
+            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
+                return None
+            self.join(folder, run)
+        return self._runs[folder]
+
+    def own(self, folder: Path) -> str:
+        """The id, made where there is none yet. Collective."""
+        run = self.known(folder)
+        if run is None:
+            run = collectives.broadcast_value(secrets.token_hex(8))
+            self.join(folder, run)
+        return run
+
+    def join(self, folder: Path, run: str) -> None:
+        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
+        folder = folder.resolve()
+        self._runs[folder] = run
+        keep_run(folder, run, os.environ)
+
+    def is_newest(self, path: Path, manifest: Manifest, damaged: Collection[Path]) -> bool:
+        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
+
+        On the main process.
+        """
+        run, number = manifest.about.get("run"), folders.split_number(path.name)
+        if run is None or number is None:
+            return False
+        order = manifest.about.get("order")  # None where the name had no number when it was saved
+        order = number[1] if order is None else order
+        return not any(
+            one.run == run and one.path not in damaged and one.order > order and folders.find_damage(one.path) is None
+            for one in folders.known_checkpoints(path.parent, number[0])
+        )
+
+    def next_order(self, target: Path) -> int | None:
+        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
+
+        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
+        """
+        number = folders.split_number(target.name)
+        if number is None:
+            return None
+        key = target.parent.resolve(), number[0]
+        if key not in self._orders:
+            self._orders[key] = max((one.order for one in folders.known_checkpoints(*key)), default=-1)
+        self._orders[key] = max(number[1], self._orders[key] + 1)
+        return self._orders[key]
+
+
+def _has_as_many(report: LoadReport, what: str, running: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Whether there are as many here as in the checkpoint; otherwise they are reported as not restored."""
+    if len(running) != len(states):
+        report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
+    return len(running) == len(states)
 
 
 def _resolved(named: str | os.PathLike[str]) -> Path:
@@ -553,10 +587,6 @@ def _resolved(named: str | os.PathLike[str]) -> Path:
         return Path(named).expanduser().resolve()
     except (ValueError, RuntimeError) as error:  # a NUL; a home that there is none of
         raise CheckpointError(f"{os.fspath(named)!r} is no path: {error}.") from None
-
-
-def _read_verified(folder: Path, manifest: Manifest, file: Path) -> bytes:
-    return manifest.read(folder, file.name)
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

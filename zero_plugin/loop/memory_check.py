@@ -1,15 +1,20 @@
 """Checks that a run fits into the memory of its machine, and compares predicted with measured memory.
 
-Before anything is allocated, CPU memory, page-locked memory and NVMe space are checked. After the first steps, the
-prediction of the plan is compared with the memory that the run uses.
+Before anything is allocated, CPU memory, page-locked memory and NVMe space are checked, also where transformers'
+`from_pretrained` is about to load a model in each process. After the first steps, the prediction of the plan is
+compared with the memory that the run uses.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +39,7 @@ from zero_plugin.plan.run_plan import RunMemory, free_bytes, local_processes, pr
 from zero_plugin.plan.situation import Activations, Stage
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
+from zero_plugin.tensors.safetensors_files import read_model_folder
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +49,12 @@ _CPU_FIX: Final = (
     "(page-locked tensors are rounded up to powers of two)"
 )
 _LOCKED_FIX: Final = "ulimit -l unlimited (docker run --ulimit memlock=-1), or a smaller offload_param.buffer_size"
+# With these arguments the model is not loaded into CPU memory as it is in the files.
+_OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
+_LOADING_FIX: Final = (
+    "Start fewer processes on this machine; or build it inside `with accelerator.init_model(weights=folder):`, which "
+    "reads it straight to each device; or use ZeRO stage 3, where each process holds a partition."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +72,7 @@ class AvailableMemory:
     nvme: Mapping[str, int]
 
 
-def check_memory(
-    model: nn.Module,
-    resolved: Resolved,
-    stage: Stage,
-    facts: Facts,
-    processes: Processes,
-) -> None:
+def check_memory(model: nn.Module, resolved: Resolved, stage: Stage, facts: Facts, processes: Processes) -> None:
     """Refuse offload that does not fit, and warn where little memory is left; collective if something is offloaded.
 
     Args:
@@ -185,9 +191,10 @@ def check_memory_without_zero(
     run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes
     if needed > capacity:
+        unknown = "" if activations.saved.per_sample else "; the activations, whose size is unknown, are not included"
         raise StrategyError(
             f"{dropped}, but without it the model does not fit: training takes {show_bytes(needed)} of each device, "
-            f"which has {show_bytes(capacity)}{_activations_note(activations)}.\n"
+            f"which has {show_bytes(capacity)}{unknown}.\n"
             "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
             "configuration."
         )
@@ -215,8 +222,76 @@ def check_memory_to_load(size: int, copies: int, available: int, what: str, fix:
         )
 
 
-def _activations_note(activations: Activations) -> str:
-    return "" if activations.saved.per_sample else "; the activations, whose size is unknown, are not included"
+_checking: Final[list[tuple[int, int]]] = []  # the contexts that are entered; the last one is used
+
+
+@contextmanager
+def checking_pretrained(copies: int, available: int) -> Iterator[None]:
+    """Inside, `from_pretrained` raises if CPU memory does not hold the unpartitioned model in every process.
+
+    Nothing is checked if transformers is not imported yet, or if the files of the model are not on this machine. These
+    contexts may be exited in any order.
+
+    Args:
+        copies: the number of processes of this machine, each of which loads a copy.
+        available: bytes of CPU memory that were available when the processes started.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        yield
+        return
+    entered = (copies, available)
+    if not _checking:
+        _replace_from_pretrained(modeling.PreTrainedModel)
+    _checking.append(entered)
+    try:
+        yield
+    finally:
+        _checking.remove(entered)
+        if not _checking:
+            modeling.PreTrainedModel.from_pretrained = modeling.PreTrainedModel.from_pretrained.__func__.replaced
+
+
+def _replace_from_pretrained(model_class: Any) -> None:
+    before = model_class.__dict__["from_pretrained"]
+
+    @functools.wraps(before.__func__)
+    def from_pretrained(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        size = None if any(kwargs.get(name) is not None for name in _OTHERWISE) else _bytes_of(source, kwargs)
+        if size is not None:
+            name = f"{cls.__name__}.from_pretrained({str(source)!r})"
+            check_memory_to_load(size, *_checking[-1], name, _LOADING_FIX)
+        return before.__func__(cls, source, *args, **kwargs)
+
+    from_pretrained.replaced = before  # type: ignore[attr-defined]  # a function takes any
+    model_class.from_pretrained = classmethod(from_pretrained)
+
+
+def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Bytes of a model in the requested dtype; None if there are no safetensors files of it on this machine."""
+    folder = _folder_of(source, kwargs)
+    if folder is None:
+        return None
+    try:
+        places = read_model_folder(folder).places.values()
+    except CheckpointError:
+        return None
+    requested: Any = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    requested = getattr(torch, requested, None) if isinstance(requested, str) else requested
+    if not isinstance(requested, torch.dtype):
+        return sum(place.size for place in places)
+    return sum(requested.itemsize * math.prod(place.shape) for place in places)
+
+
+def _folder_of(source: Any, kwargs: Mapping[str, Any]) -> Path | None:
+    folder = Path(str(source), kwargs.get("subfolder") or "")
+    if source is None or folder.is_dir():
+        return None if source is None else folder
+    hub = sys.modules.get("huggingface_hub")
+    cached = hub and hub.try_to_load_from_cache(
+        str(source), "config.json", cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision")
+    )
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _describe(needed: int, available: int, what: str, kind: str, fix: str) -> tuple[bool, str]:
@@ -347,13 +422,10 @@ def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int 
     if not is_off:
         return [line]
     name, planned, measured = max(terms, key=lambda term: abs(term[1] - term[2]))
-    return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {_meaning(wanted, peak)}"]
-
-
-def _meaning(wanted: int, peak: int | None) -> str:
-    if peak is None or peak > wanted:
-        return "a configuration that fits according to the plan may not fit"
-    return "a faster configuration may fit too: write it in place of auto"
+    meaning = "a configuration that fits according to the plan may not fit"
+    if peak is not None and peak <= wanted:
+        meaning = "a faster configuration may fit too: write it in place of auto"
+    return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {meaning}"]
 
 
 def _both(predicted: int, measured: int) -> str:

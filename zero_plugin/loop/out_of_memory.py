@@ -11,8 +11,8 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
@@ -20,13 +20,9 @@ from typing import Final, Literal
 import torch
 
 from zero_plugin.config.amounts import read_bytes, show_bytes
-from zero_plugin.config.document import Document
-from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_report, micro_batch_cut
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
+from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_report
 from zero_plugin.data.batch_sampler import smaller_cut
 from zero_plugin.distributed.collective_check import report_failure
-from zero_plugin.distributed.collectives import gather_values
-from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.machine.hardware import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.strategies.base import Saving
@@ -114,7 +110,8 @@ def describe_out_of_memory(
     on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
-    requested = _requested_bytes(error)
+    size_in_message = _REQUESTED.search(str(error))
+    requested = (read_bytes(size_in_message[1]) or 0) if size_in_message else 0
     wanted = f"{show_bytes(requested)} were requested" if requested else "an allocation failed"
     memory = device if on_device else torch.device("cpu")
     headline = (
@@ -125,7 +122,10 @@ def describe_out_of_memory(
     options = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
     lines = [f"  {number}. {text}" for number, text in enumerate(_with_plan(options, loop, loop.taken + requested), 1)]
     if not depends:
-        lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
+        why = f"the {'model' if phase == 'prepare()' else 'optimizer'}'s states need it"
+        if not on_device:
+            why = "CPU memory ran out, and the batches are computed on the GPU"
+        lines.append(f"  A smaller micro-batch does not help: {why}.")
     retries = factor and loop.is_open and not loop.decides
     return OutOfMemoryReport(
         headline,
@@ -244,18 +244,6 @@ def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Itera
         yield f"{option.text}: {show_bytes(needed)} of {show_bytes(capacity)}{fits}"
 
 
-def _why_not(phase: Phase, *, on_device: bool) -> str:
-    if not on_device:
-        return "CPU memory ran out, and the batches are computed on the GPU"
-    return "the model's states need it" if phase == "prepare()" else "the optimizer's states need it"
-
-
-def _requested_bytes(error: BaseException) -> int:
-    """The size of the allocation that failed, from the error's message; 0 if it does not name one."""
-    found = _REQUESTED.search(str(error))
-    return (read_bytes(found[1]) or 0) if found else 0
-
-
 def _describe_memory(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -265,50 +253,3 @@ def _describe_memory(device: torch.device) -> str:
             f"reuse, and {show_bytes(free)} are free"
         )
     return f", and {show_bytes(memory_available_bytes(device))} are available"
-
-
-_ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
-_GLOBAL: KeyPath = ("train_batch_size",)
-
-
-def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
-    """The number of micro-batches that each batch of a loader is split into, the same on every process; collective.
-
-    Args:
-        processes: the world size. With several machines only one launcher may know that memory ran out.
-        environ: the environment variables of this process.
-    """
-    own = micro_batch_cut(environ)
-    here = environ.get("LOCAL_WORLD_SIZE", str(processes))
-    return own if here == str(processes) else max(gather_values(own))
-
-
-def accumulate_more(document: Document, cut: int, intended: int = 1, available: int = 1) -> Document:
-    """The document with more gradient accumulation, so that the global batch size does not change.
-
-    Nothing changes if `train_batch_size` is written and the accumulation is open: it then follows from that.
-
-    Args:
-        document: the configuration as it was given.
-        cut: the number of micro-batches that each batch of a loader is split into.
-        intended: the number of processes that the global batch size is meant for.
-        available: the number of processes that run.
-
-    Raises:
-        LaunchError: the micro-batches cannot be divided evenly among the processes.
-    """
-    entry = document.deepspeed.get(*_ACCUMULATION)
-    is_open = entry is None or entry.value in (AUTO, None)
-    if (cut == 1 and intended == available) or (entry is not None and not is_open and not entry.origin.typed_by_user):
-        return document
-    if is_open and document.deepspeed.value(*_GLOBAL) not in (AUTO, None):
-        return document
-    configured = 1 if entry is None or is_open else entry.value
-    where = "to keep the global batch size" if entry is None else entry.origin.where
-    reasons = [f"{configured}"]
-    if cut > 1:
-        reasons.append(f"× {cut}: memory ran out before, so each batch of the loader is split into {cut} micro-batches")
-    if intended != available:
-        reasons.append(f"× {intended} ÷ {available}: {available} of {intended} processes are left")
-    more = Entry(redistribute_steps(configured * cut, intended, available), Origin("rule", where, " ".join(reasons)))
-    return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))

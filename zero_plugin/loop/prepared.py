@@ -1,18 +1,25 @@
-"""`Prepared`: the models, optimizers, loaders and schedulers of a run, from one or several `prepare` calls."""
+"""`Prepared`: the models, optimizers, loaders and schedulers of a run, from one or several `prepare` calls.
+
+Also here: which optimizers and schedulers of a call belong to which model, by their parameters, and what cannot be
+prepared.
+"""
 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from zero_plugin.big_models.module_hooks import has_offloaded_params
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.config.run_files import OutOfMemoryReport
@@ -28,20 +35,12 @@ from zero_plugin.loop.first_steps import FirstSteps
 from zero_plugin.loop.memory_check import peak_bytes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
-from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_scheduler, start_training, wrap_optimizer
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
-from zero_plugin.loop.training import (
-    Pair,
-    Training,
-    holds_any,
-    pair_models,
-    refuse_other_steps,
-    refuse_uninitialized,
-)
+from zero_plugin.loop.training import Pair, Training, optimized_parameters, start_training
 from zero_plugin.loop.window import Window
-from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
+from zero_plugin.plan.run_plan import probe_loop, surely_train
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
@@ -72,9 +71,8 @@ class Prepared:
         self.waiting: list[AcceleratedOptimizer] = []
         self.dataloaders: list[DataLoaderAdapter] = []
         self.resolved: Resolved | None = None
-        self._unreturned: list[
-            tuple[Any, AcceleratedOptimizer]
-        ] = []  # the script's optimizers whose schedulers came first
+        # The script's optimizers whose schedulers came first.
+        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []
         self._loop = LoopFacts()  # facts about the loaders that were prepared last
         self._was_freed = False  # whether `free` was called since the last `prepare`
         self.window = self.default_window = self._new_window()
@@ -94,8 +92,9 @@ class Prepared:
 
     @property
     def schedulers(self) -> list[AcceleratedScheduler]:
-        """The schedulers of all optimizers."""
-        return [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
+        """Every scheduler once, in the order of the optimizers that they drive."""
+        found = [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
+        return list({id(scheduler): scheduler for scheduler in found}.values())
 
     @property
     def windows(self) -> list[Window]:
@@ -186,45 +185,43 @@ class Prepared:
         if self._was_freed:
             self._was_freed = False
             gc.collect()  # the old wrapper, which the script has released, still has hooks on the parameters
-        ready: dict[int, Any] = {}
-        loaders, models, optimizers, schedulers = self._sort(objects, ready)
-        for optimizer in optimizers:
+        call = _Call(left, only_evaluates)
+        self._sort(objects, call)
+        for optimizer in call.optimizers:
             refuse_other_steps(optimizer)
-        for model in models:
-            refuse_uninitialized(model)
+        for model in call.models:
+            _refuse_uninitialized(model)
         if self._run.processes.world_size > 1:
-            check_same_models(models, optimizers)
-        self._prepare_loaders(loaders, ready, left)
-        self._prepare_models(models, optimizers, schedulers, ready, left, only_evaluates=only_evaluates)
-        for scheduler in schedulers:
-            alone = not (models or optimizers)
-            ready[id(scheduler)] = self._prepare_scheduler(scheduler, alone=alone, built_before=bool(loaders))
-        if self.resolved is not None and (models or schedulers):
+            check_same_models(call.models, call.optimizers)
+        self._prepare_loaders(call)
+        self._prepare_models(call)
+        for scheduler in call.schedulers:
+            call.ready[id(scheduler)] = self._prepare_scheduler(scheduler, call)
+        if self.resolved is not None and (call.models or call.schedulers):
             self._run.configurations.show(self.resolved.tree.nested(auto="auto"))
         for model in self.models:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark, which scripts look for
-        return tuple(ready.get(id(o), o) for o in objects)
+        return tuple(call.ready.get(id(o), o) for o in objects)
 
-    def _sort(
-        self, objects: Sequence[Any], ready: dict[int, Any]
-    ) -> tuple[list[DataLoader[Any]], list[nn.Module], list[Optimizer | DummyOptim], list[Any]]:
-        """The objects to prepare, by kind; `ready` gets the prepared objects of those that are known already."""
-        kinds = (DataLoader, nn.Module, Optimizer | DummyOptim, LRScheduler | DummyScheduler)
-        found: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
+    def _sort(self, objects: Sequence[Any], call: _Call) -> None:
+        """Sort the objects by kind; those that are known already are ready."""
+        kinds: tuple[tuple[Any, list[Any]], ...] = (
+            (DataLoader, call.loaders),
+            (nn.Module, call.models),
+            (Optimizer | DummyOptim, call.optimizers),
+            (LRScheduler | DummyScheduler, call.schedulers),
+        )
         for position, o in enumerate(objects):
             if (held := self._not_returned(o)) is not None:
-                ready[id(o)] = held
-                continue
-            if self._is_prepared(o):
-                if isinstance(o, AcceleratedOptimizer) and o.waits and self._may_follow(o):
-                    found[2].append(o.optimizer)
-                continue
-            kind = next((index for index, kind in enumerate(kinds) if isinstance(o, kind)), None)
-            if kind is not None:
+                call.ready[id(o)] = held
+            elif self._is_prepared(o):
+                may_follow = isinstance(o, AcceleratedOptimizer) and o.waits
+                if may_follow and any(holds_any(o, training.session.module) for training in self.untrained):
+                    call.optimizers.append(o.optimizer)
+            elif (found := next((found for kind, found in kinds if isinstance(o, kind)), None)) is not None:
                 if any(o is other for other in objects[:position]):
                     raise LoopError(f"prepare() got one {type(o).__name__} twice; pass each object once.")
-                found[kind].append(o)
-        return found
+                found.append(o)
 
     def _is_prepared(self, o: Any) -> bool:
         """Whether the object is a prepared one, which is returned unchanged.
@@ -280,107 +277,84 @@ class Prepared:
             self.dataloaders.append(prepared)
         return prepared
 
-    def _prepare_loaders(self, loaders: list[DataLoader[Any]], ready: dict[int, Any], left: set[int]) -> None:
-        if not loaders:
+    def _prepare_loaders(self, call: _Call) -> None:
+        if not call.loaders:
             return
-        for loader in loaders:
-            ready[id(loader)] = self.prepare_loader(loader, is_placed=id(loader) not in left)
+        prepared = [self.prepare_loader(loader, is_placed=id(loader) not in call.left) for loader in call.loaders]
+        call.ready.update(zip(map(id, call.loaders), prepared, strict=True))
         self._loop = probe_loop(
-            loaders,
-            [ready[id(loader)] for loader in loaders],
+            call.loaders,
+            prepared,
             processes=self._run.processes.data_parallel_size,
             split_batches=self._run.options.loading.split_batches,
             cut=self._run.micro_batches_per_loader_batch,
         )
         for training in self.trained:
             is_shown = self.resolved is training.resolved
-            join_loaders(training, self._loop, self._run.document, surely_trains=surely_train(loaders))
+            training.join_loaders(self._run, self._loop, surely_trains=surely_train(call.loaders))
             if is_shown:
                 self.resolved = training.resolved
 
     # ---- models with their optimizers --------------------------------------------------------------------------------
 
-    def _prepare_models(
-        self,
-        models: list[nn.Module],
-        optimizers: list[Optimizer | DummyOptim],
-        schedulers: list[Any],
-        ready: dict[int, Any],
-        left: set[int],
-        *,
-        only_evaluates: bool,
-    ) -> None:
-        following = {id(o): t for o in optimizers for t in self.trainings if holds_any(o, t.session.module)}
-        own = [o for o in optimizers if id(o) not in following]
-        if not models:
+    def _prepare_models(self, call: _Call) -> None:
+        run = self._run
+        following = {id(o): t for o in call.optimizers for t in self.trainings if holds_any(o, t.session.module)}
+        own = [o for o in call.optimizers if id(o) not in following]
+        if not call.models:
             for optimizer in own:
-                ready[id(optimizer)] = self._held(optimizer) or self._hold(optimizer)
+                call.ready[id(optimizer)] = self._held(optimizer) or self._hold(optimizer)
             own = []
-        given = {id(o) for o in own}
         own += [
             held.optimizer
             for held in self.waiting
-            if id(held.optimizer) not in given and any(holds_any(held.optimizer, model) for model in models)
+            if not any(held.optimizer is o for o in own) and any(holds_any(held.optimizer, m) for m in call.models)
         ]
-        facts = self._facts()
+        split_batches, strategy = run.options.loading.split_batches, run.strategy.name
+        facts = Facts(loop=self._loop, machine=run.machine_facts(), split_batches=split_batches, strategy=strategy)
         prepared_before = [training.session.module for training in self.trainings]
-        for pair in pair_models(models, own, schedulers, prepared_before):
-            pair, held = self._with_held(pair, schedulers)
+        for pair in pair_models(call.models, own, call.schedulers, prepared_before):
+            pair, held = self._with_held(pair, call)
             with working(f"preparing the {type(pair.model).__name__}"):
                 training = start_training(
-                    self._run.document,
+                    run,
                     facts,
-                    self._run.strategy,
-                    self._run.processes,
                     self.default_window,
                     pair,
                     lambda: peek_batch(self.dataloaders),
-                    is_placed=id(pair.model) not in left,
-                    only_evaluates=only_evaluates,
+                    is_placed=id(pair.model) not in call.left,
+                    only_evaluates=call.only_evaluates,
                 )
-            training.reduces_each_batch = self._run.options.accumulation.sync_each_batch
-            ready[id(pair.model)] = training.session.model
-            self._add(training, pair, held, ready)
-        for optimizer in optimizers:
+            call.ready[id(pair.model)] = training.session.model
+            self._add(training, pair, held, call)
+        for optimizer in call.optimizers:
             if (follower := following.get(id(optimizer))) is not None:
-                self._follow(follower, optimizer, schedulers, ready)
+                self._follow(follower, optimizer, call)
 
-    def _facts(self) -> Facts:
-        """The facts that a configuration is resolved from, without those of the model and its optimizer."""
-        shared_by = self._run.processes.shared_by
-        machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.data_parallel_size)
-        intended = self._run.intended_world_size // shared_by
-        return Facts(
-            loop=self._loop,
-            machine=replace(machine, intended=intended, shared_by=shared_by),
-            split_batches=self._run.options.loading.split_batches,
-            strategy=self._run.strategy.name,
-        )
-
-    def _follow(self, training: Training, optimizer: Any, schedulers: list[Any], ready: dict[int, Any]) -> None:
+    def _follow(self, training: Training, optimizer: Any, call: _Call) -> None:
         """Add an optimizer to a model that was prepared in an earlier call."""
         if training.optimizer is not None:
             raise LoopError(
                 f"prepare() got a second optimizer of the {type(training.session.module).__name__}: build one, with a "
                 "parameter group for each."
             )
-        (pair,) = pair_models([training.session.module], [optimizer], schedulers, [])
-        pair, held = self._with_held(pair, schedulers)
-        add_optimizer(training, self._run.document, self._run.strategy, self._run.processes, pair)
+        (pair,) = pair_models([training.session.module], [optimizer], call.schedulers, [])
+        pair, held = self._with_held(pair, call)
+        training.add_optimizer(self._run, pair)
         self.untrained.remove(training)
         self.trainings.remove(training)
-        self._add(training, pair, held, ready)
+        self._add(training, pair, held, call)
 
-    def _with_held(self, pair: Pair, schedulers: Iterable[Any]) -> tuple[Pair, AcceleratedOptimizer | None]:
+    def _with_held(self, pair: Pair, call: _Call) -> tuple[Pair, AcceleratedOptimizer | None]:
         """If the pair's optimizer was prepared before: the pair with its schedulers, and its `AcceleratedOptimizer`."""
         held = self._held(pair.optimizer)
         if held is None:
             return pair, None
         self.waiting.remove(held)
-        later = [scheduler for scheduler in schedulers if scheduler.optimizer is held]
+        later = [scheduler for scheduler in call.schedulers if scheduler.optimizer is held]
         return pair._replace(schedulers=(*(s.scheduler for s in held.schedulers), *later, *pair.schedulers)), held
 
-    def _add(self, training: Training, pair: Pair, held: AcceleratedOptimizer | None, ready: dict[int, Any]) -> None:
+    def _add(self, training: Training, pair: Pair, held: AcceleratedOptimizer | None, call: _Call) -> None:
         self.trainings.append(training)
         if training.session.leaves_files:
             self._run.leaving_files.append(training.session)
@@ -388,9 +362,7 @@ class Prepared:
         if pair.optimizer is None:
             self.untrained.append(training)
             return
-        ready[id(pair.optimizer)] = wrap_optimizer(
-            training, pair.optimizer, held, self._new_progress(), pair.schedulers
-        )
+        call.ready[id(pair.optimizer)] = training.wrap_optimizer(self._run, pair, held)
         self.trained.append(training)
         self.window = training.window
         self.first_steps.begin()
@@ -414,14 +386,6 @@ class Prepared:
         self.waiting.append(held)
         return held
 
-    def _hold_for_scheduler(self, optimizer: Any) -> AcceleratedOptimizer:
-        """The `AcceleratedOptimizer` of an optimizer that was not passed to `prepare` before its scheduler."""
-        refuse_other_steps(optimizer)
-        held = self._hold(optimizer)
-        if held is not optimizer:
-            self._unreturned.append((optimizer, held))
-        return held
-
     def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """The `AcceleratedOptimizer` of an optimizer whose scheduler and model were prepared before; else None."""
         for index, (given, held) in enumerate(self._unreturned):
@@ -434,49 +398,195 @@ class Prepared:
         """The optimizer without a prepared model that is, or wraps, `optimizer`; else None."""
         return next((held for held in self.waiting if optimizer is held or optimizer is held.optimizer), None)
 
-    def _may_follow(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Whether its model was prepared without it."""
-        return any(holds_any(optimizer, training.session.module) for training in self.untrained)
-
-    def _prepare_scheduler(self, scheduler: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
-        """Prepare a scheduler; only one that is prepared `alone` may come before its optimizer.
-
-        `built_before`: whether it was built before the loader was prepared, whose length it may depend on.
-        """
-        optimizer, options = scheduler.optimizer, self._run.options
+    def _prepare_scheduler(self, scheduler: Any, call: _Call) -> AcceleratedScheduler:
+        """Prepare a scheduler; only one that is prepared without models and optimizers may come before its own."""
+        run, optimizer = self._run, scheduler.optimizer
         for training in self.trained:
             if training.is_of_optimizer(optimizer):
-                prepared = prepare_scheduler(
-                    training,
-                    scheduler,
-                    self._run.document,
-                    self._run.processes,
-                    step_with_optimizer=options.step_scheduler_with_optimizer,
-                    built_before=built_before,
-                )
+                # One that was built before the loader was prepared may depend on the length that it had then.
+                prepared = training.prepare_scheduler(run, scheduler, built_before=bool(call.loaders))
                 self.resolved = training.resolved
                 return prepared
         held = self._held(optimizer)
-        if isinstance(scheduler, DummyScheduler) or not (held or (alone and isinstance(optimizer, Optimizer))):
+        may_come_first = not (call.models or call.optimizers) and isinstance(optimizer, Optimizer)
+        if isinstance(scheduler, DummyScheduler) or not (held or may_come_first):
             raise LoopError(
                 f"prepare() got a {type(scheduler).__name__} whose optimizer was not prepared; pass model, optimizer "
                 "and scheduler together."
             )
-        once = self._run.document.launch.value("scheduler_counts") == "steps" or options.loading.split_batches
-        return AcceleratedScheduler(
-            scheduler,
-            held or self._hold_for_scheduler(optimizer),
-            options.step_scheduler_with_optimizer,
-            times=1 if once else self._run.intended_world_size // self._run.processes.shared_by,
-        )
-
-    # ---- windows -----------------------------------------------------------------------------------------------------
+        if held is None:
+            refuse_other_steps(optimizer)
+            held = self._hold(optimizer)
+            if held is not optimizer:
+                self._unreturned.append((optimizer, held))
+        once = run.document.launch.value("scheduler_counts") == "steps" or run.options.loading.split_batches
+        times = 1 if once else run.machine_facts().counted
+        return AcceleratedScheduler(scheduler, held, run.options.step_scheduler_with_optimizer, times=times)
 
     def _new_window(self, session: UnpreparedOptimizer | None = None) -> Window:
         """A window of as many micro-batches as configured, for what is not trained by a prepared model."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
-        return Window(steps if isinstance(steps, int) else 1, session, self._new_progress())
+        progress = LoaderProgress(ends_windows=self._run.options.accumulation.sync_with_dataloader)
+        return Window(steps if isinstance(steps, int) else 1, session, progress)
 
-    def _new_progress(self) -> LoaderProgress:
-        """The running loops over prepared loaders, for one window."""
-        return LoaderProgress(ends_windows=self._run.options.accumulation.sync_with_dataloader)
+
+@dataclass
+class _Call:
+    """One call of `prepare`.
+
+    Attributes:
+        left: ids of the models and loaders that are not moved to this process's device.
+        only_evaluates: whether its models are never trained.
+        loaders, models, optimizers, schedulers: the objects to prepare.
+        ready: the prepared objects, by the ids of the given ones.
+    """
+
+    left: set[int]
+    only_evaluates: bool
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer | DummyOptim] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    ready: dict[int, Any] = field(default_factory=dict)
+
+
+def pair_models(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer | DummyOptim],
+    schedulers: Sequence[Any],
+    prepared: Iterable[nn.Module],
+) -> list[Pair]:
+    """Match optimizers and schedulers with models: one pair for each of `models`, in their order.
+
+    Args:
+        models, optimizers, schedulers: the arguments of one `prepare` call.
+        prepared: the user's modules from earlier calls.
+
+    Raises:
+        LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
+            parameters, or a model is distributed over devices.
+    """
+    _refuse_shared(models, prepared)
+    for model in models:
+        _refuse_device_map(model)
+    owners: dict[int, Optimizer | DummyOptim] = {}
+    for optimizer in optimizers:
+        model = _model_of(optimizer, models)
+        if id(model) in owners:
+            raise LoopError(
+                f"prepare() got two optimizers of the {type(model).__name__}: build one, with two parameter groups."
+            )
+        owners[id(model)] = optimizer
+    return [
+        Pair(model, optimizer, tuple(s for s in schedulers if optimizer is not None and s.optimizer is optimizer))
+        for model in models
+        for optimizer in (owners.get(id(model)),)
+    ]
+
+
+def refuse_other_steps(optimizer: Any) -> None:
+    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS, or that steps within backward, as LOMO.
+
+    Raises:
+        LoopError: its `step` requires a closure, or its `fused_backward` is what steps.
+    """
+    if hasattr(optimizer, "fused_backward"):
+        refuse_lomo(f"prepare() got {type(optimizer).__name__}, which")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise LoopError(
+            f"prepare() got a {type(optimizer).__name__}, whose step() requires a closure that computes the loss: "
+            "gradients are computed by accelerator.backward(loss), once for each step.\nUse an optimizer that steps "
+            "without a closure, such as AdamW; or train with plain PyTorch on one device, without prepare()."
+        )
+
+
+def refuse_lomo(what: str) -> NoReturn:
+    """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
+
+    Args:
+        what: what the script did, as the subject of the message.
+
+    Raises:
+        LoopError: always.
+    """
+    raise LoopError(
+        f"{what} changes weights within backward: that is not supported, since here optimizer.step() changes them.\n"
+        "Where optimizer states do not fit, use ZeRO with offload_optimizer."
+    )
+
+
+def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
+    """Whether the optimizer has a parameter of the model."""
+    held = {id(p) for p in optimized_parameters(optimizer)}
+    return any(id(p) in held for p in model.parameters())
+
+
+def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) -> nn.Module:
+    held = {id(p) for p in optimized_parameters(optimizer)}
+    counts = [sum(id(p) in held for p in model.parameters()) for model in models]
+    most = max(range(len(models)), key=counts.__getitem__)
+    if foreign := len(held) - counts[most]:
+        others = [type(models[i]).__name__ for i, count in enumerate(counts) if count and i != most]
+        if others:
+            names = " and ".join([type(models[most]).__name__, *others])
+            raise LoopError(
+                f"prepare() got one optimizer for the parameters of several models ({names}).\n"
+                "Build an optimizer for each, or put the models into one module, e.g. torch.nn.ModuleList, and prepare "
+                "that module."
+            )
+        before, now = _places(optimized_parameters(optimizer)), _places(models[most].parameters())
+        moved = f" They are on {before}, the model's on {now}: it was moved after the optimizer was built."
+        raise LoopError(
+            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's."
+            f"{moved if before != now else ''}\n"
+            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
+        )
+    return models[most]
+
+
+def _places(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+
+
+def _refuse_shared(models: Sequence[nn.Module], prepared: Iterable[nn.Module]) -> None:
+    owner: dict[int, nn.Module] = {}
+    for model in (*prepared, *models):
+        for p in model.parameters():
+            other = owner.setdefault(id(p), model)
+            if other is not model:
+                raise LoopError(
+                    f"prepare() got a {type(model).__name__} that shares parameters with a {type(other).__name__}, "
+                    "which is prepared too.\nPrepare one module that contains both."
+                )
+
+
+def _refuse_device_map(model: nn.Module) -> None:
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or "disk" in places:
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} that was loaded with device_map: its layers are on "
+            f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. If it "
+            "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only the "
+            "partition of this process."
+        )
+    if any(hasattr(module, "_hf_hook") and has_offloaded_params(module) for module in model.modules()):
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} whose weights are on the device only during a forward "
+            "(cpu_offload, disk_offload): they get no gradients.\nPrepare it without offload; if it does not fit, use "
+            "ZeRO stage 3 with offload_param_device: cpu."
+        )
+
+
+def _refuse_uninitialized(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have had no batch yet.
+
+    Raises:
+        LoopError: which parameters and buffers have no values.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} whose {', '.join(lazy)} are not initialized: its lazy layers do "
+            "not know their sizes yet.\nRun the model once on a batch before prepare(), and then build the optimizer."
+        )

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
-from torch import distributed, nn
+from torch import nn
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import Precision
-from zero_plugin.distributed.collectives import gather_values
+from zero_plugin.distributed.collectives import gather_values, process_index
 from zero_plugin.distributed.messages import QUIET_VARIABLE, is_set
 from zero_plugin.loop.state import newest_run
 from zero_plugin.plan.decoder import training_flops_per_token
@@ -130,7 +130,8 @@ class Progress:
         if step < self._next and step < self._total:
             return
         now = time.perf_counter()
-        reports = _gather(_Report(float(loss), self._units, now - self._before, _peak_memory_bytes()))
+        own = _Report(float(loss), self._units, now - self._before, _peak_memory_bytes())
+        reports = [_Report(*one) for one in gather_values(own)]
         # All must gather at the same step, so the clock of the main process decides for all. The interval at most
         # doubles, since the first steps, which compile kernels and fill caches, take longer than the others.
         steps = step - self._reported
@@ -187,16 +188,8 @@ def _peak_flops(model: nn.Module | None) -> float | None:
     return peak_flops(torch.cuda.get_device_name(), precision)
 
 
-def _distributed() -> bool:
-    return bool(distributed.is_available() and distributed.is_initialized())
-
-
 def _shows() -> bool:
-    return (not _distributed() or distributed.get_rank() == 0) and not is_set(QUIET_VARIABLE)
-
-
-def _gather(report: _Report) -> list[_Report]:
-    return [_Report(*one) for one in gather_values(report)]
+    return process_index() == 0 and not is_set(QUIET_VARIABLE)
 
 
 def _peak_memory_bytes() -> int:

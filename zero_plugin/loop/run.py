@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import warnings
 import weakref
@@ -18,26 +19,28 @@ from torch.profiler import profile
 
 from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.checkpoint.locks import give_up
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import Document, from_environment
 from zero_plugin.config.find import find_document
 from zero_plugin.config.handlers import InitProcessGroupKwargs, ProfileKwargs
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin
+from zero_plugin.config.resolve.facts import MachineFacts
 from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.rules.sections import keys_of_the_engine, unequal_sequence_groups
 from zero_plugin.config.rules.training import Asked
+from zero_plugin.config.run_files import micro_batch_cut
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
-from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.long_context.group import CURRENT, SequenceGroup
 from zero_plugin.loop.arguments import Options
-from zero_plugin.loop.fewer_processes import find_intended_processes
-from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory
-from zero_plugin.loop.pretrained import checking_pretrained
+from zero_plugin.loop.memory_check import checking_pretrained
+from zero_plugin.loop.out_of_memory import explain_out_of_memory
 from zero_plugin.loop.same_everywhere import check_same_run
 from zero_plugin.machine.hardware import Meter, available_cpu_memory
 from zero_plugin.plan.run_plan import accelerator_kind, local_processes, probe_machine
@@ -52,10 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_configurations(
-    config: Any,
-    plugins: Mapping[str, DeepSpeedPlugin],
-    newest: Run | None,
-    overlay: Callable[[Document], Document],
+    config: Any, plugins: Mapping[str, DeepSpeedPlugin], newest: Run | None, overlay: Callable[[Document], Document]
 ) -> Configurations:
     """The configurations that a run may use, overlaid with the arguments of code.
 
@@ -171,7 +171,7 @@ class Run(ProcessCalls):
         elif self.options.handlers.compiles:
             problem = (f"{size}, but models are compiled, which the exchange would break up", "Do not compile.")
         if problem is not None:
-            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
+            raise _refused_sequences(document, *problem)
         self.processes = self._processes = replace(self.processes, shared_by=size)
         self.sequence = SequenceGroup(size)
         run = weakref.ref(self)
@@ -204,15 +204,19 @@ class Run(ProcessCalls):
 
     def expected_precision(self) -> str:
         """`no`, `fp16` or `bf16`: the precision that a model would be prepared with now."""
+        return expected_precision(self.document, self.machine_facts())
+
+    def machine_facts(self) -> MachineFacts:
+        """What the processes run on, for resolving a configuration."""
+        shared_by = self.processes.shared_by
         machine = probe_machine(accelerator_kind(self.device), self.processes.data_parallel_size)
-        return expected_precision(self.document, machine)
+        return replace(machine, intended=self.intended_world_size // shared_by, shared_by=shared_by)
 
     def _use(self, document: Document) -> None:
         """Set up what depends on the document: the strategy, and how transformers constructs models."""
         if (size := sequence_parallel_size(document)) != self.processes.shared_by:
             message = f"{size}, but the run has begun with {self.processes.shared_by}"
-            fix = "Write the same number in all plugins."
-            raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
+            raise _refused_sequences(document, message, "Write the same number in all plugins.")
         self.document = document
         selection = select_strategy(document, launch_settings(document), self.processes)
         self.strategy = selection.strategy
@@ -333,3 +337,106 @@ class Run(ProcessCalls):
             for training in prepared.trained:
                 for line in training.describe_end():
                     _log.info(line)
+
+
+def _refused_sequences(document: Document, message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
+
+
+# ---- the global batch size -------------------------------------------------------------------------------------------
+
+_ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
+_GLOBAL: KeyPath = ("train_batch_size",)
+
+
+def find_intended_processes(available: int, environ: Mapping[str, str]) -> int:
+    """The number of processes that the configuration is meant for: the world size or, with `min_machines`, more.
+
+    Args:
+        available: the world size.
+        environ: the environment variables of this process, in which the launcher passes the configured number.
+
+    Raises:
+        LaunchError: there are fewer processes than configured, and the configuration does not allow fewer.
+    """
+    launched = from_environment(environ)
+    if launched is None:
+        return available
+    settings = launch_settings(launched)
+    configured = settings.num_processes
+    if configured is None or configured == available:
+        return available
+    least = (settings.min_machines or settings.num_machines) * (configured // settings.num_machines)
+    if least <= available < configured:
+        return configured
+    raise LaunchError(
+        f"the launcher was configured for {configured} processes, but the process group has {available}.\n"
+        "Does the script, or what starts it, set or unset RANK, WORLD_SIZE or MASTER_ADDR? The launcher sets them."
+    )
+
+
+def redistribute_steps(steps: int, intended: int, available: int) -> int:
+    """Micro-batches per optimizer step on each available process that keep the global batch size.
+
+    Args:
+        steps: micro-batches per optimizer step on each of the intended processes.
+        intended: the number of processes that the global batch size is meant for.
+        available: the number of processes that run.
+
+    Raises:
+        LaunchError: the micro-batches cannot be divided evenly.
+    """
+    own_steps, rest = divmod(steps * intended, available)
+    if rest:
+        multiple = available // math.gcd(available, intended)
+        raise LaunchError(
+            f"{available} of {intended} processes are left, which cannot keep the global batch size: the "
+            f"{steps * intended} micro-batches of an optimizer step ({steps} on each of {intended}) cannot be divided "
+            f"by {available}.\n"
+            f"Write a multiple of {multiple} as gradient_accumulation_steps, with correspondingly smaller "
+            "micro-batches; or raise --min_machines, to wait for more machines."
+        )
+    return own_steps
+
+
+def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
+    """The number of micro-batches that each batch of a loader is split into, the same on every process; collective.
+
+    Args:
+        processes: the world size. With several machines only one launcher may know that memory ran out.
+        environ: the environment variables of this process.
+    """
+    own = micro_batch_cut(environ)
+    here = environ.get("LOCAL_WORLD_SIZE", str(processes))
+    return own if here == str(processes) else max(collectives.gather_values(own))
+
+
+def accumulate_more(document: Document, cut: int, intended: int = 1, available: int = 1) -> Document:
+    """The document with more gradient accumulation, so that the global batch size does not change.
+
+    Nothing changes if `train_batch_size` is written and the accumulation is open: it then follows from that.
+
+    Args:
+        document: the configuration as it was given.
+        cut: the number of micro-batches that each batch of a loader is split into.
+        intended: the number of processes that the global batch size is meant for.
+        available: the number of processes that run.
+
+    Raises:
+        LaunchError: the micro-batches cannot be divided evenly among the processes.
+    """
+    entry = document.deepspeed.get(*_ACCUMULATION)
+    is_open = entry is None or entry.value in (AUTO, None)
+    if (cut == 1 and intended == available) or (entry is not None and not is_open and not entry.origin.typed_by_user):
+        return document
+    if is_open and document.deepspeed.value(*_GLOBAL) not in (AUTO, None):
+        return document
+    configured = 1 if entry is None or is_open else entry.value
+    where = "to keep the global batch size" if entry is None else entry.origin.where
+    reasons = [f"{configured}"]
+    if cut > 1:
+        reasons.append(f"× {cut}: memory ran out before, so each batch of the loader is split into {cut} micro-batches")
+    if intended != available:
+        reasons.append(f"× {intended} ÷ {available}: {available} of {intended} processes are left")
+    more = Entry(redistribute_steps(configured * cut, intended, available), Origin("rule", where, " ".join(reasons)))
+    return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))

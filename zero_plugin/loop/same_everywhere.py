@@ -113,13 +113,11 @@ def _compare(own: Mapping[str, str]) -> str:
         return ""
     sends = digests.index(digest) == process_index()  # one process for all that have the same values
     sent = gather_values(own if sends else None)
-    by_digest: dict[str, dict[str, str]] = {d: values for d, values in zip(digests, sent, strict=True) if values}
-    everyone = [by_digest[digest] for digest in digests]
-    names = dict.fromkeys(name for values in by_digest.values() for name in values)
+    everyone = [sent[digests.index(digest)] for digest in digests]
     lines = [
-        f"  {name}: {_ranks_by_value([values.get(name, 'missing') for values in everyone], hosts)}"
-        for name in names
-        if len({values.get(name) for values in by_digest.values()}) > 1
+        f"  {name}: {_ranks_by_value(found, hosts)}"
+        for name in dict.fromkeys(name for values in everyone for name in values)
+        if len(set(found := [values.get(name, "missing") for values in everyone])) > 1
     ]
     more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join([*lines[:_SHOWN], *more])

@@ -12,22 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler
 
 from zero_plugin.config.resolve.facts import Facts, SchedulerFacts, SchedulerSection
 from zero_plugin.distributed.collectives import announce, num_processes
@@ -70,11 +55,11 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         if times is None:
             times = 1 if split_batches else num_processes()
-        self._measures = isinstance(scheduler, ReduceLROnPlateau)
+        self._measures = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         # ReduceLROnPlateau counts measurements, and each call has one, independently of `scheduler_counts`.
         self.times = 1 if self._measures or not step_with_optimizer else times
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
-        can_begin_again = isinstance(scheduler, LambdaLR) or _is_closed(scheduler)
+        can_begin_again = isinstance(scheduler, lr_scheduler.LambdaLR) or _is_closed(scheduler)
         is_fresh = getattr(scheduler, "last_epoch", None) == 0
         self._beginning = _twin(scheduler)[0] if can_begin_again and is_fresh else None
         self.length = SchedulerLength(scheduler, self.times, typed_per_step or self.times)
@@ -132,18 +117,23 @@ class AcceleratedScheduler:
         self.length.resume(getattr(self.scheduler, "last_epoch", 0))  # a ChainedScheduler has none
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]
 
-    def load_counted_anew(self, state_dict: dict[str, Any], factor: float) -> bool:
+    def load_counted_anew(self, state_dict: dict[str, Any], factor: float | None) -> bool:
         """Load the state of one whose steps counted otherwise: it comes to `factor` times its count.
 
         It is brought there from its beginning, as its length may be another one here.
 
         Returns:
-            Whether it was. Else its state is loaded as it is: it had begun before `prepare`, or is of the script's own
-            class, or one whose rates depend on more than its count.
+            Whether it was. Else its state is loaded as it is: the factor is not known; or it had begun before
+            `prepare`, or is of the script's own class, or one whose rates depend on more than its count.
         """
         count, groups = state_dict.get("last_epoch"), self.scheduler.optimizer.param_groups
         beginning = self._beginning
-        if beginning is None or not isinstance(count, int) or len(groups) != len(beginning.optimizer.param_groups):
+        if (
+            beginning is None
+            or factor is None
+            or not isinstance(count, int)
+            or len(groups) != len(beginning.optimizer.param_groups)
+        ):
             self.load_state_dict(state_dict)
             return False
         twin, reached = _twin(beginning)
@@ -183,14 +173,10 @@ def load_schedulers(
     before = saved.get("schedules_advance") or [scheduler.times for scheduler in schedulers]  # of earlier versions
     then = saved.get("samples_per_step")
     for scheduler, state, times in zip(schedulers, saved["schedules"], before, strict=True):
-        if times == scheduler.times:
-            scheduler.load_state_dict(state)
-            continue
         factor = scheduler.times / times * then / samples_per_step if then and samples_per_step else None
-        if factor == 1:
+        if times == scheduler.times or factor == 1:
             scheduler.load_state_dict(state)
-        elif factor is None or not scheduler.load_counted_anew(state, factor):
-            scheduler.load_state_dict(state)
+        elif not scheduler.load_counted_anew(state, factor):
             lost.append(
                 f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced "
                 f"{times} times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts)"
@@ -203,15 +189,15 @@ _MOST_SIMULATED = 20_000
 _MOST_EPOCHS = 100  # a larger multiple is probably a coincidence: 10,000 steps are a multiple of many lengths
 # These depend on the number of steps only. A copy of a script's own class or function could change its state.
 _CLOSED = (
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    ExponentialLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    StepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.OneCycleLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.StepLR,
 )
 
 
@@ -219,16 +205,17 @@ def own_steps(scheduler: Any) -> int | None:
     """The number of its own steps after which a scheduler ends; None if it does not end, or the number is unknown."""
     if isinstance(scheduler, CurveLR):
         return None if scheduler.curve.goes_on else scheduler.curve.total_steps
-    if isinstance(scheduler, OneCycleLR):
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
         return int(scheduler.total_steps)
-    if isinstance(scheduler, CosineAnnealingLR):
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return int(scheduler.T_max)
-    if isinstance(scheduler, PolynomialLR) or (isinstance(scheduler, LinearLR) and not scheduler.end_factor):
+    falls_to_zero = isinstance(scheduler, lr_scheduler.LinearLR) and not scheduler.end_factor
+    if falls_to_zero or isinstance(scheduler, lr_scheduler.PolynomialLR):
         return int(scheduler.total_iters)
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
         last = own_steps(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last
-    if isinstance(scheduler, LambdaLR):
+    if isinstance(scheduler, lr_scheduler.LambdaLR):
         # transformers' schedulers are partial functions with this keyword.
         total = getattr(scheduler.lr_lambdas[0], "keywords", {}).get("num_training_steps")
         return int(total) if isinstance(total, int | float) else None
@@ -375,13 +362,13 @@ def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | 
     own = own_steps(scheduler)
     last = own if own is not None else None if steps_per_epoch is None else steps_per_epoch * times
     begun = getattr(scheduler, "last_epoch", 0) > 0  # a ChainedScheduler has none
-    if last is None or last > _MOST_SIMULATED or begun or isinstance(scheduler, ReduceLROnPlateau):
+    if last is None or last > _MOST_SIMULATED or begun or isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return None
     if not _is_closed(scheduler):
         start = scheduler.optimizer.param_groups[0]["lr"]
         return _points(type(scheduler).__name__, lambda _: float(start), None, None, None) + _epoch(steps_per_epoch)
     # Several steps at a time do not pass the end of OneCycleLR, whose rate is no longer meant there.
-    rates = _simulate(scheduler, last - isinstance(scheduler, OneCycleLR))
+    rates = _simulate(scheduler, last - isinstance(scheduler, lr_scheduler.OneCycleLR))
     total = -(-last // times)
     peak = rates.index(max(rates))
     name = type(scheduler).__name__
@@ -424,15 +411,15 @@ def _other_end(total: int, here: float, other: float) -> str:
 def _is_closed(scheduler: Any) -> bool:
     """Whether running a copy calls no code of the script."""
     kind = type(scheduler)
-    if kind in (SequentialLR, ChainedScheduler):
+    if kind in (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
         return all(map(_is_closed, scheduler._schedulers))
-    if kind is LambdaLR:  # transformers' schedulers are partials of its own functions
+    if kind is lr_scheduler.LambdaLR:  # transformers' schedulers are partials of its own functions
         functions = [getattr(shape, "func", shape) for shape in scheduler.lr_lambdas]
         return all(str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
     return kind in _CLOSED
 
 
-def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:
+def _simulate(scheduler: lr_scheduler.LRScheduler, steps: int) -> list[float]:
     """The first group's learning rate before each of `steps` steps and after the last, from a copy of the scheduler."""
     twin, groups = _twin(scheduler)
     rates = [float(groups[0]["lr"])]
@@ -444,7 +431,7 @@ def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:
     return rates
 
 
-def _twin(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
+def _twin(scheduler: lr_scheduler.LRScheduler) -> tuple[lr_scheduler.LRScheduler, list[dict[str, Any]]]:
     """A copy of a scheduler that has not advanced, and the parameter groups, without parameters, that it drives."""
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     optimizer.param_groups = [

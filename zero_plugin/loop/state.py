@@ -33,7 +33,46 @@ class AcceleratorView(Protocol):
         """The DeepSpeed configurations of the run by name; None without DeepSpeed."""
 
 
-class PartialState(ProcessCalls):
+class _SharedState(ProcessCalls):
+    """What the two states have in common: all instances of each share one state.
+
+    Attributes:
+        debug: whether `ACCELERATE_DEBUG_MODE` is set.
+        fork_launched: whether the notebook launcher started this process.
+    """
+
+    debug: bool
+    fork_launched: bool
+    _shared_state: ClassVar[dict[str, Any]]
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been initialized."""
+        return "_processes" in self._shared_state
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of collectives for this process's device, e.g. `nccl`; None with one process."""
+        return self._processes.backend
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
+        if group is not None:
+            dist.destroy_process_group(group)
+        else:
+            self._processes.end_group()
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        if self.initialized or name not in (*dir(type(self)), "device", "distributed_type", "debug", "fork_launched"):
+            raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+        raise AttributeError(
+            f"`{kind}` object has no attribute `{name}`, since `{kind}._reset_state()` was called. "
+            "Make a new `Accelerator()` or `PartialState()`."
+        )
+
+
+class PartialState(_SharedState):
     """The ranks and the device of this process, for scripts without an `Accelerator`; all instances share one state.
 
     The first instance initializes the process group, unless an `Accelerator` has done so. It shows the processes of the
@@ -45,16 +84,10 @@ class PartialState(ProcessCalls):
         timeout: the timeout of collective operations; 30 minutes by default.
         init_method: as for `torch.distributed.init_process_group`; by default from the environment variables.
 
-    Attributes:
-        debug: whether `ACCELERATE_DEBUG_MODE` is set.
-        fork_launched: whether the notebook launcher started this process.
-
     Raises:
         LaunchError: the environment variables do not describe a complete process group.
     """
 
-    debug: bool
-    fork_launched: bool
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -71,16 +104,6 @@ class PartialState(ProcessCalls):
             self._show(processes, processes.device, processes.distributed_type, cpu=cpu)
 
     @property
-    def initialized(self) -> bool:
-        """Whether the state has been initialized."""
-        return "_processes" in self._shared_state
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of collectives for this process's device, e.g. `nccl`; None with one process."""
-        return self._processes.backend
-
-    @property
     def default_device(self) -> torch.device:
         """The kind of device that a run uses by default."""
         if self.device.type == "xla":
@@ -91,13 +114,6 @@ class PartialState(ProcessCalls):
         """Make this process's GPU torch's current device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
-        if group is not None:
-            dist.destroy_process_group(group)
-        else:
-            self._processes.end_group()
 
     @staticmethod
     def _reset_state() -> None:
@@ -125,11 +141,8 @@ class PartialState(ProcessCalls):
         }
         return "".join(f"{name}: {value}\n" for name, value in lines.items())
 
-    def __getattr__(self, name: str) -> Any:
-        raise _no_attribute(self, name)
 
-
-class AcceleratorState(ProcessCalls):
+class AcceleratorState(_SharedState):
     """The state of the newest `Accelerator`; all instances share it.
 
     Args:
@@ -161,7 +174,7 @@ class AcceleratorState(ProcessCalls):
     @property
     def _accelerator(self) -> AcceleratorView:
         """The newest `Accelerator`."""
-        if "_run" not in self._shared_state:  # `_reset_state()` was called: see `_no_attribute`
+        if "_run" not in self._shared_state:  # `_reset_state()` was called: see `__getattr__`
             raise AttributeError("_accelerator")
         accelerator: AcceleratorView | None = self._shared_state["_run"]()
         if accelerator is None:
@@ -206,25 +219,6 @@ class AcceleratorState(ProcessCalls):
                 plugin._unselect()
         self._accelerator._run.follow_configuration()
 
-    @property
-    def backend(self) -> str | None:
-        """The backend of collectives for this process's device, e.g. `nccl`; None with one process."""
-        return self._processes.backend
-
-    @property
-    def debug(self) -> bool:
-        """Whether `ACCELERATE_DEBUG_MODE` is set."""
-        return PartialState().debug
-
-    @property
-    def fork_launched(self) -> bool:
-        """Whether the notebook launcher started this process."""
-        return PartialState().fork_launched
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
-        PartialState().destroy_process_group(group)
-
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Clear the state; the run and its process group remain."""
@@ -242,9 +236,6 @@ class AcceleratorState(ProcessCalls):
         plugin = self.deepspeed_plugin
         config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
         return f"{PartialState()!r}Mixed precision type: {self.mixed_precision}\n{config}"
-
-    def __getattr__(self, name: str) -> Any:
-        raise _no_attribute(self, name)
 
 
 def is_initialized() -> bool:
@@ -264,9 +255,7 @@ def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> 
     processes, device, distributed_type = run.processes, run.device, run.distributed_type
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
     shown = weakref.ref(accelerator)
-    AcceleratorState._shared_state.update(
-        _run=shown, _newest_run=run, _processes=processes, device=device, distributed_type=distributed_type
-    )
+    AcceleratorState._shared_state.update(PartialState._shared_state, _run=shown, _newest_run=run)
     GradientState._shared_state.update(_run=shown, plugin_kwargs=dict(plugin_kwargs))
     return AcceleratorState(), GradientState()
 
@@ -294,13 +283,3 @@ def forget_run() -> None:
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y", "t", "on")
-
-
-def _no_attribute(state: PartialState | AcceleratorState, name: str) -> AttributeError:
-    kind = type(state).__name__
-    if state.initialized or name not in (*dir(type(state)), "device", "distributed_type", "debug", "fork_launched"):
-        return AttributeError(f"'{kind}' object has no attribute '{name}'")
-    return AttributeError(
-        f"`{kind}` object has no attribute `{name}`, since `{kind}._reset_state()` was called. "
-        "Make a new `Accelerator()` or `PartialState()`."
-    )

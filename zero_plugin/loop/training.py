@@ -1,39 +1,54 @@
-"""`Training`: one prepared model with its session, optimizer, schedulers and accumulation window.
+"""`Training`: one prepared model with its configuration, session, optimizer, schedulers and accumulation window.
 
-Also here: which optimizers and schedulers of a `prepare` call belong to which model, by their parameters, and the
-record of a training in a checkpoint (counters, parameter groups, loss scale).
+`start_training` makes one. Its optimizer, its schedulers and the loader may come in the same `prepare` call or in later
+ones: then its configuration is resolved again. A checkpoint has its `record`: counters, parameter groups, loss scale.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from zero_plugin.big_models.module_hooks import has_offloaded_params
-from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.resolve.facts import Facts, Resolved
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved, SchedulerFacts, SchedulerSection
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.run_files import keep_record
+from zero_plugin.data.active import LoaderProgress
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
-from zero_plugin.loop.memory_check import Prediction
+from zero_plugin.long_context.transformers_models import share_model
+from zero_plugin.loop import memory_check
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.scheduler import AcceleratedScheduler, describe_counting, own_steps
 from zero_plugin.loop.window import Window
-from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.optimizer_states import (
-    algorithm_of,
-    describe_groups,
-    further_states,
-    restore_further_states,
-    restore_groups,
-    state_scalars,
-)
+from zero_plugin.plan.model_source import probe_model
+from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
+from zero_plugin.strategies import optimizer_states
+from zero_plugin.strategies.base import Session, SessionRequest
+from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
+
+if TYPE_CHECKING:
+    from zero_plugin.loop.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class Pair(NamedTuple):
+    """A model, its optimizer (None if it is not trained), and the schedulers of that optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer | DummyOptim | None
+    schedulers: tuple[Any, ...]
 
 
 @dataclass
@@ -70,7 +85,7 @@ class Training:
     reached: bool = False
     watches: bool = False
     remove_scheduler: Callable[[], None] | None = None
-    prediction: Prediction | None = None
+    prediction: memory_check.Prediction | None = None
     reduces_each_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +99,188 @@ class Training:
         """Whether `optimizer` is the given one, the prepared one, or the torch optimizer that runs."""
         known = (self.given_optimizer, self.optimizer, self.session.optimizer)
         return any(optimizer is candidate for candidate in known if candidate is not None)
+
+    # ---- what later calls of `prepare` add ---------------------------------------------------------------------------
+
+    def add_optimizer(self, run: Run, pair: Pair) -> None:
+        """Add the pair's optimizer to the session of a model that was prepared without one.
+
+        Raises:
+            ConfigError: see `resolve`.
+            LoopError: see `Strategy.add_optimizer`; or parameters that were frozen in `prepare` now require gradients.
+        """
+        if any(p.requires_grad and id(p) not in self.ids for p in pair.model.parameters()):
+            raise LoopError(
+                f"prepare() got the optimizer of the {type(pair.model).__name__} in a later call than the model, of "
+                "which some parameters were frozen then.\nPass them in one call, or set requires_grad of all before "
+                "the first call."
+            )
+        facts = _with_pair(self.facts, pair)
+        self._use(run, facts, resolve(run.document, facts))
+        self.session.left_out = _find_left_out(pair)
+        run.strategy.add_optimizer(self.session, _request(pair, self.resolved))
+
+    def wrap_optimizer(self, run: Run, pair: Pair, held: AcceleratedOptimizer | None) -> AcceleratedOptimizer:
+        """Create the `AcceleratedOptimizer` of the session, which has the pair's optimizer.
+
+        Args:
+            run: the run.
+            pair: the model with its optimizer and schedulers in this `prepare` call.
+            held: the `AcceleratedOptimizer` that an earlier `prepare` returned for the optimizer, or None.
+        """
+        progress = LoaderProgress(ends_windows=run.options.accumulation.sync_with_dataloader)
+        self.window = Window(self.resolved.accumulation, self.session, progress)
+        assert self.session.optimizer is not None, "the session has just been given one"
+        optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
+        optimizer.run_in(self.window)
+        self.session.follow_zero_grad(optimizer.zero_grad)
+        self.given_optimizer, self.optimizer = pair.optimizer, optimizer
+        if self.prediction is not None:
+            memory_check.watch_memory(self.session, optimizer, self.prediction)
+        for scheduler in optimizer.schedulers:  # those of earlier `prepare` calls
+            self._log_learning_rate(scheduler)
+            self._warn_of_counting(scheduler)
+        section = self.resolved.scheduler
+        if section is not None and not pair.schedulers and not optimizer.schedulers:
+            # The configuration has a scheduler section, but the script prepared no scheduler.
+            self.remove_scheduler = _step_by_itself(section, optimizer)
+            self._log_learning_rate(optimizer.schedulers[-1])
+            _log.info(
+                "the configuration's scheduler advances with each optimizer step, since no scheduler was prepared"
+            )
+        return optimizer
+
+    def prepare_scheduler(self, run: Run, scheduler: Any, *, built_before: bool) -> AcceleratedScheduler:
+        """Create the `AcceleratedScheduler` for a scheduler, or for what the configuration describes for a placeholder.
+
+        Args:
+            run: the run.
+            scheduler: the scheduler or placeholder of the script, which drives this model's optimizer.
+            built_before: whether it was built before the loader was prepared.
+        """
+        optimizer = self.optimizer
+        assert optimizer is not None, "the model was found by its optimizer"
+        counted = self.facts.machine.counted if self._counts_processes and not self.facts.split_batches else 1
+        self._join_scheduler(run, scheduler)
+        times, typed = counted, None
+        if isinstance(scheduler, DummyScheduler):
+            times = 1
+            if scheduler.lr_scheduler_callable is not None:
+                scheduler = scheduler.lr_scheduler_callable(optimizer.optimizer)
+            else:
+                assert self.resolved.scheduler is not None, "resolution gives every placeholder a section"
+                typed = counted if scheduler.total_num_steps is not None else 1  # a section's are optimizer steps
+                scheduler = build_scheduler(self.resolved.scheduler, optimizer.optimizer)
+        follows = run.options.step_scheduler_with_optimizer
+        prepared = AcceleratedScheduler(scheduler, optimizer, follows, times=times, typed_per_step=typed)
+        self._log_learning_rate(prepared)
+        self._warn_of_counting(prepared, built_before=built_before)
+        return prepared
+
+    def join_loaders(self, run: Run, loop: LoopFacts, *, surely_trains: bool) -> None:
+        """Check the configuration of a model that was prepared before its loader, now that the loader is known.
+
+        Args:
+            run: the run.
+            loop: facts about the loaders.
+            surely_trains: whether the loader is certainly not one for evaluation; otherwise problems are only logged.
+
+        Raises:
+            ConfigError: the loader contradicts the configuration.
+            LoopError: with the loader, the configuration results in another number of micro-batches per step.
+        """
+        if self.facts.loop != LoopFacts():
+            return
+        facts = replace(self.facts, loop=loop)
+        unsure = "if this DataLoader is not for evaluation"
+        try:
+            resolved = resolve(run.document, facts)
+            before, now = self.window.steps, resolved.accumulation
+            if before != now:
+                raise LoopError(
+                    f"train_batch_size was resolved to gradient_accumulation_steps {before} before the DataLoader was "
+                    f"prepared; with it, the number is {now}.\nPass the loader to prepare() with the model, or before "
+                    "it; or write gradient_accumulation_steps."
+                )
+        except (ConfigError, LoopError) as error:
+            if surely_trains:
+                raise
+            _log.info(f"{unsure}: {error}")
+            return
+        for line in resolved.logged:
+            if line not in self.resolved.logged:
+                _log.info(line if surely_trains else f"{unsure}: {line}")
+        self.facts, self.resolved = facts, resolved
+        for scheduler in self.optimizer.schedulers if self.optimizer is not None else ():
+            self._warn_of_counting(scheduler, built_before=True)
+
+    def _join_scheduler(self, run: Run, scheduler: Any) -> None:
+        """Resolve the configuration again if a scheduler is prepared in a later call than its optimizer.
+
+        Raises:
+            ConfigError: the configuration describes another scheduler.
+            LoopError: the configuration's scheduler has already advanced.
+        """
+        assert self.optimizer is not None, "the model was found by its optimizer"
+        placeholder = isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None
+        known = self.facts.scheduler
+        if known is not None:
+            if placeholder and known.placeholder and self.optimizer.schedulers:
+                raise LoopError(
+                    "prepare() got a second DummyScheduler of one optimizer; use what it returned for the first."
+                )
+            if known.placeholder or not placeholder:
+                return
+        facts = replace(self.facts, scheduler=scheduler.describe() if placeholder else SchedulerFacts())
+        resolved = resolve(run.document, facts)
+        if self.remove_scheduler is not None:
+            if self.optimizer.applied_steps:
+                raise LoopError(
+                    f"prepare() got a {type(scheduler).__name__} after optimizer steps in which the configuration's "
+                    "scheduler has already advanced; prepare it before the first step."
+                )
+            self.remove_scheduler()
+            self.remove_scheduler = None
+        self._use(run, facts, resolved)
+
+    def _use(self, run: Run, facts: Facts, resolved: Resolved) -> None:
+        before = self.resolved.logged
+        self.facts, self.resolved = facts, resolved
+        _log_resolved(resolved, run, before)
+
+    @property
+    def _counts_processes(self) -> bool:
+        return self.resolved.scheduler_counts == "processes"
+
+    def _log_learning_rate(self, scheduler: AcceleratedScheduler) -> None:
+        batches = self.facts.loop.batches_per_epoch
+        epoch = None if batches is None else -(-batches // self.resolved.accumulation)
+        line = scheduler.describe(self.resolved.scheduler, self.facts.scheduler, epoch)
+        if line is not None:
+            _log.info(line)
+
+    def _warn_of_counting(self, scheduler: AcceleratedScheduler, *, built_before: bool = False) -> None:
+        """Warn if the length of the scheduler only fits the other value of `scheduler_counts`."""
+        facts, real, by_process = self.facts, scheduler.scheduler, self._counts_processes
+        name, length = type(real).__name__, own_steps(real)
+        if isinstance(real, CurveLR):
+            # A section's own numbers are optimizer steps, a placeholder's depend on `scheduler_counts`.
+            name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
+        elif scheduler.times != (facts.machine.counted if by_process else 1):
+            return  # `lr_scheduler_callable` built it, or it counts calls: `scheduler_counts` has no effect
+        if length is None or facts.split_batches:
+            return
+        accumulation = self.resolved.accumulation
+        warning = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
+        if warning is not None:
+            _log.info(warning)
+
+    # ---- while it trains ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_inside_window(self) -> bool:
+        """Whether there are accumulated gradients, which are in no checkpoint."""
+        return self.optimizer is not None and self.window.holds_gradients
 
     def describe_end(self) -> list[str]:
         """Lines about schedulers that the loop did not run to their end."""
@@ -156,121 +353,119 @@ class Training:
         fix = "Write the same value in both, or auto in the file."
         raise ConfigError([Problem(where, "gradient_clipping", message, fix)])
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-class Pair(NamedTuple):
-    """A model, its optimizer (None if it is not trained), and the schedulers of that optimizer."""
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint has of it beside its tensors; the same in every process."""
+        session = self.session
+        extra = {name: module.get_extra_state() for name, module in _with_extra_state(session.module)}
+        record: dict[str, Any] = {"class": type(session.module).__name__, "extra_states": extra, "optimizer": None}
+        if self.optimizer is None or session.optimizer is None:
+            return record
+        pieces = session.optimized_pieces()
+        record["optimizer"] = {
+            "algorithm": optimizer_states.algorithm_of(session.optimizer),
+            "groups": optimizer_states.describe_groups(session.optimizer, pieces),
+            "scalars": optimizer_states.state_scalars(pieces),
+            "further_states": optimizer_states.further_states(session.optimizer, pieces),
+            "loss_scale": session.scale_state(),
+            "reduction": session.reduction_state(),
+            "applied_steps": self.optimizer.applied_steps,
+            "skipped_in_a_row": self.optimizer.skipped_in_a_row,
+        }
+        return record
 
-    model: nn.Module
-    optimizer: Optimizer | DummyOptim | None
-    schedulers: tuple[Any, ...]
+    def refuse_other_optimizer(self, record: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint whose optimizer has another algorithm.
+
+        Raises:
+            CheckpointError: the algorithms differ.
+        """
+        saved, running = record["optimizer"], self.session.optimizer
+        if saved is None or running is None or saved["algorithm"] is None:
+            return  # None: an imported checkpoint, whose files do not name it
+        if saved["algorithm"] != (own := optimizer_states.algorithm_of(running)):
+            raise CheckpointError(
+                f"The checkpoint of the {record['class']} was saved with {saved['algorithm']}, but this run uses "
+                f"{own}, which has different optimizer states.\n"
+                "Use the same optimizer, or load_state(weights_only=True), which does not load optimizer states."
+            )
+
+    def restore(self, record: Mapping[str, Any]) -> list[str]:
+        """Restore a record, whose tensors are loaded already; returns what was not restored."""
+        session, saved = self.session, record["optimizer"]
+        for name, module in _with_extra_state(session.module):
+            if name in record["extra_states"]:
+                module.set_extra_state(record["extra_states"][name])
+        if self.optimizer is None or session.optimizer is None:
+            return []
+        if saved is None:
+            return [f"an optimizer of the {record['class']}: it was not trained there"]
+        left: list[str] = []
+        pieces = session.optimized_pieces()
+        if not optimizer_states.restore_groups(session.optimizer, pieces, saved["groups"]):
+            left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
+        further = saved.get("further_states")  # older checkpoints have none
+        names = [] if further is None else optimizer_states.restore_further_states(session.optimizer, pieces, further)
+        if names:
+            left.append(f"states of {', '.join(names)} that belong to the whole parameter, which ZeRO has partitioned")
+        session.restore_scale(saved["loss_scale"])
+        self.optimizer.restore_counts(saved["applied_steps"], saved["skipped_in_a_row"])
+        return left
 
 
-def pair_models(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer | DummyOptim],
-    schedulers: Sequence[Any],
-    prepared: Iterable[nn.Module],
-) -> list[Pair]:
-    """Match optimizers and schedulers with models: one pair for each of `models`, in their order.
+def start_training(
+    run: Run, facts: Facts, window: Window, pair: Pair, peek: Callable[[], Any], **how: bool
+) -> Training:
+    """Resolve the configuration for a model and build its session.
 
     Args:
-        models, optimizers, schedulers: the arguments of one `prepare` call.
-        prepared: the user's modules from earlier calls.
+        run: the run.
+        facts: facts about the loop and the machine; those about the model, optimizer and schedulers are added here.
+        window: the default accumulation window, for models without an optimizer.
+        pair: the user's module, with its optimizer and schedulers.
+        peek: returns an example batch; None if there is none.
+        **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
-        LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
-            parameters, or a model is distributed over devices.
+        ConfigError: see `resolve` and `plan_open_fields`; or processes are to share samples, and the model cannot; see
+            `share_model`.
+        MachineError, StrategyError: memory does not suffice; see `check_memory` and `check_memory_without_zero`.
     """
-    _refuse_shared(models, prepared)
-    for model in models:
-        _refuse_device_map(model)
-    owners: dict[int, Optimizer | DummyOptim] = {}
-    for optimizer in optimizers:
-        model = _model_of(optimizer, models)
-        if id(model) in owners:
-            raise LoopError(
-                f"prepare() got two optimizers of the {type(model).__name__}: build one, with two parameter groups."
-            )
-        owners[id(model)] = optimizer
-    return [
-        Pair(model, optimizer, tuple(s for s in schedulers if optimizer is not None and s.optimizer is optimizer))
-        for model in models
-        for optimizer in (owners.get(id(model)),)
-    ]
-
-
-def refuse_other_steps(optimizer: Any) -> None:
-    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS, or that steps within backward, as LOMO.
-
-    Raises:
-        LoopError: its `step` requires a closure, or its `fused_backward` is what steps.
-    """
-    if hasattr(optimizer, "fused_backward"):
-        refuse_lomo(f"prepare() got {type(optimizer).__name__}, which")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise LoopError(
-            f"prepare() got a {type(optimizer).__name__}, whose step() requires a closure that computes the loss: "
-            "gradients are computed by accelerator.backward(loss), once for each step.\nUse an optimizer that steps "
-            "without a closure, such as AdamW; or train with plain PyTorch on one device, without prepare()."
+    document, strategy, processes, model = run.document, run.strategy, run.processes, pair.model
+    facts = _with_pair(replace(facts, model=probe_model(model)), pair)
+    peak_before = memory_check.peak_bytes(processes.device)
+    facts, activations = plan_open_fields(document, facts, model, peek, processes)
+    resolved = resolve(document, facts)
+    _log_resolved(resolved, run)
+    stage = strategy.zero_stage(resolved)
+    strategy.remove_leftover_files(resolved, processes)
+    memory_check.check_memory(model, resolved, stage, facts, processes)
+    predicted = None
+    if stage is None:
+        views = strategy.handlers.ddp is not None and strategy.handlers.ddp.gradient_as_bucket_view
+        predicted = memory_check.check_memory_without_zero(
+            document, model, resolved, facts, peek, processes, gradient_views=views
         )
+    elif activations is not None:
+        predicted = predict_memory(model, resolved, stage, facts, processes, activations)
+    left_out = _find_left_out(pair)
+    if processes.shared_by > 1:  # from here on its forward is that of a group of processes
+        share_model(model, document)
+    session = strategy.build_session(_request(pair, resolved, **how), processes)
+    session.left_out = left_out
+    parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
+    each_batch = run.options.accumulation.sync_each_batch
+    training = Training(session, facts, resolved, window, parameters, reduces_each_batch=each_batch)
+    if predicted is not None:
+        before = peak_before if facts.loop.micro_batch else None  # else the plan had to guess the micro-batch size
+        training.prediction = memory_check.Prediction(predicted, local_processes(processes), processes.device, before)
+    session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
+    return training
 
 
-def refuse_lomo(what: str) -> NoReturn:
-    """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
-
-    Args:
-        what: what the script did, as the subject of the message.
-
-    Raises:
-        LoopError: always.
-    """
-    raise LoopError(
-        f"{what} changes weights within backward: that is not supported, since here optimizer.step() changes them.\n"
-        "Where optimizer states do not fit, use ZeRO with offload_optimizer."
-    )
-
-
-def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
-    """Whether the optimizer has a parameter of the model."""
-    held = {id(p) for p in _parameters(optimizer)}
-    return any(id(p) in held for p in model.parameters())
-
-
-def parameters_left_out(optimizer: Optimizer | DummyOptim, model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the model that require gradients and are not in the optimizer."""
-    held = {id(p) for p in _parameters(optimizer)}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in held]
-
-
-def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) -> nn.Module:
-    held = {id(p) for p in _parameters(optimizer)}
-    counts = [sum(id(p) in held for p in model.parameters()) for model in models]
-    most = max(range(len(models)), key=counts.__getitem__)
-    if foreign := len(held) - counts[most]:
-        others = [type(models[i]).__name__ for i, count in enumerate(counts) if count and i != most]
-        if others:
-            names = " and ".join([type(models[most]).__name__, *others])
-            raise LoopError(
-                f"prepare() got one optimizer for the parameters of several models ({names}).\n"
-                "Build an optimizer for each, or put the models into one module, e.g. torch.nn.ModuleList, and prepare "
-                "that module."
-            )
-        before, now = _places(_parameters(optimizer)), _places(models[most].parameters())
-        moved = f" They are on {before}, the model's on {now}: it was moved after the optimizer was built."
-        raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's."
-            f"{moved if before != now else ''}\n"
-            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
-        )
-    return models[most]
-
-
-def _places(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(sorted({str(tensor.device) for tensor in tensors}))
-
-
-def _parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
+def optimized_parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
+    """The parameters in the optimizer's groups."""
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         given = group["params"]
@@ -278,124 +473,63 @@ def _parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
     return parameters
 
 
-def _refuse_shared(models: Sequence[nn.Module], prepared: Iterable[nn.Module]) -> None:
-    owner: dict[int, nn.Module] = {}
-    for model in (*prepared, *models):
-        for p in model.parameters():
-            other = owner.setdefault(id(p), model)
-            if other is not model:
-                raise LoopError(
-                    f"prepare() got a {type(model).__name__} that shares parameters with a {type(other).__name__}, "
-                    "which is prepared too.\nPrepare one module that contains both."
-                )
+def _with_pair(facts: Facts, pair: Pair) -> Facts:
+    """The facts, with those about the optimizer and the schedulers of the pair."""
+    optimizer, schedulers = pair.optimizer, pair.schedulers
+    described = None
+    if optimizer is not None:
+        described = optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
+    placeholder = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
+    scheduler = placeholder.describe() if placeholder else SchedulerFacts() if schedulers else None
+    return replace(facts, optimizer=described, scheduler=scheduler)
 
 
-def _refuse_device_map(model: nn.Module) -> None:
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(places) > 1 or "disk" in places:
-        raise LoopError(
-            f"prepare() got a {type(model).__name__} that was loaded with device_map: its layers are on "
-            f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. If it "
-            "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only the "
-            "partition of this process."
-        )
-    if any(hasattr(module, "_hf_hook") and has_offloaded_params(module) for module in model.modules()):
-        raise LoopError(
-            f"prepare() got a {type(model).__name__} whose weights are on the device only during a forward "
-            "(cpu_offload, disk_offload): they get no gradients.\nPrepare it without offload; if it does not fit, use "
-            "ZeRO stage 3 with offload_param_device: cpu."
-        )
+def _request(pair: Pair, resolved: Resolved, **how: bool) -> SessionRequest:
+    real = tuple(s for s in pair.schedulers if isinstance(s, LRScheduler))
+    return SessionRequest(pair.model, pair.optimizer, resolved, real, **how)
 
 
-def refuse_uninitialized(model: nn.Module) -> None:
-    """Refuse a model with lazy layers that have had no batch yet.
-
-    Raises:
-        LoopError: which parameters and buffers have no values.
-    """
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
-        raise LoopError(
-            f"prepare() got a {type(model).__name__} whose {', '.join(lazy)} are not initialized: its lazy layers do "
-            "not know their sizes yet.\nRun the model once on a batch before prepare(), and then build the optimizer."
-        )
+def _log_resolved(resolved: Resolved, run: Run, logged: Sequence[str] = ()) -> None:
+    """Log the resolved values that affect the training, and where the complete configuration is written."""
+    for line in resolved.logged:
+        if line not in logged:
+            _log.info(line)
+    if run.processes.rank == 0:
+        log_dir = launch_settings(resolved.document).log_dir
+        _log.info(keep_record(resolved.record, log_dir, os.environ))
 
 
-def describe_training(training: Training) -> dict[str, Any]:
-    """The record of one prepared model in a checkpoint, without its tensors; the same in every process."""
-    session = training.session
-    extra = {name: module.get_extra_state() for name, module in _with_extra_state(session.module)}
-    record: dict[str, Any] = {"class": type(session.module).__name__, "extra_states": extra, "optimizer": None}
-    if training.optimizer is None or session.optimizer is None:
-        return record
-    pieces = session.optimized_pieces()
-    record["optimizer"] = {
-        "algorithm": algorithm_of(session.optimizer),
-        "groups": describe_groups(session.optimizer, pieces),
-        "scalars": state_scalars(pieces),
-        "further_states": further_states(session.optimizer, pieces),
-        "loss_scale": session.scale_state(),
-        "reduction": session.reduction_state(),
-        "applied_steps": training.optimizer.applied_steps,
-        "skipped_in_a_row": training.optimizer.skipped_in_a_row,
-    }
-    return record
-
-
-def refuse_other_optimizer(training: Training, record: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose optimizer has another algorithm.
-
-    Raises:
-        CheckpointError: the algorithms differ.
-    """
-    saved, running = record["optimizer"], training.session.optimizer
-    if saved is None or running is None or saved["algorithm"] in (None, algorithm_of(running)):
-        return  # None: an imported checkpoint, whose files do not name it
-    raise CheckpointError(
-        f"The checkpoint of the {record['class']} was saved with {saved['algorithm']}, but this run uses "
-        f"{algorithm_of(running)}, which has different optimizer states.\n"
-        "Use the same optimizer, or load_state(weights_only=True), which does not load optimizer states."
-    )
-
-
-def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]:
-    """Restore a record, whose tensors are loaded already; returns what was not restored."""
-    session, saved = training.session, record["optimizer"]
-    for name, module in _with_extra_state(session.module):
-        if name in record["extra_states"]:
-            module.set_extra_state(record["extra_states"][name])
-    if training.optimizer is None or session.optimizer is None:
+def _find_left_out(pair: Pair) -> list[nn.Parameter]:
+    """See `Session.left_out`; it is logged."""
+    if pair.optimizer is None:
         return []
-    if saved is None:
-        return [f"an optimizer of the {record['class']}: it was not trained there"]
-    left: list[str] = []
-    if not restore_groups(session.optimizer, session.optimized_pieces(), saved["groups"]):
-        left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
-    if "further_states" in saved:  # older checkpoints have none
-        pieces = session.optimized_pieces()
-        if names := restore_further_states(session.optimizer, pieces, saved["further_states"]):
-            left.append(f"states of {', '.join(names)} that belong to the whole parameter, which ZeRO has partitioned")
-    session.restore_scale(saved["loss_scale"])
-    training.optimizer.restore_counts(saved["applied_steps"], saved["skipped_in_a_row"])
-    return left
+    held = {id(p) for p in optimized_parameters(pair.optimizer)}
+    trainable = [p for p in pair.model.parameters() if p.requires_grad]
+    left_out = [p for p in trainable if id(p) not in held]
+    if left_out:
+        _log.info(
+            f"{len(left_out)} of the {len(trainable)} trainable parameters of the {type(pair.model).__name__} are in "
+            "no optimizer: their gradients are computed, but never applied or clipped; requires_grad_(False) before "
+            "prepare() avoids computing them"
+        )
+    return left_out
 
 
-def restore_reductions(trainings: Sequence[Training], records: Sequence[Mapping[str, Any]]) -> None:
-    """Sum gradients in the same buckets as the saved run; collective, so that no process may have failed before."""
-    for training, record in zip(trainings, records, strict=True):
-        if training.optimizer is not None and record["optimizer"] is not None:
-            training.session.restore_reduction(record["optimizer"].get("reduction", []))
+def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
+    """Advance the section's scheduler with each optimizer step; the returned function undoes all of it."""
+    settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
+    scheduler = AcceleratedScheduler(build_scheduler(section, optimizer.optimizer), optimizer, times=1)
+    optimizer.call_after_step(scheduler.step)
 
+    def take_back() -> None:
+        optimizer.stop_calling(scheduler.step)
+        optimizer.schedulers.remove(scheduler)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)
 
-def is_inside_window(training: Training) -> bool:
-    """Whether there are accumulated gradients, which are in no checkpoint."""
-    return training.optimizer is not None and training.window.holds_gradients
-
-
-def schedulers_of(trainings: Iterable[Training], waiting: Iterable[AcceleratedOptimizer]) -> list[AcceleratedScheduler]:
-    """Every prepared scheduler once, in the order of the optimizers that they drive."""
-    optimizers = [*(training.optimizer for training in trainings if training.optimizer), *waiting]
-    return list({id(scheduler): scheduler for optimizer in optimizers for scheduler in optimizer.schedulers}.values())
+    return take_back
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -15,9 +15,8 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
-from zero_plugin.loop.run import Run
+from zero_plugin.loop.run import Run, redistribute_steps
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.window import TogetherWindows, Window, share_divisor
 from zero_plugin.strategies.base import Session
@@ -98,21 +97,19 @@ class TrainingLoop:
             run_plain_backward(prepared.untrained_windows, loss, **kwargs)
             return
         if first_steps.is_due():
-            self._refuse_without_resuming()
-            self._refuse_uncut_batches()
+            self._refuse_other_start()
             first_steps.check(loss, prepared.waiting)
         if self._run.sequence is not None:
             self._run.sequence.check_same_loss(loss)
         prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
 
-    def _refuse_without_resuming(self) -> None:
+    def _refuse_other_start(self) -> None:
+        """Refuse to train from another state, or on other micro-batches, than the run that continues here."""
         if self._run.must_resume:
             raise LoopError(
                 "auto_resume is configured, but this script trains without having loaded a checkpoint.\n"
                 "Call accelerator.resume() after prepare(), or remove auto_resume."
             )
-
-    def _refuse_uncut_batches(self) -> None:
         loader, cut = RUNNING.current, self._run.micro_batches_per_loader_batch
         if cut > 1 and isinstance(loader, DataLoaderAdapter) and loader.cut != cut:
             raise LoopError(

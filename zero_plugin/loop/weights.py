@@ -14,20 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.big_models.module_hooks import stored_values
+from zero_plugin.checkpoint import save_model
 from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.objects import write_object
 from zero_plugin.checkpoint.save import write_configuration
-from zero_plugin.checkpoint.save_model import (
-    SavedWeights,
-    adapter_names,
-    has_adapters,
-    names_to_save,
-    parse_dtype,
-    unpartitioned_tensors,
-    weights_of_module,
-    weights_of_session,
-    write_model,
-)
+from zero_plugin.checkpoint.save_model import SavedWeights
 from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.run_files import write_record
@@ -110,14 +101,14 @@ class Weights:
                 "save_model(safe_serialization=False): weights are always written as safetensors, without pickle.\n"
                 "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
-        limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), parse_dtype(dtype)
+        limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), save_model.parse_dtype(dtype)
         target = Path(save_directory).expanduser().absolute()
         module = self.unwrap(model)
         adapters = self._saved_names(module)
-        names = names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
+        names = save_model.names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
         weights = self._saved_weights(model, names, stored_as)
         if adapters is not None:
-            self._write_adapters(model, unpartitioned_tensors(weights), target)
+            self._write_adapters(model, save_model.unpartitioned_tensors(weights), target)
             return
 
         def write_other_files(folder: Path) -> None:
@@ -125,7 +116,7 @@ class Weights:
             if not trainable_only:
                 write_configuration(module, folder, stored_as)
 
-        write_model(
+        save_model.write_model(
             weights,
             target,
             max_shard_bytes=limit,
@@ -137,13 +128,13 @@ class Weights:
     def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
         session = self._prepared.session_of(model)
         if session is not None:
-            return weights_of_session(session, names, dtype)
+            return save_model.weights_of_session(session, names, dtype)
 
         def tensors() -> Iterable[tuple[str, Tensor]]:
             own = self._own_tensors(model, names)
             return own if self._run.processes.rank == 0 else ()
 
-        return all_or_none(lambda: weights_of_module(self.unwrap(model), tensors, dtype))
+        return all_or_none(lambda: save_model.weights_of_module(self.unwrap(model), tensors, dtype))
 
     def _write_adapters(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         def write() -> None:
@@ -186,9 +177,9 @@ class Weights:
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
         """The names of the tensors that are saved, as on the main process; None for all."""
-        if not has_adapters(module):
+        if not save_model.has_adapters(module):
             return None
-        names = sorted(adapter_names(module)) if self._run.processes.rank == 0 else None
+        names = sorted(save_model.adapter_names(module)) if self._run.processes.rank == 0 else None
         return frozenset(collectives.broadcast_value(names))
 
     # ---- weights that the script reads and writes --------------------------------------------------------------------
@@ -221,17 +212,14 @@ class Weights:
                 "zero_optimization.stage is open until prepare(), so init_model() builds the unpartitioned model in "
                 "every process; with `zero-plugin launch --model …` the plan chooses the stage before"
             )
+        return self._building(None if weights is None else Path(weights), strict)
+
+    @contextmanager
+    def _building(self, weights: Path | None, strict: bool) -> Iterator[list[WeightsReport]]:
         if weights is None:
-            return self._building_with_values()
-        return self._building_empty(Path(weights), strict)
-
-    @contextmanager
-    def _building_with_values(self) -> Iterator[list[WeightsReport]]:
-        with self._run.strategy.init_model():
-            yield []
-
-    @contextmanager
-    def _building_empty(self, weights: Path, strict: bool) -> Iterator[list[WeightsReport]]:
+            with self._run.strategy.init_model():
+                yield []
+            return
         all_or_none(lambda: find_weights(weights))
         reports: list[WeightsReport] = []
         with (

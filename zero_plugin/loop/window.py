@@ -125,10 +125,7 @@ class Window:
     """
 
     def __init__(
-        self,
-        steps: int,
-        session: Session | UnpreparedOptimizer | None = None,
-        progress: LoaderProgress | None = None,
+        self, steps: int, session: Session | UnpreparedOptimizer | None = None, progress: LoaderProgress | None = None
     ) -> None:
         self.steps = steps
         self.plans_ahead = True
@@ -230,15 +227,11 @@ class Window:
         self.in_context = self._by_context = True
         self._advance()
 
-    def leave_batch(self) -> None:
+    def leave_batch(self, *_: object) -> None:
         """Called when `accumulate()` is exited."""
         self.in_context = False
 
-    def __enter__(self) -> None:
-        self.enter_batch()
-
-    def __exit__(self, *_: object) -> None:
-        self.leave_batch()
+    __enter__, __exit__ = enter_batch, leave_batch
 
     def count_backward(self) -> None:
         """Count a backward; outside `accumulate()` it is one micro-batch.
