@@ -34,7 +34,10 @@ IMPORTED_BEFORE = (
     "jsonschema",
     "safetensors.torch",
     "torch._dynamo",
+    "torch.distributed.run",
     "zero_plugin.accelerator",
+    "zero_plugin.cli.launch",
+    "zero_plugin.launch.engine",
     "zero_plugin.strategies.deepspeed.session",
     "zero_plugin.strategies.deepspeed.strategy",
 )
@@ -59,11 +62,11 @@ def run_as_script(command: list[str], environment: dict[str, str], folder: str, 
 
 
 def run_as_worker(request: dict[str, Any], *streams: int) -> None:
-    """Run a worker of `zero-plugin launch` in a process that was forked.
+    """Run `zero-plugin launch`, or a worker of one, in a process that was forked.
 
     Args:
-        request: the `command` after Python's name, the `environment`, the `folder` and the `cores` that the worker was
-            started with.
+        request: the `command` after Python's name, the `environment`, the `folder` and the `cores` that it was started
+            with.
         *streams: its standard input, output and error.
     """
     for descriptor, stream in enumerate(streams):
@@ -73,7 +76,8 @@ def run_as_worker(request: dict[str, Any], *streams: int) -> None:
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     os.sched_setaffinity(0, request["cores"])
     command = request["command"]
-    _run(command[command[0].startswith("-") :], request["environment"], request["folder"])
+    unbuffered = command[0] == "-u"
+    _run(command[unbuffered:], request["environment"], request["folder"])
 
 
 def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
@@ -86,14 +90,19 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
     multiprocessing.set_start_method(
         multiprocessing.get_all_start_methods()[0], force=True
     )  # Python's own, for loaders
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
     gc.freeze()  # else every end_training() walks all that the imports made
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path.insert(0, folder)
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 class Workers:
-    """Forks for the workers of launches whose tests are about the training; startup/sitecustomize.py asks for them.
+    """Forks for launches whose tests are not about processes; startup/sitecustomize.py asks for them.
 
     Args:
         context: it forks.

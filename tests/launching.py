@@ -62,11 +62,13 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[...,
 
 
 @pytest.fixture
-def launch(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `zero-plugin launch …` in `tmp_path` to its end."""
+def launch(
+    start: Callable[..., subprocess.Popen[str]], forked_workers: dict[str, str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `zero-plugin launch …` in `tmp_path` to its end; launcher and workers are forks, unless started `afresh`."""
 
-    def launch(*arguments: str, **extra_environment: str) -> subprocess.CompletedProcess[str]:
-        launcher = start(*arguments, **extra_environment)
+    def launch(*arguments: str, afresh: bool = False, **extra_environment: str) -> subprocess.CompletedProcess[str]:
+        launcher = start(*arguments, **({} if afresh else forked_workers), **extra_environment)
         output, errors = launcher.communicate(timeout=200)
         return subprocess.CompletedProcess(launcher.args, launcher.returncode, output, errors)
 

@@ -26,7 +26,6 @@ deepspeed_config:
 
 def test_it_is_told_once_and_settled_by_a_word(
     launch: Callable[..., subprocess.CompletedProcess[str]],
-    forked_workers: dict[str, str],
     lines_of: Callable[..., Iterator[str]],
     tmp_path: Path,
 ) -> None:
@@ -40,6 +39,6 @@ def test_it_is_told_once_and_settled_by_a_word(
     assert "give --prefer code or --prefer file" in refused.stderr
     assert "failed later" not in refused.stderr
     for prefer, said in (("code", "2 bf16"), ("file", "1 no")):
-        ran = launch("--config", "c.yaml", "--prefer", prefer, "train.py", **forked_workers)
+        ran = launch("--config", "c.yaml", "--prefer", prefer, "train.py")
         assert (ran.returncode, list(lines_of(ran.stdout.splitlines()))) == (0, [said]), ran.stderr
         assert ran.stderr.count(f"since prefer is {prefer}") == 2

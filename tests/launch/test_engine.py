@@ -74,7 +74,7 @@ def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) ->
     """Without a count on a CPU: one process, with a rank, a world and an address as several have. The user's variables
     stay; of this package's, one has the configuration, and one says of which attempt."""
     (tmp_path / "show.py").write_text(SHOW)
-    (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
+    (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7", afresh=True).stdout)
     assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     assert row["torch"] is False  # nothing was imported on the script's behalf
     assert row["OMP_NUM_THREADS"] == "7"
@@ -113,7 +113,7 @@ def test_modules_and_executables(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "go.py").write_text("import sys; print(__name__, sys.argv[1:])")
     assert launch("--cpu", "-m", "pack.go", "-x").stdout.strip() == "__main__ ['-x']"
-    assert launch("--cpu", "--no-python", "echo", "-n", "a b").stdout == "a b"
+    assert launch("--cpu", "--no-python", "echo", "-n", "a b", afresh=True).stdout == "a b"
 
 
 def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None:
@@ -126,7 +126,10 @@ def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None
         "os.write(1, (repr(line) + '\\n').encode())\n"
     )
     done = launch(
-        "--cpu", "--num_processes", "2", "my träin; →/scrïpt a.py", MY_ÜMLAUT="$HOME ; ü", PYTHONIOENCODING="utf-8"
+        *("--cpu", "--num_processes", "2", "my träin; →/scrïpt a.py"),
+        MY_ÜMLAUT="$HOME ; ü",
+        PYTHONIOENCODING="utf-8",
+        afresh=True,
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(ast.literal_eval(line) for line in done.stdout.splitlines())
@@ -359,7 +362,7 @@ def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path)
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)', '{mark}'])\n"
         "sys.exit(3)\n"
     )
-    assert launch("--cpu", "parent.py").returncode == 3
+    assert launch("--cpu", "parent.py", afresh=True).returncode == 3
     assert is_gone(mark)
 
 

@@ -33,13 +33,11 @@ def write(folder: Path, config: dict[str, object]) -> str:
     return str(file)
 
 
-def test_the_group_starts_again_with_smaller_micro_batches(
-    launch: Launch, forked_workers: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_group_starts_again_with_smaller_micro_batches(launch: Launch, tmp_path: Path) -> None:
     """Under a limit of the system's (`ulimit -v`), from the start: accumulation, every step's loss and the weights are
     those of a run started with that size."""
     script = [SCRIPT, "ulimit", "4", "8", "0", str(tmp_path / "out")]
-    done = launch("--config_file", write(tmp_path, ZERO), *script, **forked_workers)
+    done = launch("--config_file", write(tmp_path, ZERO), *script)
     assert done.returncode == 0, done.stderr
     backed_off, started_so = json.loads(done.stdout.splitlines()[-1])
     assert backed_off[0] == 2, done.stderr
@@ -48,13 +46,11 @@ def test_the_group_starts_again_with_smaller_micro_batches(
     assert done.stderr.count("CPU memory ran out on rank 1, in the forward, at micro-batch 8") == 1
 
 
-def test_it_goes_on_from_what_this_launch_has_saved(
-    launch: Launch, forked_workers: dict[str, str], tmp_path: Path
-) -> None:
+def test_it_goes_on_from_what_this_launch_has_saved(launch: Launch, tmp_path: Path) -> None:
     """Later, from the newest checkpoint, with the sample that came next; in as many steps."""
     script = [SCRIPT, "torch", "4", "8", "1", str(tmp_path / "out")]
     config = write(tmp_path, DDP)
-    done = launch("--config_file", config, *script, **forked_workers)
+    done = launch("--config_file", config, *script)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("started")] == ["started at 0"] * 2 + [
         "started at 1"

@@ -2,8 +2,8 @@
 
 There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it is installed, for a second.
 
-A worker of `zero-plugin launch`, in a test that gives it the variable below, does nothing itself: a fork does, of a
-process in which all imports are done. The worker passes on what it was started with, the signals that it gets, and how
+`zero-plugin launch` and its workers, in a test that gives them the variable below, do nothing themselves: a fork does,
+of a process in which all imports are done. They pass on what they were started with, the signals that they get, and how
 the fork ends. See `Workers` in forked.py.
 """
 
@@ -13,6 +13,7 @@ import os
 import sys
 
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"
+LAUNCHES = sys.orig_argv[1:4] == ["-m", "zero_plugin", "launch"]
 
 
 def be_forked(place: str) -> None:
@@ -23,7 +24,7 @@ def be_forked(place: str) -> None:
     import socket
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the launcher, as the worker itself would
-    environment = {name: value for name, value in os.environ.items() if name != FORKS}
+    environment = {name: value for name, value in os.environ.items() if name != FORKS or LAUNCHES}
     request = {"command": sys.orig_argv[1:], "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
     request["cores"] = [*os.sched_getaffinity(0)]
     with socket.socket(socket.AF_UNIX) as server:
@@ -40,5 +41,6 @@ def be_forked(place: str) -> None:
 
 
 sys.modules["mlflow"] = None  # type: ignore[assignment]
-if FORKS in os.environ and any(argument.endswith("zero_plugin/launch/worker.py") for argument in sys.orig_argv[1:3]):
+WORKS = any(argument.endswith("zero_plugin/launch/worker.py") for argument in sys.orig_argv[1:3])
+if FORKS in os.environ and (LAUNCHES or WORKS):
     be_forked(os.environ[FORKS])
