@@ -25,7 +25,7 @@ from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.command import foreign_variables, network_variables
+from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.hosts import build_hosts_spec, requested_launcher
 from zero_plugin.launch.spec import (
     LOOPBACK,
@@ -53,6 +53,7 @@ from zero_plugin.machine.network import (
     host_of,
     is_loopback,
     is_own_address,
+    network_variables,
     own_name_resolves,
 )
 from zero_plugin.machine.scheduler_job import KUBERNETES, Allocation, find_allocation
@@ -101,9 +102,8 @@ def build_spec(
     )
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
-        **_environment(request, machine, processes, on_cpu=on_cpu),
-        **_network_interface_variables(rendezvous, environ, on_cpu=on_cpu),
-        **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
+        **_environment(request, machine, processes, rendezvous, on_cpu=on_cpu),
+        **foreign_variables(request, resolved, on_cpu=on_cpu),
     }
     binding = Binding((), "")
     if settings.enable_cpu_affinity:
@@ -163,22 +163,9 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 
-def _network_interface_variables(
-    rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool
+def _environment(
+    request: Request, machine: Machine, processes: int, rendezvous: Rendezvous, *, on_cpu: bool
 ) -> dict[str, Setting]:
-    """The environment variables that select the network interface to the rendezvous host.
-
-    Those that the user has set are left out. For a run on one machine, the interface is loopback.
-    """
-    host = host_of(rendezvous.endpoint)
-    reason = f"the network interface through which this machine reaches {host}"
-    if rendezvous.backend == LOOPBACK:
-        reason = "the run is on this machine alone: nothing listens where others could reach it"
-    names = network_variables(host, on_cpu=on_cpu)
-    return {name: Setting(to, reason) for name, to in names.items() if name not in environ}
-
-
-def _environment(request: Request, machine: Machine, processes: int, *, on_cpu: bool) -> dict[str, Setting]:
     settings, environ = request.settings, request.environ
     added = request.common_environment(processes * settings.num_machines)
     if "OMP_NUM_THREADS" not in added and "OMP_NUM_THREADS" not in environ:
@@ -192,7 +179,12 @@ def _environment(request: Request, machine: Machine, processes: int, *, on_cpu: 
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
         added["CUDA_VISIBLE_DEVICES"] = Setting(ids, request.where("gpu_ids"))
-    return added
+    host = host_of(rendezvous.endpoint)
+    reason = f"the network interface through which this machine reaches {host}"
+    if rendezvous.backend == LOOPBACK:
+        reason = "the run is on this machine alone: nothing listens where others could reach it"
+    variables = network_variables(host, nccl=not on_cpu)
+    return added | {name: Setting(value, reason) for name, value in variables.items() if name not in environ}
 
 
 def _visible_ids(wanted: str, seen: str | None) -> str:
