@@ -198,6 +198,7 @@ def _named_in(frame: FrameType) -> str:
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
 
+SAME_ORDER: Final = "Both calls are collective: every process has to make the same collective calls in the same order."
 _SHOWN: Final = 4  # late processes in a warning
 _SILENT_S: Final = 5.0  # since when a process' silence is mentioned
 
@@ -225,10 +226,7 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
     for rank, progress in others.items():
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
-            return (
-                f"process {rank} is in {progress.call}(){line}.\n"
-                "Both calls are collective: every process has to make the same collective calls in the same order."
-            )
+            return f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}"
         if progress.left < call.number and progress.is_gone:
             how = "failed" if progress.failed else "ended"
             return (

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.collective_check import SAME_ORDER, collective
 from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
@@ -469,10 +469,7 @@ def _exchange(
     if any(header[0] != filled[0] for header in headers):
         calls = gather_values(call)
         places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
-        raise LoopError(
-            f"{places}.\n"
-            "Both calls are collective: every process has to make the same collective calls in the same order."
-        )
+        raise LoopError(f"{places}.\n{SAME_ORDER}")
     return [header[2:] for header in headers], frames if all(header[1] for header in headers) else None
 
 

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from zero_plugin.errors import LaunchError
 from zero_plugin.machine.network import is_own_address, listening_socket, own_address
 
-_TIMEOUT: Final = timedelta(minutes=30)
+TIMEOUT: Final = timedelta(minutes=30)
 _FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
 _LONGEST_NAP: Final = 1.0
 _FIRST_NAP: Final = 0.1  # the longest while the others usually come
@@ -30,7 +30,7 @@ _ENVIRONMENT: Final = "env://"
 _log = logging.getLogger(__name__)
 
 
-def join(init_method: str | None, rank: int, world: int, group: int, timeout: timedelta = _TIMEOUT) -> Any:
+def join(init_method: str | None, rank: int, world: int, group: int, timeout: timedelta = TIMEOUT) -> Any:
     """The store of the coming process group alone, once all its processes are there.
 
     Args:
@@ -88,7 +88,7 @@ def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -
 
 def _host_store(port: str, world: int) -> Any:
     named = os.environ["MASTER_ADDR"]
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": _TIMEOUT, "multi_tenant": True}
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": TIMEOUT, "multi_tenant": True}
     address = own_address(named)
     if address is not None:
         with suppress(OSError):  # of a port that is taken torch tells, or shares it, if it is this process's
@@ -104,7 +104,7 @@ def _find_store(port: str, rank: int, world: int) -> Any:
     address = os.environ["MASTER_ADDR"]
     for _ in _until(lambda: _answers(address, int(port))):
         _log.warning("rank %d of %d waits for rank 0, which does not answer at %s:%s", rank, world, address, port)
-    return TCPStore(address, int(port), world, timeout=_TIMEOUT, wait_for_workers=False)
+    return TCPStore(address, int(port), world, timeout=TIMEOUT, wait_for_workers=False)
 
 
 def _answers(address: str, port: int) -> bool:
@@ -116,7 +116,7 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _until(happens: Callable[[], bool], timeout: timedelta = _TIMEOUT, *, waiting: int = 1) -> Iterator[None]:
+def _until(happens: Callable[[], bool], timeout: timedelta = TIMEOUT, *, waiting: int = 1) -> Iterator[None]:
     """Wait until it happens, or the time is over; each time when that is worth a message, yield.
 
     Args:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
-from zero_plugin.distributed.joining import has_agent_store, join, refuse_shared_gpu
+from zero_plugin.distributed.joining import TIMEOUT, has_agent_store, join, refuse_shared_gpu
 from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
@@ -39,7 +39,6 @@ from zero_plugin.machine.xla_runtime import (
 )
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = timedelta(minutes=30)
 _LATE_DEVICE = "device_ready_queues_"  # in an assertion of torch/csrc/autograd/engine.cpp
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
 
@@ -254,7 +253,7 @@ def start_processes(
     """
     show_messages(quiet=os.environ.get("RANK", "0") != "0")
     if _finds_xla(cpu) if xla is None else xla:
-        return _start_replica(timeout or _TIMEOUT)
+        return _start_replica(timeout or TIMEOUT)
     if dist.is_initialized():
         local_rank = find_local_rank(dist.get_rank(), dist.get_world_size(), os.environ)
     else:
@@ -282,7 +281,7 @@ def start_processes(
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
         with working("waiting for the other processes of the run"):
-            _own.make(backend, device, init_method, timeout or _TIMEOUT)
+            _own.make(backend, device, init_method, timeout or TIMEOUT)
         start_watching()  # until the group has ended, so before the next line
         _own.end_at_exit()
     start_watching()

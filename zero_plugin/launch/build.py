@@ -38,24 +38,7 @@ from zero_plugin.launch.spec import (
     find_problems,
 )
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
-from zero_plugin.machine.hardware import (
-    Binding,
-    Machine,
-    available_cpu_memory,
-    choose_cores,
-    find_gpus,
-    has_gpu_driver,
-    port_is_free,
-)
-from zero_plugin.machine.network import (
-    OWN_ADDRESS,
-    address_towards,
-    host_of,
-    is_loopback,
-    is_own_address,
-    network_variables,
-    own_name_resolves,
-)
+from zero_plugin.machine import hardware, network
 from zero_plugin.machine.scheduler_job import KUBERNETES, Allocation, find_allocation
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
@@ -66,7 +49,7 @@ from zero_plugin.plan.situation import Cluster
 def build_spec(
     document: Document,
     program: Program,
-    machine: Machine,
+    machine: hardware.Machine,
     environ: Mapping[str, str],
     *,
     rendezvous_endpoint: str | None = None,
@@ -105,10 +88,10 @@ def build_spec(
         **_environment(request, machine, processes, rendezvous, on_cpu=on_cpu),
         **foreign_variables(request, resolved, on_cpu=on_cpu),
     }
-    binding = Binding((), "")
+    binding = hardware.Binding((), "")
     if settings.enable_cpu_affinity:
         seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
-        binding = choose_cores(processes, find_gpus(processes, seen) if gpus else ())
+        binding = hardware.choose_cores(processes, hardware.find_gpus(processes, seen) if gpus else ())
     return LaunchSpec(
         program,
         document,
@@ -148,23 +131,25 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     pairs = (part.strip().partition("=") for part in settings.rdzv_conf.split(",") if part.strip())
     options: dict[str, str | int] = {key.strip(): value.strip() for key, _, value in pairs}
     if settings.num_machines == 1:
-        return Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
+        return Rendezvous(LOOPBACK, f"{network.OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
     address = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
         return Rendezvous("static", address, "zero_plugin", options | {"rank": settings.machine_rank})
     # To find out whether this machine hosts the rendezvous, torch compares the address only with those that its host
     # name resolves to. It would also give the other machines that name.
-    host, port = host_of(address), address.rpartition(":")[2]
+    host, port = network.host_of(address), address.rpartition(":")[2]
     chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
-    if chosen and is_own_address(host) and not is_loopback(host) and port_is_free(int(port)):
+    if chosen and network.is_own_address(host) and not network.is_loopback(host) and hardware.port_is_free(int(port)):
         options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
-    elif chosen and not is_loopback(host) and not own_name_resolves():
+    elif chosen and not network.is_loopback(host) and not network.own_name_resolves():
         options["is_host"] = "false"  # torch's comparison would raise
-    return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
+    return Rendezvous(
+        settings.rdzv_backend, address, "zero_plugin", options, local_address=network.address_towards(host)
+    )
 
 
 def _environment(
-    request: Request, machine: Machine, processes: int, rendezvous: Rendezvous, *, on_cpu: bool
+    request: Request, machine: hardware.Machine, processes: int, rendezvous: Rendezvous, *, on_cpu: bool
 ) -> dict[str, Setting]:
     settings, environ = request.settings, request.environ
     added = request.common_environment(processes * settings.num_machines)
@@ -179,11 +164,11 @@ def _environment(
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
         added["CUDA_VISIBLE_DEVICES"] = Setting(ids, request.where("gpu_ids"))
-    host = host_of(rendezvous.endpoint)
+    host = network.host_of(rendezvous.endpoint)
     reason = f"the network interface through which this machine reaches {host}"
     if rendezvous.backend == LOOPBACK:
         reason = "the run is on this machine alone: nothing listens where others could reach it"
-    variables = network_variables(host, nccl=not on_cpu)
+    variables = network.network_variables(host, nccl=not on_cpu)
     return added | {name: Setting(value, reason) for name, value in variables.items() if name not in environ}
 
 
@@ -207,7 +192,7 @@ def with_plan(document: Document, facts: Facts, model: str | None, sequence_leng
     Raises:
         ConfigError: there is no such model, or nothing fits.
     """
-    on_gpu = facts.machine.accelerator == "cuda" and has_gpu_driver()
+    on_gpu = facts.machine.accelerator == "cuda" and hardware.has_gpu_driver()
     if model is None or not (on_gpu or launch_settings(document).gpu_memory is not None):
         return facts
     return _plan(document, facts, model, sequence_length)
@@ -261,7 +246,7 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
     each = max(1, processes // nodes)
     folder = nvme_folder(document.deepspeed)
     if settings.gpu_memory is not None and folder is None:
-        host = settings.host_memory or available_cpu_memory()
+        host = settings.host_memory or hardware.available_cpu_memory()
         return state_cluster(
             gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes, network=settings.network
         )

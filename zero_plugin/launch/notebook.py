@@ -36,7 +36,7 @@ from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec, Program
 from zero_plugin.launch.tpu import ENDED_SILENTLY, run_to_end
-from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, put_first
+from zero_plugin.launch.worker import ERROR_FILE, INTERRUPTED, die_with_launcher, put_first
 from zero_plugin.machine.hardware import look_at_machine
 from zero_plugin.machine.process_place import variables_while
 from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
@@ -44,7 +44,6 @@ from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 _logger = logging.getLogger(__name__)
 
 _ANY_PORT: Final = "29500"  # Accelerate's default: nobody requested it, and on one machine nobody has to know it
-_INTERRUPTED: Final = 130  # 128 + SIGINT
 _CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
 _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
 # The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
@@ -216,7 +215,7 @@ def _run_forked(
             if error.sigval is signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
-        if any(failure.exitcode == _INTERRUPTED for failure in failures.values()):
+        if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
             raise KeyboardInterrupt  # the signal reached them, and was lost here
         if failures:
             raise LaunchError(_describe(failures, folder))
@@ -433,7 +432,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
             raise
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
+        raise SystemExit(INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
     except Exception as error:
         _leave_failure(error, os.environ["RANK"], attempt)
         raise

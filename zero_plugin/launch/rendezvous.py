@@ -60,7 +60,6 @@ _EXPOSED: Final = (
     "rdzv_backend: c10d: the rendezvous at %s listens on every network of its machine, and who can reach it can have "
     "the launchers run code. Let in the machines of the run alone."
 )
-_CONTACT_LIMIT_S: Final = 60.0  # torch's own for one answer of the store
 _CONTACT_LOOK_S: Final = 2.0
 _STOPS_WITHIN_S: Final = 10.0
 # A machine that refuses is there: its launcher has ended, which torchrun notices, or need not.
@@ -329,7 +328,7 @@ class Contact:
     def __init__(self, rendezvous: Rendezvous, machines: int, least: int | None = None) -> None:
         self.lost = ""
         self._host, self._port = host_of(rendezvous.endpoint), rendezvous.endpoint.rpartition(":")[2]
-        self._limit_s = float(rendezvous.options.get("read_timeout", _CONTACT_LIMIT_S))
+        self._limit_s = float(rendezvous.options.get("read_timeout", _ANSWERS_WITHIN_S))
         self._watched = machines > 1 and self._port.isdigit() and not is_own_address(self._host)
         self._ended = threading.Event()
         self._fix = ""

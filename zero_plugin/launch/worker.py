@@ -50,7 +50,7 @@ _OF_A_LOST_PEER = (
 )
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-_INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPTED = 130  # 128 + SIGINT
 _NOT_WRITTEN = 120  # with which Python ends where its standard output cannot be written
 _LONGEST_LINE = 240
 _STARTERS = (__file__, str(Path(__file__).with_name("tpu.py")))  # whose frames are none of the user's
@@ -109,7 +109,7 @@ class DeepSpeedImports:
 def report_end(error: BaseException, rank: str) -> int:
     """Tell why a worker, or a replica in one, that ends with `error` does; its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        return _INTERRUPTED  # the launcher says what happened
+        return INTERRUPTED  # the launcher says what happened
     if not isinstance(error, SystemExit):
         return _report_exception(error, rank)
     if error.code is None:
