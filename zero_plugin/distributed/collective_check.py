@@ -278,15 +278,6 @@ def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple
     return "; ".join([*places[:_SHOWN], *more]), quiet
 
 
-def describe_overdue(here: str, limit: float, late: str) -> str:
-    """The error of a process that has waited for `limit` seconds."""
-    return (
-        f"{here} for {limit:.0f} s, the process group's time-out: {late or 'other processes have not come'}.\n"
-        "Where a process may take that long, raise it: "
-        "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
-    )
-
-
 def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     if not progress.pid:
         return f"process {rank} has not said yet where it is"
@@ -456,7 +447,12 @@ class CollectiveCheck:
                 if self._error is not None:
                     raise LoopError(self._error)
                 if waited > self._limit:
-                    raise LoopError(describe_overdue(self._here("has waited"), self._limit, self._late))
+                    raise LoopError(
+                        f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: "
+                        f"{self._late or 'other processes have not come'}.\n"
+                        "Where a process may take that long, raise it: "
+                        "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 come = self._store.add(key, 0)

@@ -491,7 +491,7 @@ def _received(
         tensors: this process's, from which the others' differ in the first dimension alone.
         lengths: the first dimensions, by process; None where they do not differ either.
     """
-    shapes: list[list[Sequence[int]]] = [[tensor.shape for tensor in tensors]] * len(frames)
+    shapes: list[list[tuple[int, ...]]] = [[tensor.shape for tensor in tensors]] * len(frames)
     if lengths is not None:
         shapes = [[(n, *tensor.shape[1:]) for n, tensor in zip(own, tensors, strict=True)] for own in lengths]
     item_sizes = [tensor.element_size() for tensor in tensors]
@@ -499,7 +499,7 @@ def _received(
     starts = list(map(_starts, sizes))
     for i, tensor in enumerate(tensors):
         yield [
-            frame[start[i] : start[i] + size[i]].view(tensor.dtype).view(*shape[i])
+            frame[start[i] : start[i] + size[i]].view(tensor.dtype).view(shape[i])
             for frame, start, size, shape in zip(frames, starts, sizes, shapes, strict=True)
         ]
 

@@ -44,7 +44,9 @@ def join(init_method: str | None, rank: int, world: int, group: int, timeout: ti
     """
     try:
         store = _meet(init_method or _ENVIRONMENT, os.environ.get("MASTER_PORT"), rank, world, os.getpid())
-        store = PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{group}", store)
+        # An agent's store stays when its processes start again; any other is new with each start.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent_store() else "0"
+        store = PrefixStore(f"zero_plugin/group/{restarts}.{group}", store)
         if init_method is None:
             if has_agent_store():  # an agent has numbered its processes by itself
                 store.set(f"rank/{rank}", "")
@@ -180,11 +182,6 @@ def _missing(store: Any, world: int) -> str:
 def has_agent_store() -> bool:
     """Whether a launcher's agent hosts the store, and numbers the processes that meet there."""
     return os.environ.get(_AGENT_STORE) == "True"
-
-
-def _restarts_of_store() -> str:
-    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent_store() else "0"
 
 
 def _why_not_hosted(named: str, port: str, error: Exception) -> str:
