@@ -106,7 +106,7 @@ def gather_values(value: Any) -> list[Any]:
     headers, frames = _exchange("gather_values", [own.numel()], [own])
     lengths = [header[0] for header in headers]
     if frames is None:
-        return [_decoded(part) for part in _concatenate(own, lengths).split(lengths)]
+        return [_decoded(part) for part in torch.split(_concatenate(own, lengths), lengths)]
     return [_decoded(part) for part in next(_received(frames, [own], [[length] for length in lengths]))]
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.machine.network import is_own_address, listening_socket, own_address
+from zero_plugin.machine.network import is_own_address, listening_socket, own_address, try_to_connect
 
 TIMEOUT: Final = timedelta(minutes=30)
 _FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
@@ -104,18 +104,10 @@ def _host_store(port: str, world: int) -> Any:
 
 def _find_store(port: str, rank: int, world: int) -> Any:
     address = os.environ["MASTER_ADDR"]
-    for _ in _until(lambda: _answers(address, int(port))):
+    # torch writes a page of its own for each second in which nothing listens there.
+    for _ in _until(lambda: try_to_connect(address, int(port), _LONGEST_NAP) is None):
         _log.warning("rank %d of %d waits for rank 0, which does not answer at %s:%s", rank, world, address, port)
     return TCPStore(address, int(port), world, timeout=TIMEOUT, wait_for_workers=False)
-
-
-def _answers(address: str, port: int) -> bool:
-    """Whether something listens there; torch writes a page of its own for each second in which nothing does."""
-    try:
-        socket.create_connection((address, port), timeout=_LONGEST_NAP).close()
-    except OSError:
-        return False
-    return True
 
 
 def _until(happens: Callable[[], bool], timeout: timedelta = TIMEOUT, *, waiting: int = 1) -> Iterator[None]:

@@ -316,7 +316,7 @@ def fill_from_job(
             notes.append(f"{key}: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
     before = {(problem.where, problem.key, problem.message) for problem in contradictions(document)}
     kept = tuple(note for note in document.notes if (note.where, note.key, note.message) not in before)
-    document = replace(document, launch=document.launch.replace(filled), notes=kept)
+    document = replace(document.lay(filled), notes=kept)
     return replace(document, notes=check_document(document)), notes
 
 

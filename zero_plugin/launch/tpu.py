@@ -15,7 +15,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -94,7 +93,7 @@ def choose_tpu(document: Document, machine: Machine) -> Document:
     if settings.distributed_type is not None:
         return document
     found = Entry("XLA", Origin("rule", "this machine", machine.tpu))
-    return replace(document, launch=document.launch.replace({("distributed_type",): found}))
+    return document.lay({("distributed_type",): found})
 
 
 def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:

@@ -113,6 +113,15 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
+def try_to_connect(host: str, port: int, seconds: float) -> OSError | None:
+    """Why nothing that listens there can be reached, None if it can."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except OSError as error:
+        return error
+    return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` means, on every machine, that machine itself."""
     found = _resolve(host)
