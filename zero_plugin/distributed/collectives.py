@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import math
-import operator
 import os
 import re
 import struct
@@ -14,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -190,7 +190,7 @@ def _joined(total: Tensor, *, is_max: bool) -> Tensor:
     return wire.to(total.device)
 
 
-def _joined_here(received: Iterator[list[Tensor]], _: Tensor, *, is_max: bool) -> Tensor:
+def _joined_here(received: Iterator[tuple[Tensor, ...]], _: Tensor, *, is_max: bool) -> Tensor:
     """The sum or maximum of what the processes have sent of the next tensor, in the order of ranks on each of them."""
     first, *others = next(received)
     joined = first.clone()
@@ -483,7 +483,7 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 
 def _received(
     frames: Tensor, tensors: Sequence[Tensor], lengths: Sequence[Sequence[int]] | None = None
-) -> Iterator[list[Tensor]]:
+) -> Iterator[tuple[Tensor, ...]]:
     """Of each tensor, what the processes have sent in their frames.
 
     Args:
@@ -491,17 +491,16 @@ def _received(
         tensors: this process's, from which the others' differ in the first dimension alone.
         lengths: the first dimensions, by process; None where they do not differ either.
     """
-    shapes: list[list[tuple[int, ...]]] = [[tensor.shape for tensor in tensors]] * len(frames)
-    if lengths is not None:
-        shapes = [[(n, *tensor.shape[1:]) for n, tensor in zip(own, tensors, strict=True)] for own in lengths]
-    item_sizes = [tensor.element_size() for tensor in tensors]
-    sizes = [list(map(operator.mul, map(math.prod, own), item_sizes)) for own in shapes]
-    starts = list(map(_starts, sizes))
-    for i, tensor in enumerate(tensors):
-        yield [
-            frame[start[i] : start[i] + size[i]].view(tensor.dtype).view(shape[i])
-            for frame, start, size, shape in zip(frames, starts, sizes, shapes, strict=True)
+
+    def unpack(frame: Tensor, own: Sequence[int] | None) -> list[Tensor]:
+        shapes = [tensor.shape if own is None else (own[i], *tensor.shape[1:]) for i, tensor in enumerate(tensors)]
+        sizes = [math.prod(shape) * tensor.element_size() for shape, tensor in zip(shapes, tensors, strict=True)]
+        return [
+            frame[start : start + size].view(tensor.dtype).view(shape)
+            for start, size, shape, tensor in zip(_starts(sizes), sizes, shapes, tensors, strict=False)
         ]
+
+    return zip(*map(unpack, frames, lengths or repeat(None)), strict=True)
 
 
 def _fingerprint(value: Any) -> int:

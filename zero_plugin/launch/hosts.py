@@ -183,7 +183,8 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
         hosts = [replace(host, slots=host.slots[:each]) for host in hosts]
     environment = {
         **request.common_environment(sum(len(host.slots) for host in hosts)),
-        **foreign_variables(replace(request, environ={}), resolved, on_cpu=on_cpu),  # which they have by themselves
+        # The environment here is not that of the hosts.
+        **foreign_variables(replace(request, environ={}), resolved, on_cpu=on_cpu),
     }
     if on_cpu:
         environment["DS_ACCELERATOR"] = Setting("cpu", "for DeepSpeed: the run is on the CPU")
