@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.errors import MachineError
-from zero_plugin.launch import fork
+from zero_plugin.launch import notebook
 
 
 def test_a_runtime_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_a_runtime_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("TPU initialization failed: open(/dev/accel0): Device or resource busy")
 
     unused = SimpleNamespace(_xla_runtime_is_initialized=lambda: False)
-    monkeypatch.setattr(fork, "import_torch_xla", lambda: SimpleNamespace(_XLAC=unused, launch=fail))
-    monkeypatch.setattr(fork, "find_threads", lambda threads, *, on_gpus: threads)
+    monkeypatch.setattr(notebook, "import_torch_xla", lambda: SimpleNamespace(_XLAC=unused, launch=fail))
+    monkeypatch.setattr(notebook, "_find_threads", lambda threads, *, on_gpus: threads)
     with pytest.raises(MachineError, match=r"runtime does not start .*resource busy\n.*holds? the TPU"):
-        fork.run_on_devices(print, (), 4)
+        notebook._run_on_devices(print, (), 4)

@@ -10,6 +10,7 @@ from zero_plugin.config.resolve.resolve import config_for_scripts, resolve, reso
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.command import foreign_variables
+from zero_plugin.launch.spec import Program, Request
 from zero_plugin.plan.run_plan import lay_plan
 
 GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
@@ -135,6 +136,7 @@ def test_a_script_of_accelerate_is_not_run_at_stage_0(document):
     found = resolve_before_run(asked, accelerator="cuda", processes=4, strategy="deepspeed")
     assert found.tree.value(*STAGE) is AUTO
     assert config_for_scripts(asked, found) is None
-    told = foreign_variables(asked, launch_settings(asked), found, {}, on_cpu=False)
+    request = Request(asked, launch_settings(asked), Program("train.py"), {}, None)
+    told = foreign_variables(request, found, on_cpu=False)
     assert told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].value == "auto"
     assert "--model" in told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].reason

@@ -15,9 +15,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
@@ -151,31 +152,8 @@ _BUSY = {
 }
 
 
-def script_line(thread: int) -> str:
-    """`file:line` of the script in a thread: its innermost frame that is in no library."""
-    return _line_of(next((frame for frame in _frames(thread) if not _is_library(frame)), None))
-
-
-def _what_runs(thread: int) -> tuple[str, str]:
-    """The script's line, and the long operation that runs there (importing, compiling, saving, loading), or ""."""
-    done, name = "", ""
-    script: FrameType | None = None
-    for frame in _frames(thread):
-        if not _is_library(frame):
-            script = script or frame
-            if done or frame.f_code.co_name != "<module>":
-                break
-            continue  # a module's own lines run as long as it is imported
-        kind = next((kind for file, kind in _BUSY.items() if file in frame.f_code.co_filename), "")
-        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
-        if kind and not (done.startswith("waits") and kind == "compiles"):
-            done, name = kind, ""
-        if kind:
-            name = _named_in(frame) or name
-    return _line_of(script), f"{done} {name}".strip()
-
-
 def _frames(thread: int) -> Iterator[FrameType]:
+    """What a thread runs, the innermost frame first."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
@@ -187,8 +165,27 @@ def _is_library(frame: FrameType) -> bool:
     return name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
 
 
-def _line_of(frame: FrameType | None) -> str:
-    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _script_line(frames: Iterable[FrameType]) -> str:
+    """`file:line` of the script: of its innermost frame that is in no library."""
+    lines = (f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames if not _is_library(frame))
+    return next(lines, "its end")
+
+
+def _long_operation(frames: Iterable[FrameType]) -> str:
+    """The long operation that runs in the script's line (importing, compiling, saving, loading), or ""."""
+    done, name = "", ""
+    for frame in frames:
+        if not _is_library(frame):
+            if done or frame.f_code.co_name != "<module>":
+                break
+            continue  # a module's own lines run as long as it is imported
+        kind = next((kind for file, kind in _BUSY.items() if file in frame.f_code.co_filename), "")
+        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
+        if kind and not (done.startswith("waits") and kind == "compiles"):
+            done, name = kind, ""
+        if kind:
+            name = _named_in(frame) or name
+    return f"{done} {name}".strip()
 
 
 def _named_in(frame: FrameType) -> str:
@@ -199,39 +196,9 @@ def _named_in(frame: FrameType) -> str:
     return name if isinstance(name, str) else ""
 
 
-class ScriptView:
-    """What this process' script does, looked at once in a tick.
-
-    Args:
-        script: the script's thread.
-        builds: seconds of compiling after which it is logged; then after twice as long, and so on.
-        progress: what is seen is written there.
-    """
-
-    def __init__(self, script: int, builds: float, progress: RankProgress) -> None:
-        self._script = script
-        self._builds = builds
-        self._progress = progress
-        self._built = 0.0  # seconds that it compiles
-        self._warns_at = builds
-
-    def look(self, awake: float, warn: Callable[[str], None]) -> None:
-        """Look, `awake` seconds after the last time; warn of what is compiled, where it takes long."""
-        line, busy = _what_runs(self._script)
-        seen = self._progress
-        seen.since = seen.since + awake if line == seen.line else 0.0
-        seen.quiet = 0.0 if busy else seen.quiet + awake
-        seen.beat, seen.line, seen.busy = seen.beat + 1, line, busy
-        self._built = self._built + awake if busy.startswith("compiles ") else 0.0
-        if not self._built:
-            self._warns_at = self._builds
-        elif self._built >= self._warns_at:
-            self._warns_at *= 2
-            warn(f"{busy}, for {self._built:.0f} s so far ({line}); other processes wait for it.")
-
-
 # ---- the rule --------------------------------------------------------------------------------------------------------
 
+SAME_ORDER: Final = "Both calls are collective: every process has to make the same collective calls in the same order."
 _SHOWN: Final = 4  # late processes in a warning
 _SILENT_S: Final = 5.0  # since when a process' silence is mentioned
 
@@ -258,11 +225,22 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
     """
     for rank, progress in others.items():
         if progress.calls == call.number and progress.call != call.name:
-            return _different(rank, progress)
+            line = "" if progress.gone else f" ({progress.line})"
+            return f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}"
         if progress.left < call.number and progress.is_gone:
-            return _gone(call, rank, progress)
+            how = "failed" if progress.failed else "ended"
+            return (
+                f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
+                f"{call.name}() is collective: every process has to come to it."
+            )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
-            return _elsewhere(call, rank, progress)
+            fix = (
+                "Every process has to take the same number of steps, and to call end_training()."
+                if call.name == "end_training"
+                else f"{call.name}() is collective: call it on every process, not under "
+                "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
+            )
+            return f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
     return None
 
 
@@ -300,15 +278,6 @@ def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple
     return "; ".join([*places[:_SHOWN], *more]), quiet
 
 
-def describe_overdue(here: str, limit: float, late: str) -> str:
-    """The error of a process that has waited for `limit` seconds."""
-    return (
-        f"{here} for {limit:.0f} s, the process group's time-out: {late or 'other processes have not come'}.\n"
-        "Where a process may take that long, raise it: "
-        "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
-    )
-
-
 def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     if not progress.pid:
         return f"process {rank} has not said yet where it is"
@@ -321,32 +290,6 @@ def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     elif progress.busy:
         where += f", where it {progress.busy}"
     return f"{where}; its last such call was {progress.last_call}"
-
-
-def _different(rank: int, progress: RankProgress) -> str:
-    line = "" if progress.gone else f" ({progress.line})"
-    return (
-        f"process {rank} is in {progress.call}(){line}.\n"
-        "Both calls are collective: every process has to make the same collective calls in the same order."
-    )
-
-
-def _elsewhere(call: Call, rank: int, progress: RankProgress) -> str:
-    fix = (
-        "Every process has to take the same number of steps, and to call end_training()."
-        if call.name == "end_training"
-        else f"{call.name}() is collective: call it on every process, not under "
-        "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
-    )
-    return f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
-
-
-def _gone(call: Call, rank: int, progress: RankProgress) -> str:
-    how = "failed" if progress.failed else "ended"
-    return (
-        f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
-        f"{call.name}() is collective: every process has to come to it."
-    )
 
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
@@ -419,7 +362,8 @@ class CollectiveCheck:
         self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
         self._script = threading.get_ident()
-        self._view = ScriptView(self._script, patience.builds, self._progress)
+        self._compiled = 0.0  # seconds that the script compiles now
+        self._warns_at = patience.builds
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
@@ -449,10 +393,6 @@ class CollectiveCheck:
         if done:
             self._progress.left = self._progress.calls
         self._now = None
-
-    def pass_together(self) -> None:
-        """Count an operation of the training that needs all processes and is not itself a collective call."""
-        self._progress.passes += 1
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a clearer error in place of a backend's error, if the processes disagree; otherwise return.
@@ -507,7 +447,12 @@ class CollectiveCheck:
                 if self._error is not None:
                     raise LoopError(self._error)
                 if waited > self._limit:
-                    raise LoopError(describe_overdue(self._here("has waited"), self._limit, self._late))
+                    raise LoopError(
+                        f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: "
+                        f"{self._late or 'other processes have not come'}.\n"
+                        "Where a process may take that long, raise it: "
+                        "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 come = self._store.add(key, 0)
@@ -525,7 +470,7 @@ class CollectiveCheck:
             while not self._stopping.wait(self._patience.tick):
                 now = time.monotonic()
                 awake, before = min(now - before, 2 * self._patience.tick), now
-                self._view.look(awake, lambda line: _log.warning(f"process {self._rank} {line}"))
+                self._look_at_script(awake)
                 publish(self._store, self._rank, self._progress)
                 if self._store.check(["end"]):
                     self._end_with_others()
@@ -535,6 +480,22 @@ class CollectiveCheck:
                     waiting = None if call is None else Waiting(call, self._patience.late)
                 elif self._finds(waiting, awake):
                     return
+
+    def _look_at_script(self, awake: float) -> None:
+        """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
+        frames = list(_frames(self._script))
+        seen, line, busy = self._progress, _script_line(frames), _long_operation(frames)
+        seen.since = seen.since + awake if line == seen.line else 0.0
+        seen.quiet = 0.0 if busy else seen.quiet + awake
+        seen.beat, seen.line, seen.busy = seen.beat + 1, line, busy
+        self._compiled = self._compiled + awake if busy.startswith("compiles ") else 0.0
+        if not self._compiled:
+            self._warns_at = self._patience.builds
+        elif self._compiled >= self._warns_at:
+            self._warns_at *= 2
+            _log.warning(
+                f"process {self._rank} {busy}, for {self._compiled:.0f} s so far ({line}); other processes wait for it."
+            )
 
     def _end_with_others(self) -> None:
         """Another process has found an error, or ends and has published that."""
@@ -596,25 +557,25 @@ class CollectiveCheck:
         return None
 
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._progress.call}() ({script_line(self._script)})"
+        return f"process {self._rank} {state} in {self._progress.call}() ({_script_line(_frames(self._script))})"
 
 
 # ---- this process' check ---------------------------------------------------------------------------------------------
 
 _check: CollectiveCheck | None = None
 _watched_group: Any = None
-_groups_watched = 0
+_numbers = count(1)  # of the groups that are watched
 
 
 def start_watching(patience: Patience | None = None) -> None:
     """Watch the calls of the default process group, if it has several processes and is not watched yet."""
-    global _check, _watched_group, _groups_watched
+    global _check, _watched_group
     group: Any = dist.group.WORLD
     if group.size() == 1 or group is _watched_group:
         return
     end_watching()
-    _groups_watched += 1  # groups may follow one another in the same store
-    store = c10d.PrefixStore(f"zero_plugin/collective_check/{_groups_watched}", c10d._get_default_store())
+    # Groups may follow one another in the same store.
+    store = c10d.PrefixStore(f"zero_plugin/collective_check/{next(_numbers)}", c10d._get_default_store())
     # Each writes where it is and asks whether all are to end: two visits.
     patience = patience or Patience(tick=max(1.0, 2 * group.size() / STORE_VISITS))
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
@@ -648,7 +609,7 @@ def _report_exit() -> None:
 def pass_together() -> None:
     """Count an operation of the training that returns, or ends its step, only when all processes have come to it."""
     if _check is not None:
-        _check.pass_together()
+        _check._progress.passes += 1
 
 
 def report_failure(how: str) -> None:

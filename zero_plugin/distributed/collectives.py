@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import math
-import operator
 import os
 import re
 import struct
@@ -14,13 +13,14 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.collective_check import SAME_ORDER, collective
 from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
@@ -79,7 +79,7 @@ def gather(tree: Any) -> Any:
             )
         by_process = [list(header[2 : 2 + len(leaves)]) for header in headers]
         if frames is not None:
-            return _filled(tree, _gathered(frames, leaves, by_process))
+            return _filled(tree, map(torch.cat, _received(frames, leaves, by_process)))
         if len(lengths) > _LENGTHS:
             rest = _gather_equal(torch.tensor(lengths[_LENGTHS:])).tolist()
             by_process = [[*first, *later] for first, later in zip(by_process, rest, strict=True)]
@@ -91,18 +91,6 @@ def _filled(tree: Any, leaves: Iterable[Tensor]) -> Any:
     """The containers with these tensors in place of their own."""
     following = iter(leaves)
     return map_leaves(lambda _: next(following), tree)
-
-
-def _gathered(frames: Tensor, leaves: Sequence[Tensor], by_process: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """What the processes have sent in their frames, of each tensor with its lengths by process."""
-    row_bytes = [math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in leaves]
-    starts = [_starts(map(operator.mul, lengths, row_bytes)) for lengths in by_process]
-    for i, leaf in enumerate(leaves):
-        parts = [
-            frame[start[i] : start[i] + lengths[i] * row_bytes[i]].view(leaf.dtype).view(lengths[i], *leaf.shape[1:])
-            for frame, start, lengths in zip(frames, starts, by_process, strict=True)
-        ]
-        yield torch.cat(parts)
 
 
 @collective("gather_values")
@@ -118,11 +106,8 @@ def gather_values(value: Any) -> list[Any]:
     headers, frames = _exchange("gather_values", [own.numel()], [own])
     lengths = [header[0] for header in headers]
     if frames is None:
-        padded = own.new_zeros(max(lengths))
-        padded[: own.numel()] = own
-        return [_decoded(line[:length]) for line, length in zip(_gather_equal(padded), lengths, strict=True)]
-    begin = _starts(())[0]
-    return [_decoded(frame[begin : begin + length]) for frame, length in zip(frames, lengths, strict=True)]
+        return [_decoded(part) for part in torch.split(_concatenate(own, lengths), lengths)]
+    return [_decoded(part) for part in next(_received(frames, [own], [[length] for length in lengths]))]
 
 
 @collective("broadcast_value")
@@ -134,8 +119,7 @@ def broadcast_value(value: Any, from_process: int = 0) -> Any:
     headers, frames = _exchange("broadcast_value", [own.numel()], [own])
     length = headers[from_process][0]
     if frames is not None:
-        begin = _starts(())[0]
-        return _decoded(frames[from_process][begin : begin + length])
+        return _decoded(next(_received(frames[from_process, None], [own], [[length]]))[0])
     wire = own if process_index() == from_process else own.new_empty(length)
     wire = wire.to(_wire_device(wire))
     dist.broadcast(wire, from_process)
@@ -185,7 +169,7 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     how = (_structure(tree), reduction, float(scale))
     frames = _refuse_mismatch(own, "reduce", how=how, sends=num_processes() <= _FEW and reduction != "none")
     if num_processes() > 1 and reduction != "none":
-        join = _joined if frames is None else partial(_joined_here, _sent(frames, own))
+        join = _joined if frames is None else partial(_joined_here, _received(frames, own))
         own = [join(total, is_max=reduction == "max") for total in own]
     if reduction == "mean":
         own = [total / num_processes() for total in own]
@@ -206,12 +190,12 @@ def _joined(total: Tensor, *, is_max: bool) -> Tensor:
     return wire.to(total.device)
 
 
-def _joined_here(sent: Iterator[Tensor], total: Tensor, *, is_max: bool) -> Tensor:
+def _joined_here(received: Iterator[tuple[Tensor, ...]], _: Tensor, *, is_max: bool) -> Tensor:
     """The sum or maximum of what the processes have sent of the next tensor, in the order of ranks on each of them."""
-    first, *others = next(sent)
-    joined: Tensor = first.view_as(total).clone()
+    first, *others = next(received)
+    joined = first.clone()
     for other in others:
-        joined = torch.maximum(joined, other.view_as(total)) if is_max else joined.add_(other.view_as(total))
+        joined = torch.maximum(joined, other) if is_max else joined.add_(other)
     return joined
 
 
@@ -243,8 +227,7 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
     leaves = [leaf.detach() for leaf in _dense_tensors(tree, "broadcast")]
     frames = _refuse_mismatch(leaves, "broadcast", how=(_structure(tree), from_process), sends=True)
     if frames is not None:
-        sent = _sent(frames, leaves)
-        return _filled(tree, [next(sent)[from_process].view_as(leaf).clone() for leaf in leaves])
+        return _filled(tree, [sent.clone() for [sent] in _received(frames[from_process, None], leaves)])
 
     def broadcast_one(tensor: Tensor) -> Tensor:
         if num_processes() == 1 or tensor.numel() == 0:
@@ -486,10 +469,7 @@ def _exchange(
     if any(header[0] != filled[0] for header in headers):
         calls = gather_values(call)
         places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
-        raise LoopError(
-            f"{places}.\n"
-            "Both calls are collective: every process has to make the same collective calls in the same order."
-        )
+        raise LoopError(f"{places}.\n{SAME_ORDER}")
     return [header[2:] for header in headers], frames if all(header[1] for header in headers) else None
 
 
@@ -501,11 +481,26 @@ def _starts(sizes: Iterable[int]) -> list[int]:
     return starts
 
 
-def _sent(frames: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Of each tensor, which has one shape everywhere, what the processes have sent: shape (processes, elements)."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    for tensor, start, size in zip(tensors, _starts(sizes), sizes, strict=False):
-        yield frames[:, start : start + size].view(tensor.dtype)
+def _received(
+    frames: Tensor, tensors: Sequence[Tensor], lengths: Sequence[Sequence[int]] | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Of each tensor, what the processes have sent in their frames.
+
+    Args:
+        frames: of one process or of several, see `_exchange`.
+        tensors: this process's, from which the others' differ in the first dimension alone.
+        lengths: the first dimensions, by process; None where they do not differ either.
+    """
+
+    def unpack(frame: Tensor, own: Sequence[int] | None) -> list[Tensor]:
+        shapes = [tensor.shape if own is None else (own[i], *tensor.shape[1:]) for i, tensor in enumerate(tensors)]
+        sizes = [math.prod(shape) * tensor.element_size() for shape, tensor in zip(shapes, tensors, strict=True)]
+        return [
+            frame[start : start + size].view(tensor.dtype).view(shape)
+            for start, size, shape, tensor in zip(_starts(sizes), sizes, shapes, tensors, strict=False)
+        ]
+
+    return zip(*map(unpack, frames, lengths or repeat(None)), strict=True)
 
 
 def _fingerprint(value: Any) -> int:

@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.machine.network import is_own_address, listening_socket, own_address
+from zero_plugin.machine.network import is_own_address, listening_socket, own_address, try_to_connect
 
-_TIMEOUT: Final = timedelta(minutes=30)
+TIMEOUT: Final = timedelta(minutes=30)
 _FIRST_PAUSE: Final = 10.0  # seconds, after which what is missing is logged; then twice as long each time
 _LONGEST_NAP: Final = 1.0
 _FIRST_NAP: Final = 0.1  # the longest while the others usually come
@@ -30,7 +30,7 @@ _ENVIRONMENT: Final = "env://"
 _log = logging.getLogger(__name__)
 
 
-def join(init_method: str | None, rank: int, world: int, group: int, timeout: timedelta = _TIMEOUT) -> Any:
+def join(init_method: str | None, rank: int, world: int, group: int, timeout: timedelta = TIMEOUT) -> Any:
     """The store of the coming process group alone, once all its processes are there.
 
     Args:
@@ -44,7 +44,9 @@ def join(init_method: str | None, rank: int, world: int, group: int, timeout: ti
     """
     try:
         store = _meet(init_method or _ENVIRONMENT, os.environ.get("MASTER_PORT"), rank, world, os.getpid())
-        store = PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{group}", store)
+        # An agent's store stays when its processes start again; any other is new with each start.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent_store() else "0"
+        store = PrefixStore(f"zero_plugin/group/{restarts}.{group}", store)
         if init_method is None:
             if has_agent_store():  # an agent has numbered its processes by itself
                 store.set(f"rank/{rank}", "")
@@ -88,7 +90,7 @@ def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -
 
 def _host_store(port: str, world: int) -> Any:
     named = os.environ["MASTER_ADDR"]
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": _TIMEOUT, "multi_tenant": True}
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": TIMEOUT, "multi_tenant": True}
     address = own_address(named)
     if address is not None:
         with suppress(OSError):  # of a port that is taken torch tells, or shares it, if it is this process's
@@ -102,21 +104,13 @@ def _host_store(port: str, world: int) -> Any:
 
 def _find_store(port: str, rank: int, world: int) -> Any:
     address = os.environ["MASTER_ADDR"]
-    for _ in _until(lambda: _answers(address, int(port))):
+    # torch writes a page of its own for each second in which nothing listens there.
+    for _ in _until(lambda: try_to_connect(address, int(port), _LONGEST_NAP) is None):
         _log.warning("rank %d of %d waits for rank 0, which does not answer at %s:%s", rank, world, address, port)
-    return TCPStore(address, int(port), world, timeout=_TIMEOUT, wait_for_workers=False)
+    return TCPStore(address, int(port), world, timeout=TIMEOUT, wait_for_workers=False)
 
 
-def _answers(address: str, port: int) -> bool:
-    """Whether something listens there; torch writes a page of its own for each second in which nothing does."""
-    try:
-        socket.create_connection((address, port), timeout=_LONGEST_NAP).close()
-    except OSError:
-        return False
-    return True
-
-
-def _until(happens: Callable[[], bool], timeout: timedelta = _TIMEOUT, *, waiting: int = 1) -> Iterator[None]:
+def _until(happens: Callable[[], bool], timeout: timedelta = TIMEOUT, *, waiting: int = 1) -> Iterator[None]:
     """Wait until it happens, or the time is over; each time when that is worth a message, yield.
 
     Args:
@@ -180,11 +174,6 @@ def _missing(store: Any, world: int) -> str:
 def has_agent_store() -> bool:
     """Whether a launcher's agent hosts the store, and numbers the processes that meet there."""
     return os.environ.get(_AGENT_STORE) == "True"
-
-
-def _restarts_of_store() -> str:
-    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_agent_store() else "0"
 
 
 def _why_not_hosted(named: str, port: str, error: Exception) -> str:

@@ -49,12 +49,13 @@ def show_messages(
         is_main: whether the calling thread is the run's first process, whose messages below warnings are shown; for
             processes that are threads. By default all threads are.
     """
+    global _own_level
     if _LOGGER.level in (logging.NOTSET, _own_level):
-        _set_level(logging.WARNING if quiet or is_set(QUIET_VARIABLE) else logging.INFO)
+        _own_level = logging.WARNING if quiet or is_set(QUIET_VARIABLE) else logging.INFO
+        _LOGGER.setLevel(_own_level)
     if _user_handles_messages():
         return
-    handler = next((handler for handler in _LOGGER.handlers if isinstance(handler, _StderrHandler)), None)
-    if handler is None:
+    if (handler := _own_handler()) is None:
         handler = _StderrHandler()
         _LOGGER.addHandler(handler)
     handler.prefix = prefix
@@ -62,12 +63,6 @@ def show_messages(
 
 
 _own_level: int = logging.NOTSET  # what `show_messages` has set
-
-
-def _set_level(level: int) -> None:
-    global _own_level
-    _own_level = level
-    _LOGGER.setLevel(level)
 
 
 def _user_handles_messages() -> bool:
@@ -80,7 +75,7 @@ class _StderrHandler(logging.Handler):
 
     prefix = ""
     is_main: Callable[[], bool] | None = None
-    _is_drawn = False  # whether the terminal's last line is one of `draw`
+    is_drawn = False  # whether the terminal's last line is one of `draw`
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message, with its level from a warning on; in colour on a terminal."""
@@ -133,19 +128,15 @@ class _StderrHandler(logging.Handler):
         with self._locked():
             self.erase()
             console.print(line, end="", soft_wrap=True)
-            self._is_drawn = True
+            self.is_drawn = True
 
     def erase(self) -> None:
         """Take the drawn line away."""
         with self._locked():
-            if self._is_drawn and sys.stderr is not None:
+            if self.is_drawn and sys.stderr is not None:
                 sys.stderr.write("\r\x1b[2K")
                 sys.stderr.flush()
-            self._is_drawn = False
-
-    def forget_line(self) -> None:
-        """Leave the drawn line to the process that drew it, of which this is a fork."""
-        self._is_drawn = False
+            self.is_drawn = False
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -255,7 +246,7 @@ class _ShownWork:
     def forget(self) -> None:
         """Begin anew, in the child of a fork, which has neither the thread nor the work."""
         if (handler := _own_handler()) is not None:
-            handler.forget_line()
+            handler.is_drawn = False  # the process that drew it, of which this is a fork, takes it away
         self._changed = threading.Condition()
         self._going: list[Work] = []
         self._thread: threading.Thread | None = None

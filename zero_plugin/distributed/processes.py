@@ -24,12 +24,12 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
-from zero_plugin.distributed.joining import has_agent_store, join, refuse_shared_gpu
+from zero_plugin.distributed.joining import TIMEOUT, has_agent_store, join, refuse_shared_gpu
 from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.machine.network import OWN_ADDRESS, interface_towards
-from zero_plugin.machine.process_place import find_local_rank, find_place, own_gpu
+from zero_plugin.machine.network import OWN_ADDRESS, network_variables
+from zero_plugin.machine.process_place import find_local_rank, find_place, own_gpu, variables_while
 from zero_plugin.machine.xla_runtime import (
     check_world_size,
     find_tpu,
@@ -39,7 +39,6 @@ from zero_plugin.machine.xla_runtime import (
 )
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = timedelta(minutes=30)
 _LATE_DEVICE = "device_ready_queues_"  # in an assertion of torch/csrc/autograd/engine.cpp
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
 
@@ -80,21 +79,11 @@ class Processes:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
 
-    @contextmanager
-    def counted_by_gpu(self) -> Iterator[None]:
+    def counted_by_gpu(self) -> AbstractContextManager[None]:
         """Inside, LOCAL_RANK is what DeepSpeed takes it for: the number of this process's GPU among those it sees."""
         names = ("LOCAL_RANK", *filter(os.environ.__contains__, ("OMPI_COMM_WORLD_LOCAL_RANK",)))  # it wants them equal
         number = self.device.index if self.device.type == "cuda" else self.local_rank
-        before = {name: os.environ.get(name) for name in names}
-        os.environ.update(dict.fromkeys(names, str(number)))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        return variables_while(dict.fromkeys(names, str(number)))
 
     @property
     def backend(self) -> str | None:
@@ -153,7 +142,8 @@ class _OwnGroup:
         group: the process group; None if this package has made none, or has ended it.
         holders: for each run that has not ended, the function that ends it.
         destroyers: for each run that has ended, its function that ends the group.
-        launched: whether a launcher set the environment that describes it.
+        own_variables: what this package has set in the environment for a group of one process; empty where a launcher
+            has described the group.
         on_xla: whether its processes compute on XLA devices.
     """
 
@@ -161,10 +151,9 @@ class _OwnGroup:
         self.group: Any = None
         self.holders: list[Callable[[], None]] = []
         self.destroyers: list[Callable[[], None]] = []
-        self.launched = False
+        self.own_variables: dict[str, str] = {}
         self.on_xla = False
         self._groups = 0
-        self._left: dict[str, str] = {}  # the variables that a group of one process has set
         self._at_exit: Callable[[], None] | None = None
 
     @property
@@ -176,8 +165,7 @@ class _OwnGroup:
         """Make it, as the environment says."""
         if self.group is not None:  # the script has ended the one before by torch's own call
             self._forget_environment()
-        self.launched = init_method is not None or _is_launched()
-        if self.launched:
+        if init_method is not None or _is_launched():
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(_choose_network())
             # One group follows another in the same store, and would read what that one left there.
@@ -196,8 +184,8 @@ class _OwnGroup:
         else:
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
             # no port, so that any number of single-process runs fit on one machine.
-            self._left = {**_ALONE, **_choose_network()}
-            os.environ.update(self._left)
+            self.own_variables = {**_ALONE, **_choose_network()}
+            os.environ.update(self.own_variables)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         self.group, self.holders, self.destroyers = dist.group.WORLD, [], []
 
@@ -224,10 +212,9 @@ class _OwnGroup:
         self.group = None
 
     def _forget_environment(self) -> None:
-        """Remove the environment variables that a group of one process has set."""
-        if not self.launched:
-            for name in self._left:
-                os.environ.pop(name, None)
+        for name in self.own_variables:
+            os.environ.pop(name, None)
+        self.own_variables = {}
 
     def _end_left_over(self) -> None:
         """End a group that no run has ended: that of a script which used `PartialState` alone."""
@@ -266,7 +253,7 @@ def start_processes(
     """
     show_messages(quiet=os.environ.get("RANK", "0") != "0")
     if _finds_xla(cpu) if xla is None else xla:
-        return _start_replica(timeout or _TIMEOUT)
+        return _start_replica(timeout or TIMEOUT)
     if dist.is_initialized():
         local_rank = find_local_rank(dist.get_rank(), dist.get_world_size(), os.environ)
     else:
@@ -287,14 +274,14 @@ def start_processes(
             )
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
-        if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
+        if _own.lives and not _own.holders and _own.own_variables and "cuda" not in dist.get_backend_config():
             _own.end()  # a group of one that somebody made for the CPU, and left
     if not dist.is_initialized():
         if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from CPU memory
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
         with working("waiting for the other processes of the run"):
-            _own.make(backend, device, init_method, timeout or _TIMEOUT)
+            _own.make(backend, device, init_method, timeout or TIMEOUT)
         start_watching()  # until the group has ended, so before the next line
         _own.end_at_exit()
     start_watching()
@@ -390,11 +377,8 @@ def _choose_network() -> dict[str, str]:
     machine's name; NCCL finds one.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-    interface = interface_towards(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""))
-    if interface is None:
-        return {}
-    names = {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if alone else {})}
-    return {name: value for name, value in names.items() if name not in os.environ}
+    variables = network_variables(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""), nccl=alone)
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _is_launched() -> bool:

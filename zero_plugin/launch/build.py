@@ -25,7 +25,7 @@ from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.command import foreign_variables, network_variables
+from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.hosts import build_hosts_spec, requested_launcher
 from zero_plugin.launch.spec import (
     LOOPBACK,
@@ -38,23 +38,7 @@ from zero_plugin.launch.spec import (
     find_problems,
 )
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
-from zero_plugin.machine.hardware import (
-    Binding,
-    Machine,
-    available_cpu_memory,
-    choose_cores,
-    find_gpus,
-    has_gpu_driver,
-    port_is_free,
-)
-from zero_plugin.machine.network import (
-    OWN_ADDRESS,
-    address_towards,
-    host_of,
-    is_loopback,
-    is_own_address,
-    own_name_resolves,
-)
+from zero_plugin.machine import hardware, network
 from zero_plugin.machine.scheduler_job import KUBERNETES, Allocation, find_allocation
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
@@ -65,7 +49,7 @@ from zero_plugin.plan.situation import Cluster
 def build_spec(
     document: Document,
     program: Program,
-    machine: Machine,
+    machine: hardware.Machine,
     environ: Mapping[str, str],
     *,
     rendezvous_endpoint: str | None = None,
@@ -101,14 +85,13 @@ def build_spec(
     )
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
-        **_environment(request, machine, processes, on_cpu=on_cpu),
-        **_network_interface_variables(rendezvous, environ, on_cpu=on_cpu),
-        **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
+        **_environment(request, machine, processes, rendezvous, on_cpu=on_cpu),
+        **foreign_variables(request, resolved, on_cpu=on_cpu),
     }
-    binding = Binding((), "")
+    binding = hardware.Binding((), "")
     if settings.enable_cpu_affinity:
         seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
-        binding = choose_cores(processes, find_gpus(processes, seen) if gpus else ())
+        binding = hardware.choose_cores(processes, hardware.find_gpus(processes, seen) if gpus else ())
     return LaunchSpec(
         program,
         document,
@@ -148,37 +131,26 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     pairs = (part.strip().partition("=") for part in settings.rdzv_conf.split(",") if part.strip())
     options: dict[str, str | int] = {key.strip(): value.strip() for key, _, value in pairs}
     if settings.num_machines == 1:
-        return Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
+        return Rendezvous(LOOPBACK, f"{network.OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
     address = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
         return Rendezvous("static", address, "zero_plugin", options | {"rank": settings.machine_rank})
     # To find out whether this machine hosts the rendezvous, torch compares the address only with those that its host
     # name resolves to. It would also give the other machines that name.
-    host, port = host_of(address), address.rpartition(":")[2]
+    host, port = network.host_of(address), address.rpartition(":")[2]
     chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
-    if chosen and is_own_address(host) and not is_loopback(host) and port_is_free(int(port)):
+    if chosen and network.is_own_address(host) and not network.is_loopback(host) and hardware.port_is_free(int(port)):
         options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
-    elif chosen and not is_loopback(host) and not own_name_resolves():
+    elif chosen and not network.is_loopback(host) and not network.own_name_resolves():
         options["is_host"] = "false"  # torch's comparison would raise
-    return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
+    return Rendezvous(
+        settings.rdzv_backend, address, "zero_plugin", options, local_address=network.address_towards(host)
+    )
 
 
-def _network_interface_variables(
-    rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool
+def _environment(
+    request: Request, machine: hardware.Machine, processes: int, rendezvous: Rendezvous, *, on_cpu: bool
 ) -> dict[str, Setting]:
-    """The environment variables that select the network interface to the rendezvous host.
-
-    Those that the user has set are left out. For a run on one machine, the interface is loopback.
-    """
-    host = host_of(rendezvous.endpoint)
-    reason = f"the network interface through which this machine reaches {host}"
-    if rendezvous.backend == LOOPBACK:
-        reason = "the run is on this machine alone: nothing listens where others could reach it"
-    names = network_variables(host, on_cpu=on_cpu)
-    return {name: Setting(to, reason) for name, to in names.items() if name not in environ}
-
-
-def _environment(request: Request, machine: Machine, processes: int, *, on_cpu: bool) -> dict[str, Setting]:
     settings, environ = request.settings, request.environ
     added = request.common_environment(processes * settings.num_machines)
     if "OMP_NUM_THREADS" not in added and "OMP_NUM_THREADS" not in environ:
@@ -192,7 +164,12 @@ def _environment(request: Request, machine: Machine, processes: int, *, on_cpu: 
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
         added["CUDA_VISIBLE_DEVICES"] = Setting(ids, request.where("gpu_ids"))
-    return added
+    host = network.host_of(rendezvous.endpoint)
+    reason = f"the network interface through which this machine reaches {host}"
+    if rendezvous.backend == LOOPBACK:
+        reason = "the run is on this machine alone: nothing listens where others could reach it"
+    variables = network.network_variables(host, nccl=not on_cpu)
+    return added | {name: Setting(value, reason) for name, value in variables.items() if name not in environ}
 
 
 def _visible_ids(wanted: str, seen: str | None) -> str:
@@ -215,7 +192,7 @@ def with_plan(document: Document, facts: Facts, model: str | None, sequence_leng
     Raises:
         ConfigError: there is no such model, or nothing fits.
     """
-    on_gpu = facts.machine.accelerator == "cuda" and has_gpu_driver()
+    on_gpu = facts.machine.accelerator == "cuda" and hardware.has_gpu_driver()
     if model is None or not (on_gpu or launch_settings(document).gpu_memory is not None):
         return facts
     return _plan(document, facts, model, sequence_length)
@@ -269,7 +246,7 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
     each = max(1, processes // nodes)
     folder = nvme_folder(document.deepspeed)
     if settings.gpu_memory is not None and folder is None:
-        host = settings.host_memory or available_cpu_memory()
+        host = settings.host_memory or hardware.available_cpu_memory()
         return state_cluster(
             gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes, network=settings.network
         )
@@ -339,7 +316,7 @@ def fill_from_job(
             notes.append(f"{key}: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
     before = {(problem.where, problem.key, problem.message) for problem in contradictions(document)}
     kept = tuple(note for note in document.notes if (note.where, note.key, note.message) not in before)
-    document = replace(document, launch=document.launch.replace(filled), notes=kept)
+    document = replace(document.lay(filled), notes=kept)
     return replace(document, notes=check_document(document)), notes
 
 

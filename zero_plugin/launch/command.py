@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings, asked_compiler, asks_for_deepspeed
+from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.resolve.facts import PLACEMENT, Resolved
 from zero_plugin.config.tree import AUTO, KeyPath
 from zero_plugin.errors import printable
 from zero_plugin.launch import worker
-from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Setting
+from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Request, Setting
 from zero_plugin.machine.hardware import core_ranges
-from zero_plugin.machine.network import interface_towards
 
 CONFIG_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -36,39 +35,23 @@ _OFF: Final[Mapping[str, str]] = {
 }
 
 
-def foreign_variables(
-    document: Document, settings: LaunchSettings, resolved: Resolved, environ: Mapping[str, str], *, on_cpu: bool
-) -> dict[str, Setting]:
+def foreign_variables(request: Request, resolved: Resolved, *, on_cpu: bool) -> dict[str, Setting]:
     """What Accelerate 1.15 and transformers 5.23 read, as far as the configuration says it; what it leaves open stays.
 
     Args:
-        document: what was requested.
-        settings: its launch part.
+        request: what was requested.
         resolved: the same, resolved as far as it can be before a run.
-        environ: this process's environment.
         on_cpu: whether the run is on the CPU.
     """
-    found = dict(_of_any_run(document, settings, resolved))
-    if asks_for_deepspeed(document, settings):
-        found.update(_of_zero(document, settings, resolved))
+    found = dict(_of_any_run(request, resolved))
+    if request.on_deepspeed:
+        found.update(_of_zero(request, resolved))
     elif on_cpu:  # beside ZeRO, Accelerate would take it for a run without
         found["ACCELERATE_USE_CPU"] = Setting("true", "the run is on the CPU")
     for name, off in _OFF.items():
-        if name not in found and environ.get(name, off).lower() not in ("", "0", off):
+        if name not in found and request.environ.get(name, off).lower() not in ("", "0", off):
             found[name] = Setting(off, "not what the configuration requests")
     return found
-
-
-def network_variables(host: str, *, on_cpu: bool) -> dict[str, str]:
-    """The variables that make gloo and NCCL use the network interface by which `host` is reached, if it is known.
-
-    By default gloo uses the interface of this machine's host name, which on many systems other machines cannot reach.
-    """
-    interface = interface_towards(host)
-    if interface is None:
-        return {}
-    # without the "=", NCCL would take the name as a prefix
-    return {"GLOO_SOCKET_IFNAME": interface, **({} if on_cpu else {"NCCL_SOCKET_IFNAME": f"={interface}"})}
 
 
 def overridden(added: Mapping[str, Setting], environ: Mapping[str, str]) -> list[str]:
@@ -80,7 +63,8 @@ def overridden(added: Mapping[str, Setting], environ: Mapping[str, str]) -> list
     ]
 
 
-def _of_any_run(document: Document, settings: LaunchSettings, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
+def _of_any_run(request: Request, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
+    document = request.document
     if resolved.precision != "no" or document.launch.value("mixed_precision") is not None:
         entry = resolved.launch.entries[("mixed_precision",)]
         yield "ACCELERATE_MIXED_PRECISION", Setting(resolved.precision, str(entry.origin))
@@ -91,12 +75,12 @@ def _of_any_run(document: Document, settings: LaunchSettings, resolved: Resolved
         yield "PARALLELISM_CONFIG_SP_SIZE", Setting(_text(shared.value), str(shared.origin))
     for name, entry in asked_compiler(document.launch).items():
         yield f"ACCELERATE_DYNAMO_{name.upper()}", Setting(_text(entry.value), str(entry.origin))
-    if settings.debug:
+    if request.settings.debug:
         yield "ACCELERATE_DEBUG_MODE", Setting("true", _launch_origin(document, "debug"))
 
 
-def _of_zero(document: Document, settings: LaunchSettings, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
-    prefix = "ACCELERATE_DEEPSPEED_"
+def _of_zero(request: Request, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
+    document, settings, prefix = request.document, request.settings, "ACCELERATE_DEEPSPEED_"
     yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration requests ZeRO")
     stage = resolved.tree.entries[(_ZERO, "stage")]
     if any(path in resolved.missing for path in PLACEMENT):  # such a script stops at that value, and must

@@ -31,7 +31,6 @@ from zero_plugin.launch.report import (
     HAD_ENDED,
     STOPPED,
     TERMINATED,
-    Failure,
     describe_end,
     describe_failure,
     find_first_failure,
@@ -51,7 +50,7 @@ _PLACES_S: Final = 2.0  # for workers to write where they are
 
 
 @contextmanager
-def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]], None]) -> Iterator[dict[int, str]]:
+def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Any]], None]) -> Iterator[dict[int, str]]:
     """While it is entered, torchrun ends its workers in two ways, in place of its one.
 
     After a failure of one, the others get SIGTERM, and SIGKILL some seconds later. When the launcher gets a signal, the
@@ -61,12 +60,14 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
 
     Args:
         grace_s: see above.
-        on_failure: is called after a failure, when no worker is left, with those that had failed by themselves.
+        on_failure: is called after a failure, when no worker is left, with torchrun's records of those that had
+            failed by themselves.
 
     Yields:
         By rank, what a worker did that others may have waited for when one failed; filled while it is entered.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     idle: dict[int, str] = {}
     close = SubprocessContext.close
@@ -74,15 +75,14 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
     def end(workers: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
         processes = {int(workers.envs[k]["RANK"]): handler.proc for k, handler in workers.subprocess_handlers.items()}
         alive = [process for process in processes.values() if process.poll() is None]
-        failed: dict[int, Failure] = {}
+        failed: dict[int, ProcessFailure] = {}
         builds = RunningBuilds()
         builds.record_builds([process.pid for process in alive])
         if death_sig is None:
             codes = {rank: process.poll() for rank, process in processes.items()}
             idle.clear()
             idle.update({k: why for k, code in codes.items() if (why := _why_idle(processes[k].pid, code))})
-            now = int(time.time())
-            failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
+            failed = {rank: ProcessFailure(rank, processes[rank].pid, code, "") for rank, code in codes.items() if code}
             running = [rank for rank, code in codes.items() if code is None and rank not in idle]
             environments = {int(environment["RANK"]): environment for environment in workers.envs.values()}
             idle.update(_places({rank: (processes[rank], environments[rank]) for rank in running}))
@@ -204,7 +204,7 @@ def run_workers(spec: LaunchSpec) -> int:
     if spec.machines > 1 and max_restarts:
         os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
 
-    def log_restart(failures: Mapping[int, Failure]) -> None:
+    def log_restart(failures: Mapping[int, Any]) -> None:
         nonlocal restarts
         restarts += 1
         if restarts <= max_restarts:

@@ -69,12 +69,12 @@ def document_from_flags(
     if zero_flags and not document.launch.value("distributed_type"):
         what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
         requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
-        document = replace(document, launch=document.launch.replace({("distributed_type",): requested}))
+        document = document.lay({("distributed_type",): requested})
     reads_json = "deepspeed_config_file" in flags or "config_file" in zero_flags or len(document.sources) > 1
     stage = ("zero_optimization", "stage")
     on_zero = document.launch.value("distributed_type") == "DEEPSPEED"
     if on_zero and not reads_json and not document.deepspeed.has_section(*stage):
-        document = replace(document, deepspeed=document.deepspeed.replace({stage: DEFAULT_STAGE}))
+        document = document.lay({("deepspeed", *stage): DEFAULT_STAGE})
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
     return replace(document, notes=check_document(document))

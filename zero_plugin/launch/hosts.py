@@ -183,7 +183,8 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
         hosts = [replace(host, slots=host.slots[:each]) for host in hosts]
     environment = {
         **request.common_environment(sum(len(host.slots) for host in hosts)),
-        **foreign_variables(document, settings, resolved, {}, on_cpu=on_cpu),
+        # The environment here is not that of the hosts.
+        **foreign_variables(replace(request, environ={}), resolved, on_cpu=on_cpu),
     }
     if on_cpu:
         environment["DS_ACCELERATOR"] = Setting("cpu", "for DeepSpeed: the run is on the CPU")
@@ -435,19 +436,19 @@ def _stop(runner: subprocess.Popen[bytes], hosts: Hosts) -> None:
 
     Its own way by pdsh would end every launch of this user on these machines.
     """
-    if hosts.launcher != "pdsh" and not _ended(runner, signal.SIGTERM, _STOPS_WITHIN_S):
-        _ended(runner, signal.SIGKILL, _STOPS_WITHIN_S)
+    if hosts.launcher != "pdsh" and not _ended(runner, signal.SIGTERM):
+        _ended(runner, signal.SIGKILL)
     if hosts.launcher == "pdsh":
-        _ended(runner, signal.SIGKILL, _STOPS_WITHIN_S)
+        _ended(runner, signal.SIGKILL)
         # The bracket keeps the pattern from finding the shell that looks for it.
         pattern = f"[{hosts.run[0]}]{hosts.run[1:]}"
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda host: _run_there(host, f"pkill -TERM -f '{pattern}'"), hosts.hosts))
 
 
-def _ended(runner: subprocess.Popen[bytes], number: signal.Signals, seconds: float) -> bool:
-    """Send a signal to all that the runner started on this machine; whether all had ended after so many seconds."""
-    deadline = time.monotonic() + seconds
+def _ended(runner: subprocess.Popen[bytes], number: signal.Signals) -> bool:
+    """Send a signal to all that the runner started on this machine; whether all had ended after some seconds."""
+    deadline = time.monotonic() + _STOPS_WITHIN_S
     sent = False
     while time.monotonic() < deadline:
         try:

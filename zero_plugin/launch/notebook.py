@@ -1,11 +1,26 @@
-"""Launches a function of a notebook, or of any running program, in forked copies of this process."""
+"""Launches a function of a notebook, or of any running program, in forked copies of this process.
+
+The copies run on torchrun's engine, or on the devices of a TPU. Nothing is pickled, and no copy is left when a launch
+ends. Before, a trial copy says whether CUDA and several threads work in one.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
@@ -13,14 +28,29 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
 from zero_plugin.config.read import document_from_code
 from zero_plugin.distributed.messages import show_messages
+from zero_plugin.distributed.process_end import ENDING_SIGNALS, own_signals
+from zero_plugin.errors import LaunchError
+from zero_plugin.launch import engine
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.fork import launch_variables, run_forked, run_on_devices
+from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
+from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec, Program
+from zero_plugin.launch.tpu import ENDED_SILENTLY, run_to_end
+from zero_plugin.launch.worker import ERROR_FILE, INTERRUPTED, die_with_launcher, put_first
 from zero_plugin.machine.hardware import look_at_machine
+from zero_plugin.machine.process_place import variables_while
+from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
 _logger = logging.getLogger(__name__)
 
 _ANY_PORT: Final = "29500"  # Accelerate's default: nobody requested it, and on one machine nobody has to know it
+_CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
+_TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
+# The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
+_DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
+_FAILURE: Final = "failure"  # file with the traceback of the copy that failed first
+_called: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what copies inherit; torch_xla would pickle it
 
 
 def notebook_launcher(
@@ -90,13 +120,13 @@ def notebook_launcher(
     spec = _build(function, _document(config, values, "notebook_launcher"), rdzv_endpoint or None)
     if rdzv_id != "none":
         spec = replace(spec, rendezvous=replace(spec.rendezvous, run_id=rdzv_id))
-    with launch_variables(spec):
+    with _launch_variables(spec):
         if spec.replicas is not None:
-            run_on_devices(function, tuple(args), spec.replicas.count)
+            _run_on_devices(function, tuple(args), spec.replicas.count)
         elif spec.local_processes * spec.machines == 1:
             function(*args)
         else:
-            run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
+            _run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
@@ -115,8 +145,8 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         "use_cpu": ("on the CPU", True),
     }
     spec = _build(function, _document(None, values, "debug_launcher"), None)
-    with launch_variables(spec):
-        run_forked(spec, function, tuple(args))
+    with _launch_variables(spec):
+        _run_forked(spec, function, tuple(args))
 
 
 def _document(config: Any, values: Mapping[str, tuple[str, Any]], call: str) -> Document:
@@ -140,3 +170,290 @@ def _build(function: Callable[..., Any], document: Document, endpoint: str | Non
     count = "1 process" if spec.local_processes == 1 else f"{spec.local_processes} processes"
     _logger.info("%s runs in %s on %s%s", program.name, count, where, reason)
     return spec
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _launch_variables(spec: LaunchSpec) -> Iterator[None]:
+    """The launch's environment variables, here and in what is forked from here, until the launch ends."""
+    values = {name: setting.value for name, setting in spec.environment.items()}
+    with variables_while(values, [CONFIG_FILE_VARIABLE]), engine.configuration_file(spec):
+        yield
+
+
+def _run_forked(
+    spec: LaunchSpec, function: Callable[..., Any], args: tuple[Any, ...], *, line_prefix: str | None = None
+) -> None:
+    """Run `function(*args)` in `spec.local_processes` copies of this process.
+
+    When this returns or raises, no copy is left. Environment variables of the spec are set before.
+
+    Args:
+        spec: how many, and where they meet.
+        function: what to run; it needs no name that another process could import.
+        args: its arguments; nothing is pickled.
+        line_prefix: torchrun's `log_line_prefix_template`.
+
+    Raises:
+        LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
+    """
+    on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
+    threads = _find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    undisturbed = own_signals(), _signals_wait_for_forks(), _end_copies_soon(), _meant_to_fork()
+    with engine.torchrun_ready(spec) as folder, contextlib.ExitStack() as stack:
+        for context in (*undisturbed, variables_while(_DRIVER_ASKED, _LEFT)):
+            stack.enter_context(context)
+        config = engine.torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
+        config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
+        try:
+            failures = engine.run_torchrun(spec, config, folder, _work, function, args, threads, spec.cores)
+        except SignalException as error:
+            if error.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
+        if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
+            raise KeyboardInterrupt  # the signal reached them, and was lost here
+        if failures:
+            raise LaunchError(_describe(failures, folder))
+
+
+def _run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: int | None) -> None:
+    """Run `function(*args)` on the devices of a TPU; on one device it runs here.
+
+    When this returns or raises, no copy is left.
+
+    Args:
+        function: what to run; it needs no name that another process could import.
+        args: its arguments; nothing is pickled.
+        count: how many devices there must be; None takes all.
+
+    Raises:
+        LaunchError: this process cannot be copied any more; a copy has failed.
+        MachineError: torch_xla or the runtime does not work here.
+    """
+    global _called
+    torch_xla = import_torch_xla()
+    if count == 1:
+        torch_xla.launch(lambda _: function(*args), debug_single_process=True)
+        return
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        raise LaunchError(
+            "this process has used an XLA device already, and its copies could not.\n"
+            "Restart the kernel, and keep what uses a device inside the launched function."
+        )
+    threads = _find_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), on_gpus=False)
+    _called = (function, args)
+    wanted = {"FORK_LAUNCHED": "1", **({} if count is None else {"WORLD_SIZE": str(count)})}
+    with tempfile.TemporaryDirectory(prefix="zero_plugin_") as folder, variables_while(wanted), _meant_to_fork():
+        try:
+            with _copies_end_with_ctrl_c():
+                torch_xla.launch(_run_on_device, args=(folder, threads), start_method="fork")
+        except BrokenProcessPool:
+            failure = Path(folder) / _FAILURE
+            raise LaunchError(failure.read_text() if failure.exists() else ENDED_SILENTLY) from None
+        except (RuntimeError, OSError) as error:  # the runtime's, since the function's end its copy
+            raise explain_start(error) from error
+        finally:
+            _called = None
+
+
+def _run_on_device(rank: int, folder: str, threads: int) -> None:
+    """One device's part; where it fails, its process ends at once, and torch_xla then ends the others."""
+    assert _called is not None, "the copy was made after it was set"
+    function, args = _called
+    _begin_copy(threads)
+
+    def leave(error: BaseException) -> int:
+        _leave_failure(error, rank, Path(folder))
+        return 1
+
+    run_to_end(functools.partial(function, *args), leave)
+
+
+@contextlib.contextmanager
+def _copies_end_with_ctrl_c() -> Iterator[None]:
+    """torch_xla would wait for them, and they train on in threads that hear of no signal."""
+    others = set(multiprocessing.active_children())
+
+    def end(*_: Any) -> None:
+        for copy in set(multiprocessing.active_children()) - others:
+            copy.kill()
+        raise KeyboardInterrupt
+
+    with own_signals() as may_handle:
+        if may_handle:
+            signal.signal(signal.SIGINT, end)
+        yield
+
+
+# ---- before ----------------------------------------------------------------------------------------------------------
+
+
+def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
+    """How many threads torch may compute with in a copy of this process.
+
+    Args:
+        wanted: how many it should.
+        on_gpus: whether the copy may use CUDA; torch_xla asks CUDA for its devices when it is imported.
+
+    Raises:
+        LaunchError: a copy could not train.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return wanted
+    if torch.distributed.is_initialized():
+        raise LaunchError(
+            "this process has an Accelerator, a PartialState or another process group already, and copies of it cannot "
+            "share that.\nMake the Accelerator inside the launched function; end this one first with "
+            "accelerator.end_training(), or restart the kernel."
+        )
+    if on_gpus and torch.cuda.is_initialized():
+        raise LaunchError(_on_cuda("has computed on a GPU"))
+    trial = multiprocessing.get_context("fork").Process(target=_try_copy, args=(on_gpus,))
+    with _meant_to_fork():
+        trial.start()
+    trial.join(_TRIAL_SECONDS)
+    if trial.exitcode == _CUDA_IS_DEAD:
+        raise LaunchError(_on_cuda("has asked CUDA for its devices, e.g. by torch.cuda.is_available(),"))
+    if trial.exitcode == 0 or wanted == 1:
+        trial.kill()
+        return wanted
+    trial.kill()
+    trial.join()
+    _logger.warning(
+        "torch has computed here with several threads, which hang in a copy of this process; each process computes "
+        "with one. Restart the kernel and launch before anything computes, to have more."
+    )
+    return 1
+
+
+def _on_cuda(what: str) -> str:
+    return (
+        f"this process {what} already, and CUDA does not work in a copy of a process that did.\n"
+        "Restart the kernel, and keep what uses a GPU inside the launched function; so do libraries that look for GPUs "
+        "when they are imported."
+    )
+
+
+def _try_copy(on_gpus: bool) -> None:
+    """In a copy: does CUDA work, and do several threads?"""
+    import torch
+
+    if on_gpus and torch.cuda._is_in_bad_fork():
+        os._exit(_CUDA_IS_DEAD)
+    torch.set_num_threads(2)
+    torch.ones(2**20).exp_()
+    os._exit(0)
+
+
+def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
+    """A signal that comes while torch makes the copies counts when they are made.
+
+    torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
+    logging locked for ever, since it is logging's lock that Python holds there. A copy forgets what it receives before
+    Python has begun in it, so that it is blocked there until `_work`.
+    """
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    fork: Callable[[Any], None] = MultiprocessContext._start
+
+    def fork_undisturbed(workers: Any) -> None:
+        received: list[int] = []
+        with own_signals() as may_handle:
+            for number in ENDING_SIGNALS if may_handle else ():  # torch handles no signals in another thread
+                signal.signal(number, lambda number, _: received.append(number))
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+            try:
+                fork(workers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if received:
+            for copy in workers.pids().values():
+                os.kill(copy, signal.SIGKILL)
+            signal.raise_signal(received[0])
+
+    return engine.replaced(MultiprocessContext, "_start", fork_undisturbed)
+
+
+def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
+    """While it is entered, copies end as soon after a failure as other workers do."""
+    from torch.multiprocessing.spawn import ProcessContext
+
+    wait = ProcessContext._join_procs_with_timeout
+    return engine.replaced(
+        ProcessContext,
+        "_join_procs_with_timeout",
+        lambda copies, timeout: wait(copies, min(timeout, engine.AFTER_FAILURE_S)),
+    )
+
+
+@contextlib.contextmanager
+def _meant_to_fork() -> Iterator[None]:
+    """Python warns from 3.12 on that a copy of a process with threads may hang; whether it does was tried."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        yield
+
+
+# ---- in the copy -----------------------------------------------------------------------------------------------------
+
+
+def _begin_copy(threads: int) -> None:
+    """Drop what a copy must not keep of the launcher: its run, its threads, and a life beyond its own."""
+    die_with_launcher()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)
+    if (state := sys.modules.get("zero_plugin.loop.state")) is not None:
+        state.forget_run()
+
+
+def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
+    """Run the function as a process of its own would: nothing of the launcher's continues, and its end is an end."""
+    _begin_copy(threads)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    os.environ["FORK_LAUNCHED"] = "1"
+    if cores:
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
+    atexit._clear()  # the launcher's, which multiprocessing would not call here either
+    attempt = Path(os.environ[ERROR_FILE]).parents[1]
+    try:
+        function(*args)
+        atexit._run_exitfuncs()  # ends the training with the other processes
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _leave_failure(end, os.environ["RANK"], attempt)
+            raise
+        atexit._run_exitfuncs()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
+    except Exception as error:
+        _leave_failure(error, os.environ["RANK"], attempt)
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:
+    """Write down for the launcher what happened, with this process's traceback, unless another failed before."""
+    own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = traceback.format_exception(type(error), error, own_frames)
+    if (memory := sys.modules.get("zero_plugin.loop.out_of_memory")) is not None:
+        lines += [f"{line}\n" for line in memory.describe_end(error)]
+    put_first(folder / _FAILURE, f"process {rank} failed first; all are stopped.\n\n{''.join(lines).rstrip()}")
+
+
+def _describe(failures: Any, folder: Path) -> str:
+    """What happened, with the traceback of the process that failed first."""
+    rank, failure = next(iter(failures.items()))
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.partition("_")[2]))
+    if failure.exitcode < 0 or not attempts or not (file := attempts[-1] / _FAILURE).exists():
+        return describe_failure(FirstFailure(rank, failure.exitcode))
+    return file.read_text()

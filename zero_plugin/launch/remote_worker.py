@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.launch import worker
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, network_variables
+from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
 from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, has_gpu_driver
+from zero_plugin.machine.network import network_variables
 from zero_plugin.machine.process_place import find_place
 
 # Variables that a run depends on, by how their names start. All else of the environment stays on this machine.
@@ -117,7 +118,7 @@ def _machine_variables(processes: int, *, on_gpus: bool) -> Mapping[str, str]:
     is_only_machine = processes == int(os.environ.get("WORLD_SIZE", "1"))
     if is_only_machine:
         return variables
-    return variables | network_variables(os.environ.get("MASTER_ADDR", ""), on_cpu=not on_gpus)
+    return variables | network_variables(os.environ.get("MASTER_ADDR", ""), nccl=on_gpus)
 
 
 def _bind(processes: int, *, on_gpus: bool) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from zero_plugin.distributed.process_end import end_process
+from zero_plugin.distributed.process_end import end_process, run_in_threads
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import LOOPBACK, Rendezvous
 from zero_plugin.machine.network import (
@@ -45,6 +45,7 @@ from zero_plugin.machine.network import (
     is_own_address,
     listening_socket,
     own_address,
+    try_to_connect,
 )
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ _EXPOSED: Final = (
     "rdzv_backend: c10d: the rendezvous at %s listens on every network of its machine, and who can reach it can have "
     "the launchers run code. Let in the machines of the run alone."
 )
-_CONTACT_LIMIT_S: Final = 60.0  # torch's own for one answer of the store
 _CONTACT_LOOK_S: Final = 2.0
 _STOPS_WITHIN_S: Final = 10.0
 # A machine that refuses is there: its launcher has ended, which torchrun notices, or need not.
@@ -231,10 +231,7 @@ def _try_store(rendezvous: Rendezvous) -> None:
         except RuntimeError as error:
             refused.append(error)
 
-    asking = threading.Thread(target=ask, name="zero_plugin question", daemon=True)
-    asking.start()
-    asking.join(limit_s)
-    if asking.is_alive() or refused:
+    if not run_in_threads(limit_s, ask) or refused:
         why = str(refused[0]) if refused else f"no answer within {limit_s:.0f} s"
         raise LaunchError(
             f"what listens at {rendezvous.endpoint} is no rendezvous of torchrun's ({why}).\n"
@@ -244,17 +241,8 @@ def _try_store(rendezvous: Rendezvous) -> None:
 
 def _why_no_answer(host: str, port: int) -> str:
     """Why machine 0 cannot be reached; "" if it answers."""
-    error = _try_to_connect(host, port, _CONNECT_S)
+    error = try_to_connect(host, port, _CONNECT_S)
     return f"machine 0 does not answer ({error.strerror or error})" if error is not None else ""
-
-
-def _try_to_connect(host: str, port: int, limit_s: float) -> OSError | None:
-    """Why nothing that listens there can be reached, None if it can."""
-    try:
-        socket.create_connection((host, port), timeout=limit_s).close()
-    except OSError as error:
-        return error
-    return None
 
 
 def _show(store: Any, rank: int, machines: int, me: str) -> None:
@@ -329,7 +317,7 @@ class Contact:
     def __init__(self, rendezvous: Rendezvous, machines: int, least: int | None = None) -> None:
         self.lost = ""
         self._host, self._port = host_of(rendezvous.endpoint), rendezvous.endpoint.rpartition(":")[2]
-        self._limit_s = float(rendezvous.options.get("read_timeout", _CONTACT_LIMIT_S))
+        self._limit_s = float(rendezvous.options.get("read_timeout", _ANSWERS_WITHIN_S))
         self._watched = machines > 1 and self._port.isdigit() and not is_own_address(self._host)
         self._ended = threading.Event()
         self._fix = ""
@@ -356,7 +344,7 @@ class Contact:
         heard = time.monotonic()
         met = False
         while not self._ended.wait(_CONTACT_LOOK_S):
-            error = _try_to_connect(self._host, int(self._port), _CONTACT_LOOK_S)
+            error = try_to_connect(self._host, int(self._port), _CONTACT_LOOK_S)
             why = str(error.strerror or error) if error is not None else ""
             if error is None or error.errno in _THERE:
                 heard, met = time.monotonic(), True

@@ -17,7 +17,7 @@ from typing import Any, Final
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_cpu_memory
+from zero_plugin.machine.hardware import MemoryWatch, core_ranges, largest_processes, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -71,21 +71,6 @@ _LESS_CPU_MEMORY: Final = (
 )
 
 
-@dataclass(slots=True)
-class Failure:
-    """A worker that has failed, with the names of torchrun's own record, which is read too.
-
-    Attributes:
-        exitcode: of the process; negative: the signal that ended it.
-        timestamp: when it was detected, in seconds, an integer.
-        pid: its process id.
-    """
-
-    exitcode: int
-    timestamp: int
-    pid: int
-
-
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
     """The failure that caused the others.
@@ -109,7 +94,7 @@ def find_first_failure(
     """Which failure on this machine caused the others.
 
     Args:
-        failures: by rank, of this machine, each a `Failure` or torchrun's record of one.
+        failures: by rank, torchrun's record of each failed worker of this machine (`ProcessFailure`).
         folder: where torchrun kept the error files; the first rank to fail in Python left its mark there.
         idle: what ranks did that others may have waited for.
     """
@@ -200,14 +185,8 @@ def _signal(number: int) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks in ascending order as a person writes them: `Rank 1`, `Ranks 0, 2-5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    """Ranks as a person writes them: `Rank 1`, `Ranks 0, 2-5`."""
+    shown = core_ranges(ranks).replace(",", ", ")  # ranges of any numbers
     return f"Rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 

@@ -15,11 +15,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from zero_plugin.config.document import Document, from_environment
 from zero_plugin.config.launch_settings import (
@@ -94,7 +93,7 @@ def choose_tpu(document: Document, machine: Machine) -> Document:
     if settings.distributed_type is not None:
         return document
     found = Entry("XLA", Origin("rule", "this machine", machine.tpu))
-    return replace(document, launch=document.launch.replace({("distributed_type",): found}))
+    return document.lay({("distributed_type",): found})
 
 
 def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
@@ -107,7 +106,7 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
     Raises:
         ConfigError: everything about the launch that cannot run here, at once.
     """
-    document, settings, environ = request.document, request.settings, request.environ
+    settings = request.settings
     problems = [
         *find_program_problems(request.program),
         *_function_problems(request),
@@ -119,7 +118,7 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
     function = "" if request.program.kind == "function" else settings.main_training_function
     return LaunchSpec(
         request.program,
-        document,
+        request.document,
         settings,
         local_processes=1,
         local_processes_reason="torch_xla starts what runs on the devices",
@@ -127,7 +126,7 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
         rendezvous=Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:0", uuid.uuid4().hex),
         environment={
             **_environment(request, machine),
-            **foreign_variables(document, settings, resolved, environ, on_cpu=False),
+            **foreign_variables(request, resolved, on_cpu=False),
         },
         replicas=Replicas(function, _count(request)),
     )
@@ -274,7 +273,7 @@ def leave_torchrun(count: str) -> None:
         os.environ["WORLD_SIZE"] = count
 
 
-def end_training() -> None:
+def _end_training() -> None:
     """End every `Accelerator` and the process group of this replica, together with the others; a thread has no exit."""
     state = sys.modules.get("zero_plugin.loop.state")
     if state is not None and state.PartialState._shared_state:
@@ -302,35 +301,39 @@ def _pass_stops_on() -> list[int]:
 
 
 def _run_replica(rank: int, function: str, name: str, is_module: bool, *, note: Any) -> None:  # noqa: ARG001
-    """One device's part.
-
-    Where it fails, its process ends at once: others wait for it in a collective, and torch_xla for them in their order.
-    """
+    """One device's part."""
     _begun.append(rank)
     apart = parent_process() is not None
     if apart:
         die_with_launcher()
+    run_to_end(
+        lambda: _find_function(function, name, is_module)(), lambda error: report_end(error, str(rank)), at_once=apart
+    )
+
+
+def run_to_end(call: Callable[[], object], report: Callable[[BaseException], int], *, at_once: bool = True) -> None:
+    """Call a function, then end the training of this replica together with the others.
+
+    Args:
+        call: the function.
+        report: is told of the error where either fails; with which exit code this process then ends.
+        at_once: whether it ends so: others wait for it in a collective, and torch_xla for them in their order. False
+            raises the error.
+    """
     try:
-        _find_function(function, name, is_module)()
-        end_training()
-    except SystemExit as end:
-        if end.code in (None, 0):
-            end_training()
-        elif apart:
-            _leave(end, rank)
-        else:
-            raise
+        try:
+            call()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        _end_training()
     except BaseException as error:
-        if apart:
-            _leave(error, rank)
-        raise
-
-
-def _leave(error: BaseException, rank: int) -> NoReturn:
-    code = report_end(error, str(rank))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        if not at_once:
+            raise
+        code = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _find_function(function: str, name: str, is_module: bool) -> Callable[[], Any]:

@@ -50,7 +50,7 @@ _OF_A_LOST_PEER = (
 )
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-_INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPTED = 130  # 128 + SIGINT
 _NOT_WRITTEN = 120  # with which Python ends where its standard output cannot be written
 _LONGEST_LINE = 240
 _STARTERS = (__file__, str(Path(__file__).with_name("tpu.py")))  # whose frames are none of the user's
@@ -109,22 +109,19 @@ class DeepSpeedImports:
 def report_end(error: BaseException, rank: str) -> int:
     """Tell why a worker, or a replica in one, that ends with `error` does; its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        return _INTERRUPTED  # the launcher says what happened
+        return INTERRUPTED  # the launcher says what happened
     if not isinstance(error, SystemExit):
         return _report_exception(error, rank)
     if error.code is None:
         return 0
-    code = _status(int(error.code)) if isinstance(error.code, int) else 1  # True is an int too
-    if not isinstance(error.code, int):
+    if isinstance(error.code, int):  # others see its lowest byte, and 255 of a number that C cannot hold
+        code = error.code & 0xFF if -(2**63) <= error.code < 2**63 else 0xFF
+    else:
+        code = 1
         _write_error(error.code)
     if code:
         _claim_first_failure(code, rank)
     return code
-
-
-def _status(code: int) -> int:
-    """What others see of a code that a process exits with: its lowest byte, and 255 of a number that C cannot hold."""
-    return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
 
 
 def read_first_failure() -> int | None:
@@ -279,7 +276,7 @@ def _report_exception(error: BaseException, rank: str) -> int:
     if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__, digest):
         trace = _without_starters(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    elif not _is_as_the_first(digest):
+    elif (file := _mark()) is None or file.read_text().split()[-1] != digest:  # else the launcher's report names it
         _write_error(f"rank {rank} failed later: {' '.join(text.split())[:_LONGEST_LINE]}")
     return code
 
@@ -303,12 +300,6 @@ def _without_starters(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and (_file(trace).startswith("<frozen ") or Path(_file(trace)).stem == "runpy"):
         trace = trace.tb_next
     return trace
-
-
-def _is_as_the_first(digest: str) -> bool:
-    """Whether the rank that failed first has printed the same error; the launcher's report then names this one."""
-    file = _mark()
-    return file is not None and file.read_text().split()[-1] == digest
 
 
 def _file(trace: TracebackType) -> str:

@@ -40,6 +40,18 @@ def interface_towards(host: str) -> str | None:
     return None if address is None else _interface_of(address)
 
 
+def network_variables(host: str, *, nccl: bool) -> dict[str, str]:
+    """The variables that make gloo, and NCCL too, use the network interface by which `host` is reached, if it is known.
+
+    By default gloo uses the interface of this machine's host name, which on many systems other machines cannot reach.
+    """
+    interface = interface_towards(host)
+    if interface is None:
+        return {}
+    # without the "=", NCCL would take the name as a prefix
+    return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if nccl else {})}
+
+
 def host_of(endpoint: str) -> str:
     """The host of `host:port`, `[address]:port` or `host`."""
     host, colon, port = endpoint.rpartition(":")
@@ -99,6 +111,15 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def try_to_connect(host: str, port: int, seconds: float) -> OSError | None:
+    """Why nothing that listens there can be reached, None if it can."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def is_loopback(host: str) -> bool:

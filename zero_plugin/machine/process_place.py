@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -77,6 +79,21 @@ def own_gpu(local_rank: int, visible: int, environ: Mapping[str, str]) -> int | 
         return int(named[1]) if int(named[1]) < visible else None
     narrowed = any(environ.get(name) for name in _NARROWS)
     return local_rank % visible if narrowed else local_rank if local_rank < visible else None
+
+
+@contextmanager
+def variables_while(values: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
+    """Environment variables set inside; afterwards these and `others` are as before."""
+    before = {name: os.environ.get(name) for name in (*values, *others)}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _is_left_over(environ: Mapping[str, str]) -> bool:
