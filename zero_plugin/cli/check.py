@@ -237,7 +237,7 @@ def _is_skipped(folder: Path) -> bool:
 def check(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE", help="Files, folders, or - for standard input.", show_default=False),
+        typer.Argument(metavar="FILE", help="Files, folders, or - for standard input."),
     ] = None,
     output: Annotated[
         Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")

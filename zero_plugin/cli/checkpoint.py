@@ -239,8 +239,8 @@ def _print_differences(folder: Path, damages: list[str]) -> bool:
     return False
 
 
-_DIR = typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.", show_default=False)
-_OUT = typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.", show_default=False)
+_DIR = typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.")
+_OUT = typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.")
 _OVERWRITE = typer.Option("--overwrite", help="Replace OUT, if it is a checkpoint or a model.")
 _SHARD = typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")
 _TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
@@ -282,7 +282,7 @@ def export(
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     model: Annotated[
         int | None,
-        typer.Option("--model", help="Index of the model, from 0, if there are several.", show_default=False),
+        typer.Option("--model", help="Index of the model, from 0, if there are several."),
     ] = None,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     trust_pickle: Annotated[bool, _TRUST] = False,
@@ -319,9 +319,7 @@ def export(
 
 
 def import_(
-    source_folder: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A DeepSpeed checkpoint or a model folder.", show_default=False)
-    ],
+    source_folder: Annotated[Path, typer.Argument(metavar="SRC", help="A DeepSpeed checkpoint or a model folder.")],
     out: Annotated[Path, _OUT],
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,

@@ -328,19 +328,16 @@ def config(
         typer.Argument(
             metavar="default|update",
             help="As in Accelerate: default means --default, update means --update.",
-            show_default=False,
         ),
     ] = None,
     config_file: Annotated[
         str | None,
-        typer.Option("--config_file", help="File to write, in place of the default file.", show_default=False),
+        typer.Option("--config_file", help="File to write, in place of the default file."),
     ] = None,
-    default: Annotated[
-        bool, typer.Option("--default", help="Write what suits this machine, without asking.", show_default=False)
-    ] = False,
+    default: Annotated[bool, typer.Option("--default", help="Write what suits this machine, without asking.")] = False,
     update: Annotated[
         str | None,
-        typer.Option("--update", metavar="FILE", help="Rewrite FILE in today's keys.", show_default=False),
+        typer.Option("--update", metavar="FILE", help="Rewrite FILE in today's keys."),
     ] = None,
 ) -> None:
     """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.

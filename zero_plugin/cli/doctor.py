@@ -51,7 +51,6 @@ def doctor(
             "--config_file",
             "--config",
             help="YAML launch config or DeepSpeed JSON; default: launch's.",
-            show_default=False,
         ),
     ] = None,
     build: Annotated[

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import LENGTH_ALONE, typed_flags, typed_options, with_launch_flags, with_options
+from zero_plugin.cli.launch_flags import (
+    LENGTH,
+    LENGTH_ALONE,
+    options_of,
+    typed_flags,
+    typed_options,
+    with_launch_flags,
+    with_options,
+)
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
@@ -94,47 +102,36 @@ class Explained:
         return f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
 
 
-def _fact(flag: str, text: str, least: float | None = None) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="What a run would tell", min=least, show_default=False)
-
-
+_fact = options_of("What a run would tell")
 _FILE: Final = "Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's."
-_LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
+_FORMAT: Final = "A table, JSON, or the JSON that DeepSpeed would get."
+_ALL: Final = "Show also the keys that have DeepSpeed's defaults."
+_MODEL: Final = "Folder of a transformers model: config.json, headers of *.safetensors."
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of `zero-plugin explain` besides the launch flags."""
 
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE, show_default=False)] = None
-    diff: Annotated[
-        str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
-    ] = None
-    output: Annotated[
-        Literal["table", "json", "deepspeed"],
-        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would get."),
-    ] = "table"
-    everything: Annotated[bool, typer.Option("--all", help="Show also the keys that have DeepSpeed's defaults.")] = (
-        False
-    )
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE)] = None
+    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only what OTHER resolves differently.")] = None
+    output: Annotated[Literal["table", "json", "deepspeed"], typer.Option("--format", help=_FORMAT)] = "table"
+    everything: Annotated[bool, typer.Option("--all", help=_ALL)] = False
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.")
     ] = None
-    world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
+    world_size: Annotated[int | None, _fact("Processes; default: num_processes, else 1.", min=1)] = None
     accelerator: Annotated[
-        Literal["cpu", "cuda"] | None, _fact("--accelerator", "Device of the workers; default: that of this machine.")
+        Literal["cpu", "cuda"] | None, _fact("Device of the workers; default: that of this machine.")
     ] = None
-    micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
-    lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
-    weight_decay: Annotated[float | None, _fact("--weight_decay", "The optimizer's weight decay.", 0)] = None
-    steps: Annotated[int | None, _fact("--steps", "DummyScheduler's total_num_steps.", 1)] = None
-    warmup_steps: Annotated[int | None, _fact("--warmup_steps", "DummyScheduler's warmup_num_steps.", 0)] = None
-    hidden_size: Annotated[int | None, _fact("--hidden_size", "The model's hidden size.", 1)] = None
-    model: Annotated[
-        str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
-    ] = None
-    sequence_length: Annotated[int | None, _fact("--sequence_length", _LENGTH, 1)] = None
+    micro_batch: Annotated[int | None, _fact("The training DataLoader's batch size.", min=1)] = None
+    lr: Annotated[float | None, _fact("The optimizer's learning rate.", min=0)] = None
+    weight_decay: Annotated[float | None, _fact("The optimizer's weight decay.", min=0)] = None
+    steps: Annotated[int | None, _fact("DummyScheduler's total_num_steps.", min=1)] = None
+    warmup_steps: Annotated[int | None, _fact("DummyScheduler's warmup_num_steps.", min=0)] = None
+    hidden_size: Annotated[int | None, _fact("The model's hidden size.", min=1)] = None
+    model: Annotated[str | None, _fact(_MODEL)] = None
+    sequence_length: Annotated[int | None, _fact(LENGTH, min=1)] = None
 
     @property
     def facts(self) -> Facts:

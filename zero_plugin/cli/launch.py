@@ -35,9 +35,9 @@ _DEMO = Path(__file__).parents[1] / "demo"
 @with_launch_flags()
 def launch(
     ctx: typer.Context,
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.", show_default=False)],
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.")
     ] = None,
     **_: Any,
 ) -> None:
@@ -85,7 +85,7 @@ def demo(
     ctx: typer.Context,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.", show_default=False),
+        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script."),
     ] = None,
     **_: Any,
 ) -> None:

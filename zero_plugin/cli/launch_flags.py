@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
@@ -87,6 +88,7 @@ METAVARS: Final[Mapping[str, str]] = {
 }
 _OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
+LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
 LENGTH_ALONE: Final = "it has an effect only with --model. Add --model FOLDER."
 
 
@@ -113,7 +115,6 @@ def launch_flags() -> Mapping[str, Any]:
                 *spellings,
                 help=described,
                 rich_help_panel=panel,
-                show_default=False,
                 metavar=None if is_switch else METAVARS.get(name) or _metavar(keys.get(name, {})),
             )
             flags[name] = Annotated[bool | None if is_switch else str | None, option]
@@ -134,7 +135,7 @@ def _print_help_with_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 _HELP_ALL: Final = typer.Option(
-    "--help-all", help="Show all flags, by topic.", is_eager=True, callback=_print_help_with_all, show_default=False
+    "--help-all", help="Show all flags, by topic.", is_eager=True, callback=_print_help_with_all
 )
 
 
@@ -148,14 +149,29 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     return lambda command: _with_keywords(command, {**flags, "help_all": (Annotated[bool, _HELP_ALL], False)})
 
 
+def options_of(panel: str) -> Callable[..., Any]:
+    """What makes options of one panel of the help: of a text, of flags, and of other arguments of `typer.Option`."""
+
+    def option(help: str, *flags: str, **more: Any) -> Any:  # noqa: A002 - typer's word
+        return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+    return option
+
+
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command that takes keywords the options that a dataclass describes; see `typed_options`.
 
     Args:
-        record: the dataclass; each field is annotated with its option, and has a default.
+        record: the dataclass; each field is annotated with its option, and has a default. An option without a flag has
+            the field's name.
     """
     hints = get_type_hints(record, include_extras=True)
-    options = {field.name: (hints[field.name], field.default) for field in fields(record)}
+    options = {}
+    for field in fields(record):
+        described = hints[field.name].__metadata__[0]
+        if isinstance(described, OptionInfo) and described.default is ...:
+            described.param_decls = (f"--{field.name}",)
+        options[field.name] = (hints[field.name], field.default)
     return lambda command: _with_keywords(command, options)
 
 

@@ -136,7 +136,6 @@ def selftest(
         typer.Option(
             "--folder",
             help="Folder for the checkpoint; all machines must share it. Default: temporary, on one machine only.",
-            show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
