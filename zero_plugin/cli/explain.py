@@ -50,31 +50,24 @@ from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_source import probe_model_folder
 
 _FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
+_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("mixed_precision", "fp16", "bf16", "torch_autocast", "data_types"), "precision"),
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "batch"),
-    "gradient_clipping": "batch",
+    **dict.fromkeys((*_BATCH, "gradient_clipping"), "batch"),
     "scheduler_counts": "scheduler",
 }
 _STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
 
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
-_OPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "--micro_batch"
-    ),
+_OPTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(_BATCH, "--micro_batch"),
     **dict.fromkeys(("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"), "--lr"),
     "optimizer.params.weight_decay": "--weight_decay",
     "scheduler.params.total_num_steps": "--steps",
     "scheduler.params.warmup_num_steps": "--warmup_steps",
-    **dict.fromkeys(
-        (
-            "zero_optimization.reduce_bucket_size",
-            "zero_optimization.stage3_prefetch_bucket_size",
-            "zero_optimization.stage3_param_persistence_threshold",
-        ),
-        "--hidden_size or --model",
-    ),
+    "zero_optimization.reduce_bucket_size": "--hidden_size or --model",
+    "zero_optimization.stage3_prefetch_bucket_size": "--hidden_size or --model",
+    "zero_optimization.stage3_param_persistence_threshold": "--hidden_size or --model",
     **dict.fromkeys(("zero_optimization.sub_group_size", "zero_optimization.offload_param.buffer_size"), "--model"),
     **dict.fromkeys(map(dotted, PLACEMENT), "--model with --gpu_memory"),
 }
