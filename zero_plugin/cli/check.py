@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from zero_plugin.cli.output import print_json
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
@@ -100,18 +101,14 @@ def print_excerpts(findings: Findings) -> None:
     console.print(printable(findings.summary), style=_STYLES[worst] if worst else "bold green", markup=False)
 
 
-def as_json(findings: Findings) -> str:
+def as_json(findings: Findings) -> dict[str, Any]:
     """One object: the files, every problem with its parts, and the counts."""
-    return json.dumps(
-        {
-            "files": findings.files,
-            "skipped": findings.skipped,
-            "problems": [_parts(problem) for problem in findings.problems],
-            "summary": {f"{severity}s": findings.count(severity) for severity in _SEVERITIES},
-        },
-        indent=2,
-        ensure_ascii=False,
-    )
+    return {
+        "files": findings.files,
+        "skipped": findings.skipped,
+        "problems": [_parts(problem) for problem in findings.problems],
+        "summary": {f"{severity}s": findings.count(severity) for severity in _SEVERITIES},
+    }
 
 
 def as_github(findings: Findings) -> str:
@@ -128,16 +125,8 @@ def _skipped(findings: Findings) -> Iterator[str]:
 
 def _parts(problem: Problem) -> dict[str, Any]:
     file, line, column = problem.place
-    return {
-        "severity": problem.severity,
-        "file": file,
-        "line": line,
-        "column": column,
-        "key": problem.key,
-        "value": problem.value,
-        "message": problem.message,
-        "fix": problem.fix,
-    }
+    place = {"severity": problem.severity, "file": file, "line": line, "column": column}
+    return place | {name: getattr(problem, name) for name in ("key", "value", "message", "fix")}
 
 
 def _annotation(problem: Problem) -> str:
@@ -198,8 +187,10 @@ def config_files(folder: Path) -> tuple[list[Path], list[Path]]:
     Hidden folders, virtual environments and other people's code are not looked into, links are not followed.
     """
     known: tuple[list[Path], list[Path]] = [], []
-    for path in _files_below(folder):
-        known[0 if looks_like_config(path) else 1].append(path)
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
+        for path in (Path(root, name) for name in sorted(names) if name.lower().endswith(_SUFFIXES)):
+            known[0 if looks_like_config(path) else 1].append(path)
     return known
 
 
@@ -222,12 +213,6 @@ def _nearest(key: str, words: Collection[str]) -> str:
     if key in words:
         return key
     return next(iter(difflib.get_close_matches(key, words, n=1, cutoff=_NEAR)), "")
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
-        yield from (Path(root, name) for name in sorted(names) if name.lower().endswith(_SUFFIXES))
 
 
 def _is_skipped(folder: Path) -> bool:
@@ -262,10 +247,12 @@ def check(
     findings = check_files(files)
     if quiet and output == "text" and not findings.problems:
         return
-    if output == "text" and sys.stdout.isatty():
+    if output == "json":
+        print_json(as_json(findings))
+    elif output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:
-        print(printable({"text": as_text, "json": as_json, "github": as_github}[output](findings)))
+        print(printable(as_text(findings) if output == "text" else as_github(findings)))
     if findings.count("error"):
         raise typer.Exit(2)
     if strict and findings.count("warning"):

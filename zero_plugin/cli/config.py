@@ -57,16 +57,11 @@ _COMPILER_MODES: Final = {
 }
 _LAUNCHERS: Final = {
     "standard": "standard: you start the same command on every machine, with its own number",
-    **{
-        name: f"{name}: {how}"
-        for name, how in {
-            "pdsh": "DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
-            "openmpi": "the same by mpirun",
-            "slurm": "the same by srun",
-            "nossh": "a hostfile, and you start the same command on every machine, with its own number",
-            **dict.fromkeys(UNTESTED_LAUNCHERS, "DeepSpeed's launcher, not tested here"),
-        }.items()
-    },
+    "pdsh": "pdsh: DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
+    "openmpi": "openmpi: the same by mpirun",
+    "slurm": "slurm: the same by srun",
+    "nossh": "nossh: a hostfile, and you start the same command on every machine, with its own number",
+    **{name: f"{name}: DeepSpeed's launcher, not tested here" for name in UNTESTED_LAUNCHERS},
 }
 
 
@@ -239,18 +234,16 @@ def _ask_precision(prompts: Prompts, device: str, document: Document, default: s
 
 
 def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    folder = prompts.read("Folder for a log of each worker, or none:", _text, "none")
-    if folder != "none":
-        answers["log_dir"] = folder
-    threads = prompts.read("Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto")
-    if threads != "auto":
-        answers["num_cpu_threads_per_process"] = threads
-    restarts = prompts.read("How often do all workers start again after a crash?", _whole(0), "0")
-    if restarts:
-        answers["max_restarts"] = restarts
-    if prompts.confirm("Show the launcher's own log?", default=False):
-        answers["debug"] = True
+    rare = {
+        "log_dir": prompts.read("Folder for a log of each worker, or none:", _text, "none"),
+        "num_cpu_threads_per_process": prompts.read(
+            "Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto"
+        ),
+        "max_restarts": prompts.read("How often do all workers start again after a crash?", _whole(0), "0"),
+        "debug": prompts.confirm("Show the launcher's own log?", default=False),
+    }
+    absent = {"log_dir": "none", "num_cpu_threads_per_process": "auto", "max_restarts": 0, "debug": False}
+    answers: dict[str, Any] = {key: value for key, value in rare.items() if value != absent[key]}
     if device == "tpu":  # torch_xla compiles by itself
         return answers
     compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
@@ -332,7 +325,7 @@ def config(
     ] = None,
     config_file: Annotated[
         str | None,
-        typer.Option("--config_file", help="File to write, in place of the default file."),
+        typer.Option("--config_file", metavar="PATH", help="File to write, in place of the default file."),
     ] = None,
     default: Annotated[bool, typer.Option("--default", help="Write what suits this machine, without asking.")] = False,
     update: Annotated[

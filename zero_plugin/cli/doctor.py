@@ -50,6 +50,7 @@ def doctor(
         typer.Option(
             "--config_file",
             "--config",
+            metavar="PATH",
             help="YAML launch config or DeepSpeed JSON; default: launch's.",
         ),
     ] = None,

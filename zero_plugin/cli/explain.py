@@ -13,7 +13,6 @@ import typer
 
 from zero_plugin.cli.launch_flags import (
     LENGTH,
-    LENGTH_ALONE,
     options_of,
     typed_flags,
     typed_options,
@@ -123,7 +122,7 @@ class Options:
     steps: Annotated[int | None, _fact("DummyScheduler's total_num_steps.", min=1)] = None
     warmup_steps: Annotated[int | None, _fact("DummyScheduler's warmup_num_steps.", min=0)] = None
     hidden_size: Annotated[int | None, _fact("The model's hidden size.", min=1)] = None
-    model: Annotated[str | None, _fact(_MODEL)] = None
+    model: Annotated[str | None, _fact(_MODEL, metavar="PATH")] = None
     sequence_length: Annotated[int | None, _fact(LENGTH, min=1)] = None
 
     @property
@@ -159,7 +158,8 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
     if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
     if options.sequence_length is not None and options.model is None:
-        raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
+        message = "it has an effect only with --model. Add --model FOLDER."
+        raise typer.BadParameter(message, param_hint="--sequence_length")
     facts, flags = options.facts, typed_flags(ctx)
     ours = _explain_file(options.file, flags, options, facts)
     if options.diff is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.doctor_software import installed_cuda
-from zero_plugin.cli.launch_flags import LENGTH_ALONE, launch_flags, typed_flags, with_launch_flags
+from zero_plugin.cli.launch_flags import launch_flags, typed_flags, with_launch_flags
 from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
@@ -59,8 +59,6 @@ def launch(
         length = require_count("--sequence_length", flags.get("sequence_length"), "2048")
         document, of_plan = plan_launch(document, flags["model"], length, machine.gpus)
         notes += of_plan
-    elif "sequence_length" in flags:
-        raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
 
 

@@ -62,18 +62,17 @@ _SWITCHES: Final[Mapping[str, str]] = {
 }
 RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
 WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
-# What stands for a value in the help of any command, where its type does not tell.
-METAVARS: Final[Mapping[str, str]] = {
+# What stands for a value in the help, where the key's type does not tell.
+_METAVARS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
-    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "nvme_path", "folder"), "PATH"),
-    **dict.fromkeys(("gpu_memory", "host_memory", "nvme", "network"), "SIZE"),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "PATH"),
+    **dict.fromkeys(("gpu_memory", "host_memory", "network"), "SIZE"),
     **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
     "sequence_length": "INT",
 }
 _OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
 LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
-LENGTH_ALONE: Final = "it has an effect only with --model. Add --model FOLDER."
 
 
 @functools.cache
@@ -94,7 +93,7 @@ def launch_flags() -> Mapping[str, Any]:
             if is_switch:
                 described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
                 described = described[0].upper() + described[1:]
-            metavar = None if is_switch else METAVARS.get(name) or _metavar(keys.get(name, {}))
+            metavar = None if is_switch else _METAVARS.get(name) or _metavar(keys.get(name, {}))
             short = [_SHORT[name]] if name in _SHORT else []
             option = options_of(panel)(described, f"--{name}", *short, metavar=metavar)
             flags[name] = Annotated[bool | None if is_switch else str | None, option]

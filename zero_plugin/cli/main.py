@@ -64,13 +64,12 @@ class _Command(TyperCommand):
             from zero_plugin.cli.launch_flags import refuse_flag
 
             flag = getattr(error, "option_name", "")  # only the error of an unknown flag has it
-            refused = refuse_flag(flag)
-            if refused is None and flag and self.name == "demo":
+            if (refused := refuse_flag(flag)) is not None:
+                raise ConfigError([refused]) from None
+            if flag and self.name == "demo":
                 fix = f"If the training script has it, write it after --: zero-plugin demo -- {flag}."
-                refused = Problem(flag, "", "is no flag of demo", fix)
-            if refused is None:
-                raise
-            raise ConfigError([refused]) from None
+                raise ConfigError([Problem(flag, "", "is no flag of demo", fix)]) from None
+            raise
 
 
 class _LazyCommands(TyperGroup):
@@ -138,12 +137,8 @@ def _metavar(option: Any, ctx: Any) -> str | None:
     """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
     if option.is_flag:
         return ""
-    if not hasattr(option, "display_type"):
-        return None  # an older typer has such words itself
-    from zero_plugin.cli.launch_flags import METAVARS
-
-    word = _METAVARS.get(option.display_type(ctx))
-    return METAVARS.get(option.name, word) if word == "TEXT" else word
+    # An older typer has such words itself.
+    return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
 
 
 def _group(name: str, completion: bool = False, **more: Any) -> typer.Typer:

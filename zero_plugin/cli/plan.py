@@ -378,12 +378,14 @@ class Options:
     sequence_length: Annotated[_Count, _model(LENGTH, min=1)] = None
     trace: Annotated[bool, _model(_TRACE, "--trace/--no_trace")] = True
     gpu: Annotated[_Text, _machines("A known GPU, e.g. A100-80GB; default: this machine's.")] = None
-    gpu_memory: Annotated[_Text, _machines("Memory of each GPU, e.g. 24GiB.")] = None
-    host_memory: Annotated[_Text, _machines("CPU memory of each machine, e.g. 64GiB.")] = None
-    nvme: Annotated[_Text, _machines("Free NVMe space of each machine, e.g. 2TB.")] = None
+    gpu_memory: Annotated[_Text, _machines("Memory of each GPU, e.g. 24GiB.", metavar="SIZE")] = None
+    host_memory: Annotated[_Text, _machines("CPU memory of each machine, e.g. 64GiB.", metavar="SIZE")] = None
+    nvme: Annotated[_Text, _machines("Free NVMe space of each machine, e.g. 2TB.", metavar="SIZE")] = None
     gpus: Annotated[_Count, _machines("GPUs of each machine.", min=1)] = None
     nodes: Annotated[_Count, _machines("Number of machines.", min=1)] = None
-    network: Annotated[_Text, _machines("Bandwidth of each machine's network, e.g. 400Gb; default: 200Gb.")] = None
+    network: Annotated[
+        _Text, _machines("Bandwidth of each machine's network, e.g. 400Gb; default: 200Gb.", metavar="SIZE")
+    ] = None
     precision: Annotated[Literal["no", "fp16", "bf16"], _training("Dtype of the computation.", "--mixed_precision")] = (
         "bf16"
     )
@@ -415,7 +417,7 @@ class Options:
     what_if: Annotated[bool, _output(_WHAT_IF)] = False
     picture: Annotated[Path | None, _output("Draw the memory of every strategy: FILE.png, .svg or .pdf.")] = None
     output: Annotated[Path | None, _output("Write the chosen strategy as a config: FILE.yaml or FILE.json.")] = None
-    nvme_path: Annotated[_Text, _output("Folder for NVMe offload, for --output.")] = None
+    nvme_path: Annotated[_Text, _output("Folder for NVMe offload, for --output.", metavar="PATH")] = None
     quiet: Annotated[bool, _output("Print nothing but warnings and errors if a strategy fits.", "--quiet", "-q")] = (
         False
     )

@@ -118,6 +118,7 @@ def selftest(
         str | None,
         typer.Option(
             "--folder",
+            metavar="PATH",
             help="Folder for the checkpoint; all machines must share it. Default: temporary, on one machine only.",
         ),
     ] = None,
