@@ -136,13 +136,11 @@ def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
     if device == "tpu":
         return {"distributed_type": "XLA"}
     on_cpu = {"use_cpu": True} if device == "cpu" else {}
-    ddp = {"cpu": "MULTI_CPU", "gpu": "MULTI_GPU"}[device]
-    zero = "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"
-    plain = (
-        {"NO": "one process with the complete model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
-    )
-    kinds = {**plain, "DEEPSPEED": zero}
-    default = "NO" if processes == 1 else "DEEPSPEED"
+    zero = {"DEEPSPEED": "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"}
+    if processes == 1:
+        default, kinds = "NO", {"NO": "one process with the complete model"} | zero
+    else:
+        default, kinds = "DEEPSPEED", {f"MULTI_{device.upper()}": "DDP: every process holds all of it"} | zero
     return {"distributed_type": prompts.choose("How does it train?", kinds, default), **on_cpu}
 
 
