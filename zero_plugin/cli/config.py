@@ -106,29 +106,26 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
 
 
 def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    each, most = 1, math.inf
+    ids = "all"
     if device == "gpu":
         ids = prompts.read("Which GPUs of each machine: all, or numbers such as 0,1?", _gpu_ids, "all")
-        if ids != "all":
-            answers["gpu_ids"] = ids
-            most = machines * len(ids.split(","))
-        each = max(1, gpus) if ids == "all" else len(ids.split(","))
+    chosen = 0 if ids == "all" else len(ids.split(","))
 
     def parse(line: str) -> int:
         number = _whole(machines)(line)
         if number % machines:
             raise ValueError(f"Type a multiple of {machines}, the number of machines.")
-        if number > most:
-            raise ValueError(f"Type at most {most}: each process has a GPU of its own.")
+        if chosen and number > machines * chosen:
+            raise ValueError(f"Type at most {machines * chosen}: each process has a GPU of its own.")
         return number
 
     over = f", on all {machines} machines together" if machines > 1 else ""
     if device == "tpu":
         count = prompts.read(f"How many devices{over}? (auto: all that there are)", _or_auto(parse), "auto")
         return {} if count == "auto" else {"num_processes": count}
-    answers["num_processes"] = prompts.read(f"How many processes{over}?", parse, str(each * machines))
-    return answers
+    each = chosen or (max(1, gpus) if device == "gpu" else 1)
+    count = prompts.read(f"How many processes{over}?", parse, str(each * machines))
+    return {"gpu_ids": ids, "num_processes": count} if chosen else {"num_processes": count}
 
 
 def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:

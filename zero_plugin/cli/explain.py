@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -234,15 +235,13 @@ def _with_other_machine(document: Document, facts: Facts, options: Options, erro
 
 
 def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | None:
-    if folder is None:
-        return None if hidden_size is None else ModelFacts(hidden_size, "--hidden_size")
-    found = probe_model_folder(folder, "--model")
-    if hidden_size is None and found.hidden_size is None and not found.parameters:
+    found = None if folder is None else probe_model_folder(folder, "--model")
+    if hidden_size is not None:
+        return replace(found or ModelFacts(), hidden_size=hidden_size, hidden_size_reason="--hidden_size")
+    if found is not None and found.hidden_size is None and not found.parameters:
         message = f"{folder} tells no size: its config.json states no width, and there are no weights"
         raise ConfigError([Problem("--model", "", message, "Give --hidden_size too.")])
-    if hidden_size is None:
-        return found
-    return ModelFacts(hidden_size, "--hidden_size", found.largest_parameter, found.parameters)
+    return found
 
 
 def _as_json(explained: Explained) -> dict[str, Any]:
@@ -358,9 +357,8 @@ def _origin(row: Row) -> str:
 
 def _place(where: str) -> str:
     """`folder/ds.json:12:5` as `ds.json:12`; the headline has the complete path, and a row has one place."""
-    file, _, place = where.partition(":")
-    line, _, column = place.partition(":")
-    return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where
+    found = re.fullmatch(r"([^:]*):(\d+):\d+", where)
+    return f"{Path(found[1]).name}:{found[2]}" if found else where
 
 
 def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:

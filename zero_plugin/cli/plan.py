@@ -429,19 +429,20 @@ class Options:
         Raises:
             ConfigError: `--params` is no count.
         """
-        names = ("hidden_size", "layers", "vocabulary", "heads", "kv_heads", "intermediate")
-        sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
         parameters = require_count("--params", self.params, "7B, 350M or 1500000000")
-        return ModelSource(self.model, trace=self.trace, parameters=parameters, **sizes)
+        return ModelSource(parameters=parameters, **self._named_as_in(ModelSource))
 
     @property
     def wanted(self) -> Wanted:
         """What is fixed: the options that have the name of a field there, where they are not `auto`, and the stage."""
-        named = {field.name for field in fields(Wanted)} & {field.name for field in fields(self)}
-        fixed: dict[str, Any] = {name: getattr(self, name) for name in named if getattr(self, name) != "auto"}
+        fixed = {name: value for name, value in self._named_as_in(Wanted).items() if value != "auto"}
         typed = self.zero_stage
         stage: Any = None if typed == "auto" else int(typed) if typed.isdecimal() else typed
         return Wanted(stage=stage, ddp=self.output is None or self.output.suffix != ".json", **fixed)
+
+    def _named_as_in(self, record: type[Any]) -> dict[str, Any]:
+        own = {field.name for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(record) if field.name in own}
 
     def find_cluster(self) -> Cluster:
         """The machines that the options describe; this machine, if they name no GPU and it has one.
