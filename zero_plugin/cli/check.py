@@ -227,10 +227,10 @@ def check(
     output: Annotated[
         Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")
     ] = "text",
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if there are warnings.")] = False,
     print_schema: Annotated[
         bool,
-        typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
+        typer.Option(help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing as text if there is no problem.")] = False,
 ) -> None:

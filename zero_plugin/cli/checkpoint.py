@@ -168,18 +168,14 @@ def _verify(folder: Path) -> bool:
 
 _Dir = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.")]
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.")]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT, if it is a checkpoint or a model.")]
-_Shard = Annotated[
-    str, typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")
-]
-_Trust = Annotated[
-    bool, typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
-]
+_Overwrite = Annotated[bool, typer.Option(help="Replace OUT, if it is a checkpoint or a model.")]
+_Shard = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")]
+_Trust = Annotated[bool, typer.Option(help="Build any class that DeepSpeed's files name, which may run any code.")]
 
 
 def inspect(
     folder: _Dir,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a checkpoint holds: step, size, parameters, and the run that wrote it.
@@ -246,16 +242,16 @@ def export(
     out: _Out,
     to: Annotated[
         Literal["hf", "single", "deepspeed_universal"],
-        typer.Option("--to", help="A model folder, one .safetensors file, or DeepSpeed's format."),
+        typer.Option(help="A model folder, one .safetensors file, or DeepSpeed's format."),
     ],
     dtype: Annotated[
         Literal["keep", "fp32", "bf16", "fp16"],
-        typer.Option("--dtype", help="Dtype of the weights; fp32: the fp32 master weights."),
+        typer.Option(help="Dtype of the weights; fp32: the fp32 master weights."),
     ] = "keep",
     max_shard_size: _Shard = "10GB",
     model: Annotated[
         int | None,
-        typer.Option("--model", help="Index of the model, from 0, if there are several."),
+        typer.Option(help="Index of the model, from 0, if there are several."),
     ] = None,
     overwrite: _Overwrite = False,
     trust_pickle: _Trust = False,

@@ -320,12 +320,12 @@ def config(
     ] = None,
     config_file: Annotated[
         str | None,
-        typer.Option("--config_file", metavar="PATH", help="File to write, in place of the default file."),
+        typer.Option(metavar="PATH", help="File to write, in place of the default file."),
     ] = None,
-    default: Annotated[bool, typer.Option("--default", help="Write what suits this machine, without asking.")] = False,
+    default: Annotated[bool, typer.Option(help="Write what suits this machine, without asking.")] = False,
     update: Annotated[
         str | None,
-        typer.Option("--update", metavar="FILE", help="Rewrite FILE in today's keys."),
+        typer.Option(metavar="FILE", help="Rewrite FILE in today's keys."),
     ] = None,
 ) -> None:
     """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.

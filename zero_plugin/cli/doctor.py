@@ -55,7 +55,7 @@ def doctor(
         ),
     ] = None,
     build: Annotated[
-        bool, typer.Option("--build", help="Build the C++ ops that the config needs; each takes up to a minute or two.")
+        bool, typer.Option(help="Build the C++ ops that the config needs; each takes up to a minute or two.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -14,7 +14,6 @@ from dataclasses import fields
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
-from typer.models import OptionInfo
 
 from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
@@ -141,16 +140,10 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
     """Give a command that takes keywords the options that a dataclass describes; see `typed_options`.
 
     Args:
-        record: the dataclass; each field is annotated with its option, and has a default. An option without a flag has
-            the field's name.
+        record: the dataclass; each field is annotated with its option, and has a default.
     """
     hints = get_type_hints(record, include_extras=True)
-    options = {}
-    for field in fields(record):
-        described = hints[field.name].__metadata__[0]
-        if isinstance(described, OptionInfo) and described.default is ...:
-            described.param_decls = (f"--{field.name}",)
-        options[field.name] = (hints[field.name], field.default)
+    options = {field.name: (hints[field.name], field.default) for field in fields(record)}
     return lambda command: _with_keywords(command, options)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
 
 import zero_plugin
 from zero_plugin.distributed.messages import show_messages
@@ -100,7 +102,13 @@ class _LazyCommands(TyperGroup):
         return _command(cmd_name, getattr(import_module(module), function)) if target else None
 
 
-def _command(name: str, function: Callable[..., None]) -> Any:
+def _command(name: str, function: Any) -> Any:
+    """The command of a function; an option for which no flag is written has its parameter's name, with underscores."""
+    function.__signature__ = signature = inspect.signature(function, eval_str=True)
+    for parameter in signature.parameters.values():
+        described = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        if isinstance(described, OptionInfo) and described.default is ...:
+            described.param_decls = (f"--{parameter.name}",)
     app = typer.Typer(add_completion=False)
     settings = {
         "allow_interspersed_args": name != "launch",  # what follows the script is the script's

@@ -117,7 +117,6 @@ def selftest(
     folder: Annotated[
         str | None,
         typer.Option(
-            "--folder",
             metavar="PATH",
             help="Folder for the checkpoint; all machines must share it. Default: temporary, on one machine only.",
         ),
