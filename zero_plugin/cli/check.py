@@ -221,16 +221,14 @@ def _is_skipped(folder: Path) -> bool:
 
 def check(
     files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Files, folders, or - for standard input."),
+        list[str] | None, typer.Argument(metavar="FILE", help="Files, folders, or - for standard input.")
     ] = None,
     output: Annotated[
         Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")
     ] = "text",
     strict: Annotated[bool, typer.Option(help="Exit with 1 if there are warnings.")] = False,
     print_schema: Annotated[
-        bool,
-        typer.Option(help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
+        bool, typer.Option(help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing as text if there is no problem.")] = False,
 ) -> None:

@@ -249,10 +249,7 @@ def export(
         typer.Option(help="Dtype of the weights; fp32: the fp32 master weights."),
     ] = "keep",
     max_shard_size: _Shard = "10GB",
-    model: Annotated[
-        int | None,
-        typer.Option(help="Index of the model, from 0, if there are several."),
-    ] = None,
+    model: Annotated[int | None, typer.Option(help="Index of the model, from 0, if there are several.")] = None,
     overwrite: _Overwrite = False,
     trust_pickle: _Trust = False,
 ) -> None:

@@ -314,19 +314,14 @@ def config(
     action: Annotated[
         Literal["default", "update"] | None,
         typer.Argument(
-            metavar="default|update",
-            help="As in Accelerate: default means --default, update means --update.",
+            metavar="default|update", help="As in Accelerate: default means --default, update means --update."
         ),
     ] = None,
     config_file: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="File to write, in place of the default file."),
+        str | None, typer.Option(metavar="PATH", help="File to write, in place of the default file.")
     ] = None,
     default: Annotated[bool, typer.Option(help="Write what suits this machine, without asking.")] = False,
-    update: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Rewrite FILE in today's keys."),
-    ] = None,
+    update: Annotated[str | None, typer.Option(metavar="FILE", help="Rewrite FILE in today's keys.")] = None,
 ) -> None:
     """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.
 

@@ -48,10 +48,7 @@ def doctor(
     config_file: Annotated[
         str | None,
         typer.Option(
-            "--config_file",
-            "--config",
-            metavar="PATH",
-            help="YAML launch config or DeepSpeed JSON; default: launch's.",
+            "--config_file", "--config", metavar="PATH", help="YAML launch config or DeepSpeed JSON; default: launch's."
         ),
     ] = None,
     build: Annotated[

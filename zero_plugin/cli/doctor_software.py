@@ -17,13 +17,7 @@ from packaging.requirements import Requirement
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.installed import TESTED, is_newer
 from zero_plugin.distributed.messages import working
-from zero_plugin.machine.op_builds import (
-    INSTALL_COMPILER,
-    INSTALL_LIBAIO,
-    INSTALL_NINJA,
-    find_libaio,
-    missing_builds,
-)
+from zero_plugin.machine.op_builds import INSTALL_COMPILER, INSTALL_LIBAIO, INSTALL_NINJA, find_libaio, missing_builds
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200

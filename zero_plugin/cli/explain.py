@@ -12,14 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import (
-    LENGTH,
-    options_of,
-    typed_flags,
-    typed_options,
-    with_launch_flags,
-    with_options,
-)
+from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings

@@ -82,8 +82,7 @@ def _flags_after(script: Path, arguments: Sequence[str]) -> Iterator[str]:
 def demo(
     ctx: typer.Context,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script."),
+        list[str] | None, typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.")
     ] = None,
     **_: Any,
 ) -> None:
