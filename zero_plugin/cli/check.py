@@ -287,8 +287,8 @@ def check_files(names: list[str]) -> Findings:
         found += [problem for config in new for problem in _problems(str(config))]
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))
-    order = {file: n for n, file in reversed(list(enumerate(problem.place[0] for problem in problems)))}
-    problems.sort(key=lambda problem: (order[problem.place[0]], problem.place[1:]))
+    reported = list(dict.fromkeys(problem.place[0] for problem in problems))
+    problems.sort(key=lambda problem: (reported.index(problem.place[0]), problem.place[1:]))
     return Findings(tuple(dict.fromkeys(files)), tuple(dict.fromkeys(skipped)), tuple(problems), contents)
 
 
