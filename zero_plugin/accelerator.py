@@ -533,10 +533,7 @@ class Accelerator:
         return prepared
 
     def prepare_data_loader(
-        self,
-        data_loader: Any,
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: SliceFunction | None = None,
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: SliceFunction | None = None
     ) -> DataLoaderAdapter:
         """`prepare` for one DataLoader: a loader that yields this process's part of the data.
 

@@ -1,7 +1,5 @@
 """Models that no device holds, by Accelerate's name for the module."""
 
-from __future__ import annotations
-
 from zero_plugin.big_models.dispatch import cpu_offload as cpu_offload
 from zero_plugin.big_models.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from zero_plugin.big_models.dispatch import disk_offload as disk_offload

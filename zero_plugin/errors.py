@@ -141,8 +141,6 @@ class DamagedError(CheckpointError):
 
 # ---- how one of them ends a program ----------------------------------------------------------------------------------
 
-_OWN: Final = str(Path(__file__).parent)
-
 
 def end_at_user_line(before: Callable[..., Any]) -> Callable[..., Any]:
     """An excepthook that shows an error of this package up to the user's own line, which it is about.
@@ -172,15 +170,12 @@ def _without_own_end(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    users = [number for number, frame in enumerate(frames) if not _is_own(frame)]
+    own = (str(Path(__file__).parent), contextlib.__file__)
+    users = [n for n, frame in enumerate(frames) if not frame.tb_frame.f_code.co_filename.startswith(own)]
     shown: TracebackType | None = None
     for frame in reversed(frames[: users[-1] + 1] if users else frames):
         shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shown
-
-
-def _is_own(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith((_OWN, contextlib.__file__))
 
 
 sys.excepthook = end_at_user_line(sys.excepthook)

@@ -1,7 +1,5 @@
 """Hooks around a module's forward, by Accelerate's name for the module."""
 
-from __future__ import annotations
-
 from zero_plugin.big_models.dispatch import CpuOffload as CpuOffload
 from zero_plugin.big_models.dispatch import UserCpuOffloadHook as UserCpuOffloadHook
 from zero_plugin.big_models.dispatch import attach_align_device_hook as attach_align_device_hook

@@ -1,7 +1,5 @@
 """The states that scripts read, under Accelerate's name for their module."""
 
-from __future__ import annotations
-
 from zero_plugin.config.choices import DistributedType as DistributedType
 from zero_plugin.data.active import GradientState as GradientState
 from zero_plugin.loop.state import AcceleratorState as AcceleratorState

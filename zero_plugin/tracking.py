@@ -1,7 +1,5 @@
 """The trackers under Accelerate's name for their module."""
 
-from __future__ import annotations
-
 from zero_plugin.trackers.trackers import GeneralTracker as GeneralTracker
 from zero_plugin.trackers.trackers import JsonlTracker as JsonlTracker
 from zero_plugin.trackers.trackers import MLflowTracker as MLflowTracker

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zero_plugin import Accelerator
 from zero_plugin.cli import selftest_worker
-from zero_plugin.cli.selftest import CheckError, LeftOut, Outcome
+from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome
 from zero_plugin.cli.selftest_worker import Run, check_all_reduce, check_barrier, check_data_loader
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
@@ -109,7 +109,7 @@ def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: py
     selftest_worker.check_optimizer_step(run)
     gathered(monkeypatch, Outcome("optimizer step", "wrong", "out of memory"))
     outcome = selftest_worker._run("optimizer step", lambda run: "as in one process", run)
-    assert (outcome.status, outcome.said) == ("wrong", "on rank 1: out of memory")
+    assert (outcome.level, outcome.found) == ("wrong", "on rank 1: out of memory")
     with pytest.raises(LeftOut, match="optimizer step, which failed"):
         selftest_worker.check_checkpoint(run)
 
@@ -118,10 +118,24 @@ def test_a_check_is_ok_if_it_is_on_every_rank(run: Run, monkeypatch: pytest.Monk
     """Otherwise the line says why it was left out on another."""
     gathered(monkeypatch, Outcome("NVMe", "left out", "nothing is offloaded"))
     outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
-    assert (outcome.status, outcome.said) == ("left out", "nothing is offloaded")
+    assert (outcome.level, outcome.found) == ("left out", "nothing is offloaded")
     gathered(monkeypatch, Outcome("NVMe", "ok", "also"))
     outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
-    assert (outcome.status, outcome.said) == ("ok", "writes and reads")
+    assert (outcome.level, outcome.found) == ("ok", "writes and reads")
+
+
+def test_only_what_is_wrong_has_a_way_out(run: Run) -> None:
+    """The check's own, where the error does not say what to do."""
+
+    def fail(_: Run) -> str:
+        raise CheckError("another value")
+
+    def leave_out(_: Run) -> str:
+        raise LeftOut("nothing is offloaded")
+
+    assert selftest_worker._run("NVMe", fail, run).fix == STEPS["NVMe"]
+    assert selftest_worker._run("NVMe", leave_out, run).fix == ""
+    assert selftest_worker._run("NVMe", lambda run: "writes and reads", run).fix == ""
 
 
 def test_ranks_that_fail_differently(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +143,4 @@ def test_ranks_that_fail_differently(run: Run, monkeypatch: pytest.MonkeyPatch) 
     said = ["disk full", "no such folder", "disk full", "no such folder"]
     gathered(monkeypatch, *(Outcome("NVMe", "wrong", each) for each in said))
     outcome = selftest_worker._run("NVMe", lambda run: "writes and reads", run)
-    assert outcome.said == "on rank 1, 3: disk full; rank 2, 4 failed with other messages"
+    assert outcome.found == "on rank 1, 3: disk full; rank 2, 4 failed with other messages"

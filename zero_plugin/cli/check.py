@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from zero_plugin.cli.output import print_json
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
@@ -100,18 +101,14 @@ def print_excerpts(findings: Findings) -> None:
     console.print(printable(findings.summary), style=_STYLES[worst] if worst else "bold green", markup=False)
 
 
-def as_json(findings: Findings) -> str:
+def as_json(findings: Findings) -> dict[str, Any]:
     """One object: the files, every problem with its parts, and the counts."""
-    return json.dumps(
-        {
-            "files": findings.files,
-            "skipped": findings.skipped,
-            "problems": [_parts(problem) for problem in findings.problems],
-            "summary": {f"{severity}s": findings.count(severity) for severity in _SEVERITIES},
-        },
-        indent=2,
-        ensure_ascii=False,
-    )
+    return {
+        "files": findings.files,
+        "skipped": findings.skipped,
+        "problems": [_parts(problem) for problem in findings.problems],
+        "summary": {f"{severity}s": findings.count(severity) for severity in _SEVERITIES},
+    }
 
 
 def as_github(findings: Findings) -> str:
@@ -128,16 +125,8 @@ def _skipped(findings: Findings) -> Iterator[str]:
 
 def _parts(problem: Problem) -> dict[str, Any]:
     file, line, column = problem.place
-    return {
-        "severity": problem.severity,
-        "file": file,
-        "line": line,
-        "column": column,
-        "key": problem.key,
-        "value": problem.value,
-        "message": problem.message,
-        "fix": problem.fix,
-    }
+    place = {"severity": problem.severity, "file": file, "line": line, "column": column}
+    return place | {name: getattr(problem, name) for name in ("key", "value", "message", "fix")}
 
 
 def _annotation(problem: Problem) -> str:
@@ -198,8 +187,10 @@ def config_files(folder: Path) -> tuple[list[Path], list[Path]]:
     Hidden folders, virtual environments and other people's code are not looked into, links are not followed.
     """
     known: tuple[list[Path], list[Path]] = [], []
-    for path in _files_below(folder):
-        known[0 if looks_like_config(path) else 1].append(path)
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
+        for path in (Path(root, name) for name in sorted(names) if name.lower().endswith(_SUFFIXES)):
+            known[0 if looks_like_config(path) else 1].append(path)
     return known
 
 
@@ -224,28 +215,20 @@ def _nearest(key: str, words: Collection[str]) -> str:
     return next(iter(difflib.get_close_matches(key, words, n=1, cutoff=_NEAR)), "")
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
-        yield from (Path(root, name) for name in sorted(names) if name.lower().endswith(_SUFFIXES))
-
-
 def _is_skipped(folder: Path) -> bool:
     return folder.name.startswith(".") or folder.name in _OTHERS_CODE or (folder / "pyvenv.cfg").exists()
 
 
 def check(
     files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Files, folders, or - for standard input.", show_default=False),
+        list[str] | None, typer.Argument(metavar="FILE", help="Files, folders, or - for standard input.")
     ] = None,
     output: Annotated[
         Literal["text", "json", "github"], typer.Option("--format", help="How to print the problems.")
     ] = "text",
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if there are warnings.")] = False,
     print_schema: Annotated[
-        bool,
-        typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
+        bool, typer.Option(help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing as text if there is no problem.")] = False,
 ) -> None:
@@ -262,10 +245,12 @@ def check(
     findings = check_files(files)
     if quiet and output == "text" and not findings.problems:
         return
-    if output == "text" and sys.stdout.isatty():
+    if output == "json":
+        print_json(as_json(findings))
+    elif output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:
-        print(printable({"text": as_text, "json": as_json, "github": as_github}[output](findings)))
+        print(printable(as_text(findings) if output == "text" else as_github(findings)))
     if findings.count("error"):
         raise typer.Exit(2)
     if strict and findings.count("warning"):
@@ -302,8 +287,8 @@ def check_files(names: list[str]) -> Findings:
         found += [problem for config in new for problem in _problems(str(config))]
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))
-    order = {file: n for n, file in reversed(list(enumerate(problem.place[0] for problem in problems)))}
-    problems.sort(key=lambda problem: (order[problem.place[0]], problem.place[1:]))
+    reported = list(dict.fromkeys(problem.place[0] for problem in problems))
+    problems.sort(key=lambda problem: (reported.index(problem.place[0]), problem.place[1:]))
     return Findings(tuple(dict.fromkeys(files)), tuple(dict.fromkeys(skipped)), tuple(problems), contents)
 
 

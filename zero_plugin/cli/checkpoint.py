@@ -37,46 +37,8 @@ _WHAT_TO_DO: Final[Mapping[Kind, str]] = {
 }
 
 
-def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
-    """Print what a folder holds.
-
-    Args:
-        folder: is there.
-        tensors: list each of them.
-        as_json: one JSON document in place of tables.
-
-    Raises:
-        CheckpointError: it holds nothing that is known, or a damaged checkpoint.
-    """
-    kind = recognise(folder)
-    listed: list[dict[str, Any]] = []
-    content: dict[str, Any]
-    if kind == "checkpoint":
-        summary = summarise(folder)
-        if not summary.models and summary.damage:
-            raise CheckpointError(summary.damage)
-        content, show = _encode(summary), partial(_show_checkpoint, summary)
-        listed = _listed_tensors(folder) if tensors else []
-    elif kind == "several":
-        summaries = [summarise(path) for path in several_checkpoints(folder)]
-        content = {"checkpoints": [_encode(summary) for summary in summaries]}
-        show = partial(_show_several, folder, summaries)
-    elif kind is not None:
-        content, listed = _describe_other(folder, kind, tensors=tensors)
-        show = partial(_show_other, folder, kind, dict(content))
-    else:
-        legal = "\n".join(f"  {what}" for what in KINDS.values())
-        raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
-    if as_json:
-        content |= {"tensors": listed} if tensors and kind != "several" else {}
-        print_json({"folder": str(folder), "kind": kind, **content})
-    else:
-        show()
-        _show_tensors(listed)
-
-
-def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a folder that is no checkpoint of this package holds, and, where they are to be listed, its tensors."""
+def _describe_other(folder: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a folder that is no checkpoint of this package holds, and its tensors, where no pickle has them."""
     facts: dict[str, Any] = {"is": KINDS[kind]}
     if kind == "deepspeed":
         facts |= _deepspeed_facts(find_deepspeed(folder) or folder)
@@ -90,12 +52,12 @@ def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[st
         "types": sorted({place.type_name for place in model.places.values()}),
         "tied": len(model.tied),
     }
-    return facts, [_listed("weight", name, place) for name, place in model.places.items()] if tensors else []
+    return facts, [_listed("weight", name, place) for name, place in model.places.items()]
 
 
 def _show_other(folder: Path, kind: Kind, facts: Mapping[str, Any]) -> None:
     print_line(f"{folder}: {facts['is']}")
-    for name, value in list(facts.items())[1:]:
+    for name, value in list(facts.items())[1:]:  # after what it is
         shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
         print_line(f"  {name:<10} {shown}")
     if kind in _WHAT_TO_DO:
@@ -117,14 +79,6 @@ def _deepspeed_facts(folder: Path) -> dict[str, Any]:
 
 def _encode(summary: Summary) -> dict[str, Any]:
     return {**asdict(summary), "folder": str(summary.folder)}
-
-
-def _listed_tensors(folder: Path) -> list[dict[str, Any]]:
-    return [
-        _listed(kind, name, place)
-        for model in read_manifest(folder).models
-        for (kind, name), place in model.places.items()
-    ]
 
 
 def _listed(kind: str, name: str, place: Any) -> dict[str, Any]:
@@ -171,12 +125,6 @@ def _show_several(folder: Path, summaries: Sequence[Summary]) -> None:
     _print_table(str(folder), ("checkpoint", "step", "size", "at", "written by"), rows)
 
 
-def _show_tensors(listed: Iterable[Mapping[str, Any]]) -> None:
-    rows = [[t["kind"], t["name"], "×".join(map(str, t["shape"])) or "scalar", t["type"], t["file"]] for t in listed]
-    if rows:
-        _print_table("", ("kind", "name", "shape", "type", "file"), rows)
-
-
 def _written_by(topology: Mapping[str, Any]) -> str:
     phrases = {
         "imported_from": "imported from {}",
@@ -195,60 +143,39 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     print_rows(rows, head, to_the_right=("size", "tensors", "step"))
 
 
-def verify_all(folder: Path) -> bool:
-    """Read a checkpoint, or each of several, and say what differs; whether all are complete.
-
-    Raises:
-        CheckpointError: there is no checkpoint of this package.
-    """
-    kind = recognise(folder)
-    if kind not in ("checkpoint", "several"):
-        what = "holds no checkpoint" if kind is None else f"is {KINDS[kind]}, which has no checksums"
-        raise CheckpointError(f"{folder} {what}.\nName a checkpoint of save_state, or a folder of several.")
-    found = {path: _verify(path) for path in ([folder] if kind == "checkpoint" else several_checkpoints(folder))}
-    if all(found.values()):
-        return True
-    if kind == "several":
-        good = [path for path, is_complete in found.items() if is_complete]
-    else:
-        good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
-    print_line(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
-    return False
-
-
 def _verify(folder: Path) -> bool:
+    """Read a checkpoint, and say what differs; whether it is complete."""
+    damages: list[str] = []
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return _print_differences(folder, [str(error)])
-    wrong = find_wrong_files(folder, manifest)
-    total = sum(size for path, (size, _) in manifest.files.items() if path not in wrong)
+        damages = [str(error)]
+    else:
+        wrong = find_wrong_files(folder, manifest)
+        total = sum(size for path, (size, _) in manifest.files.items() if path not in wrong)
 
-    from zero_plugin.checkpoint.load import find_differences
+        from zero_plugin.checkpoint.load import find_differences
 
-    with working(f"reading {folder.name}", total) as work:
-        differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, work.advance, skipped=wrong)]
-    if wrong or differing:
-        return _print_differences(folder, [*wrong.values(), *differing])
-    print_line(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
-    return True
-
-
-def _print_differences(folder: Path, damages: list[str]) -> bool:
-    print_line("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
-    return False
+        with working(f"reading {folder.name}", total) as work:
+            differing = find_differences(folder, manifest, work.advance, skipped=wrong)
+            damages = [*wrong.values(), *(f"{folder}/{line}" for line in differing)]
+    if damages:
+        print_line("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
+    else:
+        print_line(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
+    return not damages
 
 
-_DIR = typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.", show_default=False)
-_OUT = typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.", show_default=False)
-_OVERWRITE = typer.Option("--overwrite", help="Replace OUT, if it is a checkpoint or a model.")
-_SHARD = typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")
-_TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
+_Dir = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.")]
+_Overwrite = Annotated[bool, typer.Option(help="Replace OUT, if it is a checkpoint or a model.")]
+_Shard = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")]
+_Trust = Annotated[bool, typer.Option(help="Build any class that DeepSpeed's files name, which may run any code.")]
 
 
 def inspect(
-    folder: Annotated[Path, _DIR],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    folder: _Dir,
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a checkpoint holds: step, size, parameters, and the run that wrote it.
@@ -256,36 +183,75 @@ def inspect(
     A folder of several checkpoints is printed with a line for each. Hugging Face folders and DeepSpeed checkpoints are
     described too. No tensor is read.
     """
-    report(_existing(folder), tensors=tensors, as_json=as_json)
+    folder = _existing(folder)
+    kind = recognise(folder)
+    listed: list[dict[str, Any]] = []
+    content: dict[str, Any]
+    if kind == "checkpoint":
+        summary = summarise(folder)
+        if not summary.models and summary.damage:
+            raise CheckpointError(summary.damage)
+        content, show = _encode(summary), partial(_show_checkpoint, summary)
+        models = read_manifest(folder).models if tensors else ()
+        listed = [_listed(what, name, place) for model in models for (what, name), place in model.places.items()]
+    elif kind == "several":
+        summaries = [summarise(path) for path in several_checkpoints(folder)]
+        content = {"checkpoints": [_encode(summary) for summary in summaries]}
+        show = partial(_show_several, folder, summaries)
+    elif kind is not None:
+        content, listed = _describe_other(folder, kind)
+        show = partial(_show_other, folder, kind, dict(content))
+    else:
+        legal = "\n".join(f"  {what}" for what in KINDS.values())
+        raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
+    if as_json:
+        content |= {"tensors": listed} if tensors and kind != "several" else {}
+        print_json({"folder": str(folder), "kind": kind, **content})
+        return
+    show()
+    if tensors and listed:
+        rows = [
+            [t["kind"], t["name"], "×".join(map(str, t["shape"])) or "scalar", t["type"], t["file"]] for t in listed
+        ]
+        _print_table("", ("kind", "name", "shape", "type", "file"), rows)
 
 
-def verify(folder: Annotated[Path, _DIR]) -> None:
+def verify(folder: _Dir) -> None:
     """Read a checkpoint, compare it with its checksums, and name each tensor and file that differs.
 
     Exit code: 1 if it is damaged, 0 if not. In a folder of several checkpoints all are read.
     """
-    if not verify_all(_existing(folder)):
-        raise typer.Exit(1)
+    folder = _existing(folder)
+    kind = recognise(folder)
+    if kind not in ("checkpoint", "several"):
+        what = "holds no checkpoint" if kind is None else f"is {KINDS[kind]}, which has no checksums"
+        raise CheckpointError(f"{folder} {what}.\nName a checkpoint of save_state, or a folder of several.")
+    found = {path: _verify(path) for path in ([folder] if kind == "checkpoint" else several_checkpoints(folder))}
+    if all(found.values()):
+        return
+    if kind == "several":
+        good = [path for path, is_complete in found.items() if is_complete]
+    else:
+        good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
+    print_line(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
+    raise typer.Exit(1)
 
 
 def export(
-    folder: Annotated[Path, _DIR],
-    out: Annotated[Path, _OUT],
+    folder: _Dir,
+    out: _Out,
     to: Annotated[
         Literal["hf", "single", "deepspeed_universal"],
-        typer.Option("--to", help="A model folder, one .safetensors file, or DeepSpeed's format."),
+        typer.Option(help="A model folder, one .safetensors file, or DeepSpeed's format."),
     ],
     dtype: Annotated[
         Literal["keep", "fp32", "bf16", "fp16"],
-        typer.Option("--dtype", help="Dtype of the weights; fp32: the fp32 master weights."),
+        typer.Option(help="Dtype of the weights; fp32: the fp32 master weights."),
     ] = "keep",
-    max_shard_size: Annotated[str, _SHARD] = "10GB",
-    model: Annotated[
-        int | None,
-        typer.Option("--model", help="Index of the model, from 0, if there are several.", show_default=False),
-    ] = None,
-    overwrite: Annotated[bool, _OVERWRITE] = False,
-    trust_pickle: Annotated[bool, _TRUST] = False,
+    max_shard_size: _Shard = "10GB",
+    model: Annotated[int | None, typer.Option(help="Index of the model, from 0, if there are several.")] = None,
+    overwrite: _Overwrite = False,
+    trust_pickle: _Trust = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder or one file, or all of it as DeepSpeed's universal format.
 
@@ -304,28 +270,25 @@ def export(
 
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
     wanted = None if dtype == "keep" else parse_dtype(dtype)
-    options: dict[str, Any] = {"overwrite": overwrite}
-    with working(
-        f"writing {target.name}", source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")
-    ) as work:
+    size = source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")
+    with working(f"writing {target.name}", size) as work:
+        how: Any = {"overwrite": overwrite, "progress": work.advance}
         if to == "hf":
             limit = require_bytes("--max_shard_size", max_shard_size)
-            write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=work.advance, **options)
+            write_model(source, target, dtype=wanted, max_shard_bytes=limit, **how)
         elif to == "single":
-            write_single_file(source, target, dtype=wanted, progress=work.advance, **options)
+            write_single_file(source, target, dtype=wanted, **how)
         else:
-            write_universal(source, target, progress=work.advance, **options)
-    _tell(f"{source.folder} → {target}", source.notes)
+            write_universal(source, target, **how)
+    _print_conversion(source.folder, target, source.notes)
 
 
 def import_(
-    source_folder: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A DeepSpeed checkpoint or a model folder.", show_default=False)
-    ],
-    out: Annotated[Path, _OUT],
-    max_shard_size: Annotated[str, _SHARD] = "10GB",
-    overwrite: Annotated[bool, _OVERWRITE] = False,
-    trust_pickle: Annotated[bool, _TRUST] = False,
+    source_folder: Annotated[Path, typer.Argument(metavar="SRC", help="A DeepSpeed checkpoint or a model folder.")],
+    out: _Out,
+    max_shard_size: _Shard = "10GB",
+    overwrite: _Overwrite = False,
+    trust_pickle: _Trust = False,
 ) -> None:
     """Convert a DeepSpeed checkpoint or a Hugging Face folder to a checkpoint for load_state, on any topology.
 
@@ -344,7 +307,7 @@ def import_(
     limit = require_bytes("--max_shard_size", max_shard_size)
     with working(f"writing {target.name}", source.bytes_to_write(None, weights_only=False)) as work:
         write_checkpoint(source, target, max_shard_bytes=limit, overwrite=overwrite, progress=work.advance)
-    _tell(f"{source.folder} → {target}", source.notes)
+    _print_conversion(source.folder, target, source.notes)
 
 
 def _existing(folder: Path) -> Path:
@@ -355,7 +318,7 @@ def _existing(folder: Path) -> Path:
     return path
 
 
-def _tell(line: str, notes: list[str]) -> None:
-    print_line(line)
+def _print_conversion(source: Path, target: Path, notes: Iterable[str]) -> None:
+    print_line(f"{source} → {target}")
     for note in notes:
         print(printable(f"not converted: {note}"), file=sys.stderr)

@@ -57,16 +57,11 @@ _COMPILER_MODES: Final = {
 }
 _LAUNCHERS: Final = {
     "standard": "standard: you start the same command on every machine, with its own number",
-    **{
-        name: f"{name}: {how}"
-        for name, how in {
-            "pdsh": "DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
-            "openmpi": "the same by mpirun",
-            "slurm": "the same by srun",
-            "nossh": "a hostfile, and you start the same command on every machine, with its own number",
-            **dict.fromkeys(UNTESTED_LAUNCHERS, "DeepSpeed's launcher, not tested here"),
-        }.items()
-    },
+    "pdsh": "pdsh: DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
+    "openmpi": "openmpi: the same by mpirun",
+    "slurm": "slurm: the same by srun",
+    "nossh": "nossh: a hostfile, and you start the same command on every machine, with its own number",
+    **{name: f"{name}: DeepSpeed's launcher, not tested here" for name in UNTESTED_LAUNCHERS},
 }
 
 
@@ -111,29 +106,26 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
 
 
 def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    each, most = 1, math.inf
+    ids = "all"
     if device == "gpu":
         ids = prompts.read("Which GPUs of each machine: all, or numbers such as 0,1?", _gpu_ids, "all")
-        if ids != "all":
-            answers["gpu_ids"] = ids
-            most = machines * len(ids.split(","))
-        each = max(1, gpus) if ids == "all" else len(ids.split(","))
+    chosen = 0 if ids == "all" else len(ids.split(","))
 
     def parse(line: str) -> int:
         number = _whole(machines)(line)
         if number % machines:
             raise ValueError(f"Type a multiple of {machines}, the number of machines.")
-        if number > most:
-            raise ValueError(f"Type at most {most}: each process has a GPU of its own.")
+        if chosen and number > machines * chosen:
+            raise ValueError(f"Type at most {machines * chosen}: each process has a GPU of its own.")
         return number
 
     over = f", on all {machines} machines together" if machines > 1 else ""
     if device == "tpu":
         count = prompts.read(f"How many devices{over}? (auto: all that there are)", _or_auto(parse), "auto")
         return {} if count == "auto" else {"num_processes": count}
-    answers["num_processes"] = prompts.read(f"How many processes{over}?", parse, str(each * machines))
-    return answers
+    each = chosen or (max(1, gpus) if device == "gpu" else 1)
+    count = prompts.read(f"How many processes{over}?", parse, str(each * machines))
+    return {"gpu_ids": ids, "num_processes": count} if chosen else {"num_processes": count}
 
 
 def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
@@ -141,13 +133,11 @@ def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
     if device == "tpu":
         return {"distributed_type": "XLA"}
     on_cpu = {"use_cpu": True} if device == "cpu" else {}
-    ddp = {"cpu": "MULTI_CPU", "gpu": "MULTI_GPU"}[device]
-    zero = "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"
-    plain = (
-        {"NO": "one process with the complete model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
-    )
-    kinds = {**plain, "DEEPSPEED": zero}
-    default = "NO" if processes == 1 else "DEEPSPEED"
+    zero = {"DEEPSPEED": "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"}
+    if processes == 1:
+        default, kinds = "NO", {"NO": "one process with the complete model"} | zero
+    else:
+        default, kinds = "DEEPSPEED", {f"MULTI_{device.upper()}": "DDP: every process holds all of it"} | zero
     return {"distributed_type": prompts.choose("How does it train?", kinds, default), **on_cpu}
 
 
@@ -239,18 +229,16 @@ def _ask_precision(prompts: Prompts, device: str, document: Document, default: s
 
 
 def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    folder = prompts.read("Folder for a log of each worker, or none:", _text, "none")
-    if folder != "none":
-        answers["log_dir"] = folder
-    threads = prompts.read("Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto")
-    if threads != "auto":
-        answers["num_cpu_threads_per_process"] = threads
-    restarts = prompts.read("How often do all workers start again after a crash?", _whole(0), "0")
-    if restarts:
-        answers["max_restarts"] = restarts
-    if prompts.confirm("Show the launcher's own log?", default=False):
-        answers["debug"] = True
+    rare = {
+        "log_dir": prompts.read("Folder for a log of each worker, or none:", _text, "none"),
+        "num_cpu_threads_per_process": prompts.read(
+            "Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto"
+        ),
+        "max_restarts": prompts.read("How often do all workers start again after a crash?", _whole(0), "0"),
+        "debug": prompts.confirm("Show the launcher's own log?", default=False),
+    }
+    absent = {"log_dir": "none", "num_cpu_threads_per_process": "auto", "max_restarts": 0, "debug": False}
+    answers: dict[str, Any] = {key: value for key, value in rare.items() if value != absent[key]}
     if device == "tpu":  # torch_xla compiles by itself
         return answers
     compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
@@ -326,22 +314,14 @@ def config(
     action: Annotated[
         Literal["default", "update"] | None,
         typer.Argument(
-            metavar="default|update",
-            help="As in Accelerate: default means --default, update means --update.",
-            show_default=False,
+            metavar="default|update", help="As in Accelerate: default means --default, update means --update."
         ),
     ] = None,
     config_file: Annotated[
-        str | None,
-        typer.Option("--config_file", help="File to write, in place of the default file.", show_default=False),
+        str | None, typer.Option(metavar="PATH", help="File to write, in place of the default file.")
     ] = None,
-    default: Annotated[
-        bool, typer.Option("--default", help="Write what suits this machine, without asking.", show_default=False)
-    ] = False,
-    update: Annotated[
-        str | None,
-        typer.Option("--update", metavar="FILE", help="Rewrite FILE in today's keys.", show_default=False),
-    ] = None,
+    default: Annotated[bool, typer.Option(help="Write what suits this machine, without asking.")] = False,
+    update: Annotated[str | None, typer.Option(metavar="FILE", help="Rewrite FILE in today's keys.")] = None,
 ) -> None:
     """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.
 

@@ -48,14 +48,11 @@ def doctor(
     config_file: Annotated[
         str | None,
         typer.Option(
-            "--config_file",
-            "--config",
-            help="YAML launch config or DeepSpeed JSON; default: launch's.",
-            show_default=False,
+            "--config_file", "--config", metavar="PATH", help="YAML launch config or DeepSpeed JSON; default: launch's."
         ),
     ] = None,
     build: Annotated[
-        bool, typer.Option("--build", help="Build the C++ ops that the config needs; each takes up to a minute or two.")
+        bool, typer.Option(help="Build the C++ ops that the config needs; each takes up to a minute or two.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -86,7 +83,13 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     names = [gpu.name for gpu in _gpus()]
     tpu = find_tpu(environ)
     needs = doctor_machine.find_needs(document, settings, len(names))
-    yield from _software(needs)
+    try:
+        required = metadata.requires("zero-plugin") or []
+    except metadata.PackageNotFoundError:  # run from a folder that was not installed
+        required = []
+    yield doctor_software.check_python(sys.version_info[:2])
+    installed = {name: installed_version(name) for name in TESTED}
+    yield from doctor_software.check_packages(installed, required, deepspeed=needs.deepspeed)
     yield _launch(document, Machine(len(names), count_cores(), tpu), environ)
     cuda = doctor_software.installed_cuda()
     folder = build_folder(environ, cuda)
@@ -107,25 +110,14 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     yield doctor_machine.check_tpu(tpu, environ, requested=on_tpu)
     yield doctor_machine.check_host_memory(total_cpu_memory(), available_cpu_memory(), needs)
     yield doctor_machine.check_locked_memory(lockable_bytes(), needs)
-    there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
-    yield doctor_machine.check_shared_memory(there and there.total, there.free if there else 0, needs)
+    size, _, free = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else (None, 0, 0)
+    yield doctor_machine.check_shared_memory(size, free, needs)
     yield doctor_machine.check_nodes(read_nodes(), needs)
     for name in needs.nvme_folders:
         yield from doctor_machine.check_disk(name, look_at_disk(Path(name)))
     yield from doctor_machine.check_folders(environ)
     yield doctor_machine.check_hostname(socket.gethostname(), machines=settings.num_machines)
     yield doctor_machine.check_port(settings.main_process_port)
-
-
-def _software(needs: doctor_machine.Needs) -> Iterator[Finding]:
-    yield doctor_software.check_python(sys.version_info[:2])
-    try:
-        required = metadata.requires("zero-plugin") or []
-    except metadata.PackageNotFoundError:  # run from a folder that was not installed
-        required = []
-    yield from doctor_software.check_packages(
-        {name: installed_version(name) for name in TESTED}, required, deepspeed=needs.deepspeed
-    )
 
 
 def _launch(document: Document, machine: Machine, environ: Mapping[str, str]) -> Finding:
@@ -151,10 +143,9 @@ def _requested_gpus(settings: LaunchSettings) -> str:
 
 def env() -> None:
     """Print what a bug report needs: versions, devices and the config that `launch` uses by default."""
-    for name, value in _facts():
-        print_line(f"{name:<13} {value}")
     file = find_config_file(os.environ)
-    print_line(f"{'config':<13} {file or 'none'}")
+    for name, value in (*_facts(), ("config", file or "none")):
+        print_line(f"{name:<13} {value}")
     if file is not None and file.is_file():
         for line in file.read_text(errors="replace").splitlines():
             print_line(f"    {line}")

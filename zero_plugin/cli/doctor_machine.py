@@ -8,8 +8,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from zero_plugin.cli.output import Finding, Level
@@ -64,26 +63,21 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
     """
     on_gpu = bool(gpus) and not asks_for_cpu(settings) and not asks_for_tpu(settings)
     processes = max(1, (settings.num_processes or (gpus if on_gpu else 1)) // settings.num_machines)
+    needs = Needs(on_gpu=on_gpu, processes=processes, binds_cores=settings.enable_cpu_affinity)
     if not asks_for_deepspeed(document, settings):
-        return Needs(on_gpu=on_gpu, processes=processes, binds_cores=settings.enable_cpu_affinity)
+        return needs
     training = document.deepspeed
-    devices = offload_devices(training)
-    return Needs(
+    devices, kind = offload_devices(training), training.value("optimizer", "type")
+    # Without a section the loop brings its own optimizer: nearly always an Adam.
+    optimizer = "adamw" if kind in (None, AUTO) else str(kind).lower()
+    return replace(
+        needs,
         deepspeed=True,
-        on_gpu=on_gpu,
-        processes=processes,
-        ops=tuple(_ops(training, on_gpu=on_gpu)),
+        ops=tuple(needed_ops(training, optimizer, on_gpu=on_gpu)),
         nvme_folders=tuple(nvme_folders(training)),
         locked_bytes=processes * _swap_buffer_bytes(training) if devices["param"] == "nvme" else 0,
         offloads_to_host="cpu" in devices.values(),
-        binds_cores=settings.enable_cpu_affinity,
     )
-
-
-def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
-    kind = training.value("optimizer", "type")
-    # Without a section the loop brings its own optimizer: nearly always an Adam.
-    return needed_ops(training, "adamw" if kind in (None, AUTO) else str(kind).lower(), on_gpu=on_gpu)
 
 
 def _swap_buffer_bytes(training: Tree) -> int:
@@ -120,19 +114,17 @@ def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
         limit: bytes that a process may lock, None for no limit.
         needs: `locked_bytes` is of all processes; the limit is of each.
     """
-    each = needs.locked_bytes // needs.processes
     if limit is None:
         return Finding("locked memory", "ok", "no limit")
-    if each > limit:
-        found = f"{show_bytes(limit)} per process, and the swap buffers of offload_param lock {show_bytes(each)}"
-        return Finding("locked memory", "wrong", found, _UNLIMITED)  # DeepSpeed gets no buffer at all
-    if needs.nvme_folders:
-        found = (
-            f"{show_bytes(limit)} per process; NVMe offload locks its buffers, as much as the model's largest weights"
-        )
-        scarce = limit < _SMALL_LOCKED
-        return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
-    return Finding("locked memory", "ok", f"{show_bytes(limit)} per process; only NVMe offload locks more")
+    found, each = f"{show_bytes(limit)} per process", needs.locked_bytes // needs.processes
+    if each > limit:  # DeepSpeed gets no buffer at all
+        found += f", and the swap buffers of offload_param lock {show_bytes(each)}"
+        return Finding("locked memory", "wrong", found, _UNLIMITED)
+    if not needs.nvme_folders:
+        return Finding("locked memory", "ok", f"{found}; only NVMe offload locks more")
+    found += "; NVMe offload locks its buffers, as much as the model's largest weights"
+    scarce = limit < _SMALL_LOCKED
+    return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
 
 
 def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:
@@ -186,26 +178,19 @@ def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
     if disk is None:
         yield Finding(name, "wrong", "no file can be made there", f"mkdir -p {folder} && chmod u+rwx {folder}")
         return
+    level: Level = "wrong"
     if disk.filesystem in ("tmpfs", "ramfs"):
-        yield Finding(
-            name, "wrong", f"{disk.filesystem}: a RAM disk, which takes the memory that it is to save", elsewhere
-        )
+        found = f"{disk.filesystem}: a RAM disk, which takes the memory that it is to save"
     elif disk.filesystem in _NETWORK:
-        yield Finding(
-            name, "warning", f"{disk.filesystem}: over the network, for every weight at every step", elsewhere
-        )
+        level, found = "warning", f"{disk.filesystem}: over the network, for every weight at every step"
     elif not disk.direct:
-        yield Finding(
-            name, "wrong", f"{disk.filesystem} refuses O_DIRECT, by which DeepSpeed reads and writes", elsewhere
-        )
+        found = f"{disk.filesystem} refuses O_DIRECT, by which DeepSpeed reads and writes"
     else:
-        yield Finding(name, "ok", f"{disk.filesystem}, takes O_DIRECT")
-    found = f"{show_bytes(disk.free)} free"
-    if disk.free < _LITTLE:
-        fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
-        yield Finding(f"{name} room", "warning", found, fix)
-    else:
-        yield Finding(f"{name} room", "ok", found)
+        level, found = "ok", f"{disk.filesystem}, takes O_DIRECT"
+    yield Finding(name, level, found, "" if level == "ok" else elsewhere)
+    little = disk.free < _LITTLE
+    fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
+    yield Finding(f"{name} room", "warning" if little else "ok", f"{show_bytes(disk.free)} free", fix if little else "")
     if disk.write is not None and disk.read is not None:
         found = f"writes {disk.write / 1e9:.2g} GB/s, reads {disk.read / 1e9:.2g} GB/s"
         slow = min(disk.write, disk.read) < _SLOW
@@ -221,19 +206,15 @@ def check_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name, folder in (("TMPDIR", temporary), ("HOME", environ.get("HOME", ""))):
         if not folder:
             yield Finding(name, "warning", "is not set", f"export {name}=…, a folder of your own")
-        elif (why := _why_not_written(Path(folder))) is not None:
-            yield Finding(name, "wrong", f"{folder}: {why}", f"export {name}=…, a folder that can be written")
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"doctor")
+        except OSError as error:
+            found = f"{folder}: {str(error.strerror).lower()}"
+            yield Finding(name, "wrong", found, f"export {name}=…, a folder that can be written")
         else:
             yield Finding(name, "ok", folder)
-
-
-def _why_not_written(folder: Path) -> str | None:
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"doctor")
-    except OSError as error:
-        return f"{error.strerror}".lower()
-    return None
 
 
 def check_hostname(name: str, *, machines: int) -> Finding:
@@ -256,19 +237,18 @@ def check_hostname(name: str, *, machines: int) -> Finding:
 
 def check_port(port: int | None) -> Finding:
     """The port that the configuration names, or that a free one can be had."""
+    if port and not port_is_free(port):
+        fix = f"ss -ltnp 'sport = :{port}' says by whom; or name another."
+        return Finding("port", "wrong", f"{port} is taken", fix)
     if port:
-        if port_is_free(port):
-            return Finding("port", "ok", f"{port} is free")
-        return Finding(
-            "port", "wrong", f"{port} is taken", f"ss -ltnp 'sport = :{port}' says by whom; or name another."
-        )
+        return Finding("port", "ok", f"{port} is free")
     try:
         with socket.socket() as server:
             server.bind(("localhost", 0))
-            return Finding("port", "ok", "a free one is taken at each start")
     except OSError as error:
         fix = "ip link set lo up   (the loopback interface)"
         return Finding("port", "wrong", f"localhost cannot be listened at: {error.strerror}", fix)
+    return Finding("port", "ok", "a free one is taken at each start")
 
 
 def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
@@ -284,9 +264,8 @@ def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
     found = f"{len(nodes)} nodes ({shown})"
     if needs.offloads_to_host and not needs.binds_cores:
         found += "; offload to the CPU works on memory of its own node faster"
-        return Finding(
-            "NUMA", "warning", found, "Add enable_cpu_affinity: true (zero-plugin launch --enable_cpu_affinity)"
-        )
+        fix = "Add enable_cpu_affinity: true (zero-plugin launch --enable_cpu_affinity)"
+        return Finding("NUMA", "warning", found, fix)
     return Finding("NUMA", "ok", found)
 
 
@@ -314,9 +293,8 @@ def check_gpus(
             return Finding("GPUs", level, f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES")
         return Finding("GPUs", level, "a driver is loaded, and torch sees no GPU", "nvidia-smi   (and its advice)")
     if requested:
-        return Finding(
-            "GPUs", "warning", f"none: the run is on the CPU, although {requested}", "Write use_cpu: true to mean it."
-        )
+        found = f"none: the run is on the CPU, although {requested}"
+        return Finding("GPUs", "warning", found, "Write use_cpu: true to mean it.")
     return Finding("GPUs", "ok", "none; runs are on the CPU")
 
 

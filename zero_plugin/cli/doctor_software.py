@@ -17,13 +17,7 @@ from packaging.requirements import Requirement
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.installed import TESTED, is_newer
 from zero_plugin.distributed.messages import working
-from zero_plugin.machine.op_builds import (
-    INSTALL_COMPILER,
-    INSTALL_LIBAIO,
-    INSTALL_NINJA,
-    find_libaio,
-    missing_builds,
-)
+from zero_plugin.machine.op_builds import INSTALL_COMPILER, INSTALL_LIBAIO, INSTALL_NINJA, find_libaio, missing_builds
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
@@ -144,12 +138,14 @@ def check_ninja(environ: Mapping[str, str], ops: Collection[str]) -> Finding:
         environ: with `PATH`.
         ops: all that the configuration needs.
     """
-    if (file := shutil.which("ninja", path=environ.get("PATH", ""))) is not None:
-        if version := _output([file, "--version"], environ).strip():
-            return Finding("ninja", "ok", f"{version} at {file}")
-        return Finding("ninja", "wrong" if ops else "warning", f"{file} does not run", "pip install ninja")
-    why = f", and {', '.join(ops)} cannot be loaded without" if ops else "; DeepSpeed could build no op"
-    return Finding("ninja", "wrong" if ops else "warning", f"not on the PATH{why}", INSTALL_NINJA)
+    wrong: Level = "wrong" if ops else "warning"
+    file = shutil.which("ninja", path=environ.get("PATH", ""))
+    if file is None:
+        why = f", and {', '.join(ops)} cannot be loaded without" if ops else "; DeepSpeed could build no op"
+        return Finding("ninja", wrong, f"not on the PATH{why}", INSTALL_NINJA)
+    if version := _output([file, "--version"], environ).strip():
+        return Finding("ninja", "ok", f"{version} at {file}")
+    return Finding("ninja", wrong, f"{file} does not run", "pip install ninja")
 
 
 def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Collection[str]) -> Finding:
@@ -171,8 +167,7 @@ def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Co
     if nvcc is None:
         found = f"torch has CUDA {torch_cuda}, and there is no nvcc in {home or 'CUDA_HOME or on the PATH'}{whose}"
         return Finding("CUDA toolkit", level, found, fix)
-    theirs, ours = nvcc.split("."), torch_cuda.split(".")
-    if theirs[0] != ours[0]:
+    if nvcc.split(".")[0] != torch_cuda.split(".")[0]:
         return Finding("CUDA toolkit", level, f"torch has CUDA {torch_cuda}, nvcc {nvcc}{whose}", fix)
     return Finding("CUDA toolkit", "ok", f"nvcc {nvcc}, torch's CUDA {torch_cuda}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import LENGTH_ALONE, typed_flags, typed_options, with_launch_flags, with_options
+from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
@@ -42,31 +43,24 @@ from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_source import probe_model_folder
 
 _FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
+_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("mixed_precision", "fp16", "bf16", "torch_autocast", "data_types"), "precision"),
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "batch"),
-    "gradient_clipping": "batch",
+    **dict.fromkeys((*_BATCH, "gradient_clipping"), "batch"),
     "scheduler_counts": "scheduler",
 }
 _STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
 
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
-_OPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "--micro_batch"
-    ),
+_OPTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(_BATCH, "--micro_batch"),
     **dict.fromkeys(("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"), "--lr"),
     "optimizer.params.weight_decay": "--weight_decay",
     "scheduler.params.total_num_steps": "--steps",
     "scheduler.params.warmup_num_steps": "--warmup_steps",
-    **dict.fromkeys(
-        (
-            "zero_optimization.reduce_bucket_size",
-            "zero_optimization.stage3_prefetch_bucket_size",
-            "zero_optimization.stage3_param_persistence_threshold",
-        ),
-        "--hidden_size or --model",
-    ),
+    "zero_optimization.reduce_bucket_size": "--hidden_size or --model",
+    "zero_optimization.stage3_prefetch_bucket_size": "--hidden_size or --model",
+    "zero_optimization.stage3_param_persistence_threshold": "--hidden_size or --model",
     **dict.fromkeys(("zero_optimization.sub_group_size", "zero_optimization.offload_param.buffer_size"), "--model"),
     **dict.fromkeys(map(dotted, PLACEMENT), "--model with --gpu_memory"),
 }
@@ -94,47 +88,36 @@ class Explained:
         return f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
 
 
-def _fact(flag: str, text: str, least: float | None = None) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="What a run would tell", min=least, show_default=False)
-
-
+_fact = options_of("What a run would tell")
 _FILE: Final = "Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's."
-_LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
+_FORMAT: Final = "A table, JSON, or the JSON that DeepSpeed would get."
+_ALL: Final = "Show also the keys that have DeepSpeed's defaults."
+_MODEL: Final = "Folder of a transformers model: config.json, headers of *.safetensors."
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of `zero-plugin explain` besides the launch flags."""
 
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE, show_default=False)] = None
-    diff: Annotated[
-        str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
-    ] = None
-    output: Annotated[
-        Literal["table", "json", "deepspeed"],
-        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would get."),
-    ] = "table"
-    everything: Annotated[bool, typer.Option("--all", help="Show also the keys that have DeepSpeed's defaults.")] = (
-        False
-    )
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE)] = None
+    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only what OTHER resolves differently.")] = None
+    output: Annotated[Literal["table", "json", "deepspeed"], typer.Option("--format", help=_FORMAT)] = "table"
+    everything: Annotated[bool, typer.Option("--all", help=_ALL)] = False
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.")
     ] = None
-    world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
+    world_size: Annotated[int | None, _fact("Processes; default: num_processes, else 1.", min=1)] = None
     accelerator: Annotated[
-        Literal["cpu", "cuda"] | None, _fact("--accelerator", "Device of the workers; default: that of this machine.")
+        Literal["cpu", "cuda"] | None, _fact("Device of the workers; default: that of this machine.")
     ] = None
-    micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
-    lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
-    weight_decay: Annotated[float | None, _fact("--weight_decay", "The optimizer's weight decay.", 0)] = None
-    steps: Annotated[int | None, _fact("--steps", "DummyScheduler's total_num_steps.", 1)] = None
-    warmup_steps: Annotated[int | None, _fact("--warmup_steps", "DummyScheduler's warmup_num_steps.", 0)] = None
-    hidden_size: Annotated[int | None, _fact("--hidden_size", "The model's hidden size.", 1)] = None
-    model: Annotated[
-        str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
-    ] = None
-    sequence_length: Annotated[int | None, _fact("--sequence_length", _LENGTH, 1)] = None
+    micro_batch: Annotated[int | None, _fact("The training DataLoader's batch size.", min=1)] = None
+    lr: Annotated[float | None, _fact("The optimizer's learning rate.", min=0)] = None
+    weight_decay: Annotated[float | None, _fact("The optimizer's weight decay.", min=0)] = None
+    steps: Annotated[int | None, _fact("DummyScheduler's total_num_steps.", min=1)] = None
+    warmup_steps: Annotated[int | None, _fact("DummyScheduler's warmup_num_steps.", min=0)] = None
+    hidden_size: Annotated[int | None, _fact("The model's hidden size.", min=1)] = None
+    model: Annotated[str | None, _fact(_MODEL, metavar="PATH")] = None
+    sequence_length: Annotated[int | None, _fact(LENGTH, min=1)] = None
 
     @property
     def facts(self) -> Facts:
@@ -169,7 +152,8 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
     if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
     if options.sequence_length is not None and options.model is None:
-        raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
+        message = "it has an effect only with --model. Add --model FOLDER."
+        raise typer.BadParameter(message, param_hint="--sequence_length")
     facts, flags = options.facts, typed_flags(ctx)
     ours = _explain_file(options.file, flags, options, facts)
     if options.diff is not None:
@@ -244,15 +228,13 @@ def _with_other_machine(document: Document, facts: Facts, options: Options, erro
 
 
 def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | None:
-    if folder is None:
-        return None if hidden_size is None else ModelFacts(hidden_size, "--hidden_size")
-    found = probe_model_folder(folder, "--model")
-    if hidden_size is None and found.hidden_size is None and not found.parameters:
+    found = None if folder is None else probe_model_folder(folder, "--model")
+    if hidden_size is not None:
+        return replace(found or ModelFacts(), hidden_size=hidden_size, hidden_size_reason="--hidden_size")
+    if found is not None and found.hidden_size is None and not found.parameters:
         message = f"{folder} tells no size: its config.json states no width, and there are no weights"
         raise ConfigError([Problem("--model", "", message, "Give --hidden_size too.")])
-    if hidden_size is None:
-        return found
-    return ModelFacts(hidden_size, "--hidden_size", found.largest_parameter, found.parameters)
+    return found
 
 
 def _as_json(explained: Explained) -> dict[str, Any]:
@@ -368,9 +350,8 @@ def _origin(row: Row) -> str:
 
 def _place(where: str) -> str:
     """`folder/ds.json:12:5` as `ds.json:12`; the headline has the complete path, and a row has one place."""
-    file, _, place = where.partition(":")
-    line, _, column = place.partition(":")
-    return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where
+    found = re.fullmatch(r"([^:]*):(\d+):\d+", where)
+    return f"{Path(found[1]).name}:{found[2]}" if found else where
 
 
 def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:

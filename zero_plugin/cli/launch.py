@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.doctor_software import installed_cuda
-from zero_plugin.cli.launch_flags import LENGTH_ALONE, launch_flags, typed_flags, with_launch_flags
+from zero_plugin.cli.launch_flags import launch_flags, typed_flags, with_launch_flags
 from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
@@ -35,9 +35,9 @@ _DEMO = Path(__file__).parents[1] / "demo"
 @with_launch_flags()
 def launch(
     ctx: typer.Context,
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.", show_default=False)],
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's own arguments.")
     ] = None,
     **_: Any,
 ) -> None:
@@ -59,8 +59,6 @@ def launch(
         length = require_count("--sequence_length", flags.get("sequence_length"), "2048")
         document, of_plan = plan_launch(document, flags["model"], length, machine.gpus)
         notes += of_plan
-    elif "sequence_length" in flags:
-        raise typer.BadParameter(LENGTH_ALONE, param_hint="--sequence_length")
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
 
 
@@ -84,8 +82,7 @@ def _flags_after(script: Path, arguments: Sequence[str]) -> Iterator[str]:
 def demo(
     ctx: typer.Context,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.", show_default=False),
+        list[str] | None, typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.")
     ] = None,
     **_: Any,
 ) -> None:

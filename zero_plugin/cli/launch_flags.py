@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
@@ -23,39 +24,22 @@ T = TypeVar("T")
 
 _COMMON: Final = "The usual flags"
 # By panel of the help, of which `--help` shows the first alone and `--help-all` all; a key that is in none has no flag.
-_PANELS: Final[Mapping[str, tuple[str, ...]]] = {
-    _COMMON: (
-        *("config_file", "num_processes", "num_machines", "zero_stage", "offload_optimizer_device"),
-        *("offload_param_device", "mixed_precision", "gradient_accumulation_steps", "cpu", "dry_run"),
-    ),
-    "Hardware": (
-        *("multi_gpu", "tpu", "gpu_ids", "num_cpu_threads_per_process", "enable_cpu_affinity", "gpu_memory"),
-        *("host_memory", "network"),
-    ),
-    "ZeRO and the loop": (
-        *("use_deepspeed", "deepspeed_config_file", "prefer", "sequence_parallel_size", "offload_optimizer_nvme_path"),
-        *(
-            "offload_param_nvme_path",
-            "gradient_clipping",
-            "zero3_init_flag",
-            "zero3_save_16bit_model",
-            "deepspeed_moe_layer_cls_names",
-        ),
-    ),
-    "Compilation": (
-        *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
-        "dynamo_use_regional_compilation",
-    ),
-    "Program": ("module", "no_python", "main_training_function", "model", "sequence_length"),
-    "Logs and restarts": (
-        *("log_dir", "tee", "role", "quiet", "log_timestamps", "debug", "monitor_interval", "max_restarts"),
-        *("auto_resume", "grace_period"),
-    ),
-    "Several machines": (
-        *("min_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
-        *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
-        *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
-    ),
+_PANELS: Final[Mapping[str, str]] = {
+    _COMMON: """config_file num_processes num_machines zero_stage offload_optimizer_device offload_param_device
+        mixed_precision gradient_accumulation_steps cpu dry_run""",
+    "Hardware": """multi_gpu tpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity gpu_memory host_memory
+        network""",
+    "ZeRO and the loop": """use_deepspeed deepspeed_config_file prefer sequence_parallel_size
+        offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model
+        deepspeed_moe_layer_cls_names""",
+    "Compilation": """dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic
+        dynamo_use_regional_compilation""",
+    "Program": "module no_python main_training_function model sequence_length",
+    "Logs and restarts": """log_dir tee role quiet log_timestamps debug monitor_interval max_restarts auto_resume
+        grace_period""",
+    "Several machines": """min_machines machine_rank main_process_ip main_process_port same_network rdzv_backend
+        rdzv_endpoint rdzv_conf deepspeed_hostfile deepspeed_multinode_launcher deepspeed_inclusion_filter
+        deepspeed_exclusion_filter""",
 }
 _SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
 # Flags without a key of the same name: they choose files, set several keys, or choose what runs.
@@ -77,17 +61,17 @@ _SWITCHES: Final[Mapping[str, str]] = {
 }
 RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
 WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
-# What stands for a value in the help of any command, where its type does not tell.
-METAVARS: Final[Mapping[str, str]] = {
+# What stands for a value in the help, where the key's type does not tell.
+_METAVARS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
-    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "nvme_path", "folder"), "PATH"),
-    **dict.fromkeys(("gpu_memory", "host_memory", "nvme", "network"), "SIZE"),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "PATH"),
+    **dict.fromkeys(("gpu_memory", "host_memory", "network"), "SIZE"),
     **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
     "sequence_length": "INT",
 }
 _OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
-LENGTH_ALONE: Final = "it has an effect only with --model. Add --model FOLDER."
+LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
 
 
 @functools.cache
@@ -102,20 +86,15 @@ def launch_flags() -> Mapping[str, Any]:
     keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
     flags = {}
     for panel, names in _PANELS.items():
-        for name in names:
+        for name in names.split():
             described = _WITH_VALUE.get(name) or _SWITCHES.get(name) or keys[name]["description"]
             is_switch = name in _SWITCHES or (name in keys and keys[name].get("type") == "boolean")
             if is_switch:
                 described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
                 described = described[0].upper() + described[1:]
-            spellings = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
-            option = typer.Option(
-                *spellings,
-                help=described,
-                rich_help_panel=panel,
-                show_default=False,
-                metavar=None if is_switch else METAVARS.get(name) or _metavar(keys.get(name, {})),
-            )
+            metavar = None if is_switch else _METAVARS.get(name) or _metavar(keys.get(name, {}))
+            short = [_SHORT[name]] if name in _SHORT else []
+            option = options_of(panel)(described, f"--{name}", *short, metavar=metavar)
             flags[name] = Annotated[bool | None if is_switch else str | None, option]
     return flags
 
@@ -134,7 +113,7 @@ def _print_help_with_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 _HELP_ALL: Final = typer.Option(
-    "--help-all", help="Show all flags, by topic.", is_eager=True, callback=_print_help_with_all, show_default=False
+    "--help-all", help="Show all flags, by topic.", is_eager=True, callback=_print_help_with_all
 )
 
 
@@ -146,6 +125,15 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     """
     flags = {name: (flag, None) for name, flag in launch_flags().items() if name not in left_out}
     return lambda command: _with_keywords(command, {**flags, "help_all": (Annotated[bool, _HELP_ALL], False)})
+
+
+def options_of(panel: str) -> Callable[..., Any]:
+    """What makes options of one panel of the help: of a text, of flags, and of other arguments of `typer.Option`."""
+
+    def option(help: str, *flags: str, **more: Any) -> Any:  # noqa: A002 - typer's word
+        return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+    return option
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -180,27 +168,19 @@ def typed_flags(ctx: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in ctx.params.items() if name in launch_flags() and value is not None}
 
 
-# What to do in place of a flag of Accelerate's that is refused: by its name or, where that ends in _, its beginning.
+# What to do in place of flags of Accelerate's that are refused, by a pattern of their names.
 _REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("use_fsdp", "fsdp_"),
-        "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
-    ),
-    **dict.fromkeys(
-        ("use_megatron_lm", "megatron_lm_"),
-        "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
-    ),
-    **dict.fromkeys(
-        ("use_parallelism_config", "parallelism_config_"), "Give --sequence_parallel_size in place of its sp_size."
-    ),
-    "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
-    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
+    "use_fsdp|fsdp_.*": "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
+    "use_megatron_lm|megatron_lm_.*": "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
+    "use_parallelism_config|parallelism_config_.*": "Give --sequence_parallel_size in place of its sp_size.",
+    "fp8_.*": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
+    "tpu_cluster|vm": f"Leave it out, and {ON_EVERY_MACHINE}.",
     "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
     "tpu_use_sudo": "Write sudo before the command.",
     "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
     "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
-    "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
-    "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
+    "aws_.*": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
+    "mpirun_.*": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
 }
 
 
@@ -211,7 +191,7 @@ def refuse_flag(typed: str) -> Problem | None:
         typed: the flag as it was typed, e.g. `--fsdp-version`.
     """
     name = typed.lstrip("-").replace("-", "_")
-    for known, fix in _REFUSED.items():
-        if name == known or (known.endswith("_") and name.startswith(known)):
+    for pattern, fix in _REFUSED.items():
+        if re.fullmatch(pattern, name):
             return Problem(f"--{name}", "", "this flag of Accelerate's is not supported", fix)
     return None

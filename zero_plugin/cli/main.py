@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
 
 import zero_plugin
 from zero_plugin.distributed.messages import show_messages
@@ -64,13 +66,12 @@ class _Command(TyperCommand):
             from zero_plugin.cli.launch_flags import refuse_flag
 
             flag = getattr(error, "option_name", "")  # only the error of an unknown flag has it
-            refused = refuse_flag(flag)
-            if refused is None and flag and self.name == "demo":
+            if (refused := refuse_flag(flag)) is not None:
+                raise ConfigError([refused]) from None
+            if flag and self.name == "demo":
                 fix = f"If the training script has it, write it after --: zero-plugin demo -- {flag}."
-                refused = Problem(flag, "", "is no flag of demo", fix)
-            if refused is None:
-                raise
-            raise ConfigError([refused]) from None
+                raise ConfigError([Problem(flag, "", "is no flag of demo", fix)]) from None
+            raise
 
 
 class _LazyCommands(TyperGroup):
@@ -101,7 +102,13 @@ class _LazyCommands(TyperGroup):
         return _command(cmd_name, getattr(import_module(module), function)) if target else None
 
 
-def _command(name: str, function: Callable[..., None]) -> Any:
+def _command(name: str, function: Any) -> Any:
+    """The command of a function; an option for which no flag is written has its parameter's name, with underscores."""
+    function.__signature__ = signature = inspect.signature(function, eval_str=True)
+    for parameter in signature.parameters.values():
+        described = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        if isinstance(described, OptionInfo) and described.default is ...:
+            described.param_decls = (f"--{parameter.name}",)
     app = typer.Typer(add_completion=False)
     settings = {
         "allow_interspersed_args": name != "launch",  # what follows the script is the script's
@@ -138,12 +145,8 @@ def _metavar(option: Any, ctx: Any) -> str | None:
     """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
     if option.is_flag:
         return ""
-    if not hasattr(option, "display_type"):
-        return None  # an older typer has such words itself
-    from zero_plugin.cli.launch_flags import METAVARS
-
-    word = _METAVARS.get(option.display_type(ctx))
-    return METAVARS.get(option.name, word) if word == "TEXT" else word
+    # An older typer has such words itself.
+    return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
 
 
 def _group(name: str, completion: bool = False, **more: Any) -> typer.Typer:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.launch_flags import typed_options, with_options
+from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
 from zero_plugin.config.rules.sections import unequal_sequence_groups
@@ -37,6 +37,7 @@ _TERMS: Final = 4  # of a memory
 _NAMED: Final = 2  # below it, of those that do not fit
 _ALWAYS: Final = ("", "ZeRO", "device", "samples/s", "speed")  # its columns that are there though all rows agree
 _WIDE: Final = 110  # columns of a terminal that the table fits into
+_PLACES: Final = {"none": "", "cpu": "CPU", "nvme": "NVMe"}
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
     "offload_optimizer": "offload_optimizer_device",
@@ -64,18 +65,14 @@ class Report:
     @property
     def headline(self) -> str:
         """What is trained on what."""
-        unnamed = f"devices of {show_bytes(self.cluster.device_bytes)}, as fast as {UNNAMED}"
-        machine = self.cluster.device_name or unnamed
-        count = f"{self.cluster.devices} × {machine}"
-        nodes = f", {self.cluster.nodes} nodes" if self.cluster.nodes > 1 else ""
-        length = (
-            f", {self.work.activations.sample_length} tokens per sample"
-            if self.work.activations.sample_length > 1
-            else ""
-        )
-        sharing = f", each sample shared by {self.cluster.shared_by}" if self.cluster.shared_by > 1 else ""
-        model = f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters{length}"
-        return f"{model}, on {count}{nodes}{sharing}"
+        cluster, length = self.cluster, self.work.activations.sample_length
+        device = cluster.device_name or f"devices of {show_bytes(cluster.device_bytes)}, as fast as {UNNAMED}"
+        parts = [f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters"]
+        parts += [f"{length} tokens per sample"] if length > 1 else []
+        parts += [f"on {cluster.devices} × {device}"]
+        parts += [f"{cluster.nodes} nodes"] if cluster.nodes > 1 else []
+        parts += [f"each sample shared by {cluster.shared_by}"] if cluster.shared_by > 1 else []
+        return ", ".join(parts)
 
 
 def show_count(count: int) -> str:
@@ -144,33 +141,28 @@ def _is_as_good(one: Candidate, other: Candidate) -> bool:
 
 
 def _cells(candidate: Candidate, report: Report) -> dict[str, str]:
-    """One strategy's cells in the short table, by column."""
-    setup, needed = candidate.setup, candidate.footprint
-    samples = setup.micro_batch * setup.accumulation * report.cluster.groups
+    """One strategy's cells in the short table, by column; without a known GPU its speed is in that of the chosen."""
+    setup, needed, chosen = candidate.setup, candidate.footprint, report.choice.chosen
+    assert chosen is not None  # this one fits
+    speed = {"speed": f"{chosen.seconds_per_sample / candidate.seconds_per_sample:.2f}"}
+    if report.cluster.device_name:
+        speed = {"samples/s": _samples_per_second(candidate, report)}
     share = f" {setup.ratio:.0%}" if setup.offload_optimizer != "none" and setup.ratio < 1 else ""
     return {
-        "": _CHOSEN if candidate is report.choice.chosen else "",
+        "": _CHOSEN if candidate is chosen else "",
         "ZeRO": "DDP" if setup.stage is None else f"stage {setup.stage}",
-        "optimizer": f"{_place(setup.offload_optimizer)}{share}",
-        "params": _place(setup.offload_param),
+        "optimizer": f"{_PLACES[setup.offload_optimizer]}{share}",
+        "params": _PLACES[setup.offload_param],
         "recompute": "yes" if setup.activation_checkpointing else "",
         "device": show_bytes(needed.device_bytes),
         "CPU": show_bytes(needed.host_bytes),
         "NVMe": show_bytes(needed.nvme_bytes) if needed.nvme_bytes else "",
-        **_speed(samples / candidate.time.seconds, candidate, report),
+        **speed,
     }
 
 
-def _speed(rate: float, candidate: Candidate, report: Report) -> dict[str, str]:
-    """Samples per second; where nobody says which GPU it is, compared with the chosen strategy."""
-    if report.cluster.device_name:
-        return {"samples/s": _number(rate)}
-    assert report.choice.chosen is not None
-    return {"speed": f"{report.choice.chosen.seconds_per_sample / candidate.seconds_per_sample:.2f}"}
-
-
-def _place(device: str) -> str:
-    return "" if device == "none" else {"cpu": "CPU", "nvme": "NVMe"}.get(device, device)
+def _samples_per_second(candidate: Candidate, report: Report) -> str:
+    return _number(report.cluster.groups / candidate.seconds_per_sample)
 
 
 def _not_fitting(report: Report) -> list[str]:
@@ -218,7 +210,7 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "activations": {"source": activations.source, "sample_length": activations.sample_length},
         "optimizer": asdict(report.work.optimizer),
-        "cluster": {name: _plain(value) for name, value in asdict(report.cluster).items()},
+        "cluster": asdict(report.cluster),
         "margin": report.wanted.margin,
         "chosen": None if chosen is None else report.choice.table.index(chosen),
         "candidates": [_candidate(candidate) for candidate in report.choice.table],
@@ -228,7 +220,6 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
     setup, needed = candidate.setup, candidate.footprint
-    samples = setup.micro_batch * setup.accumulation * report.cluster.groups / candidate.time.seconds
     return (
         _CHOSEN if candidate is report.choice.chosen else "",
         name_setup(setup),
@@ -236,7 +227,7 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
         show_bytes(needed.device_bytes),
         show_bytes(needed.host_bytes) + (f" + {show_bytes(needed.nvme_bytes)} NVMe" if needed.nvme_bytes else ""),
         "" if candidate.rejected else f"{candidate.time.seconds:.3g} s",
-        "" if candidate.rejected else _number(samples),
+        "" if candidate.rejected else _samples_per_second(candidate, report),
         candidate.rejected,
     )
 
@@ -276,7 +267,7 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
         lines.append(f"  which GPU it is nobody says: the order is that of {UNNAMED}; --gpu names another")
     sources = f"activations: {report.work.activations.source}"
     lines.append(f"  sizes: {report.work.model.source}; {sources}" if every else f"  {sources}")
-    assumed = dict(_assumptions(report))
+    assumed = _assumptions(report)
     if every:
         lines += [f"  {name} {source}" for name, source in assumed.items()]
     elif assumed:
@@ -284,7 +275,7 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
     return lines
 
 
-def _assumptions(report: Report) -> Iterator[tuple[str, str]]:
+def _assumptions(report: Report) -> dict[str, str]:
     """What was assumed of the machines, and why, where it makes a difference to a strategy that fits."""
     cluster, fitting = report.cluster, [c for c in report.choice.table if not c.rejected]
     matters = {
@@ -292,9 +283,8 @@ def _assumptions(report: Report) -> Iterator[tuple[str, str]]:
         "adam_bandwidth": any(c.setup.offload_optimizer != "none" for c in fitting),
         **dict.fromkeys(("nvme_read", "nvme_write"), any(c.footprint.nvme_bytes for c in fitting)),
     }
-    for name, source in cluster.sources.items():
-        if source.startswith("assumed") and matters.get(name, True):
-            yield name, source
+    assumed = {name: source for name, source in cluster.sources.items() if source.startswith("assumed")}
+    return {name: source for name, source in assumed.items() if matters.get(name, True)}
 
 
 def _about_what_if(report: Report) -> list[str]:
@@ -354,130 +344,83 @@ def _what_if(found: WhatIf) -> dict[str, Any]:
     return {"changes": changes, "largest_parameters": found.largest_elements, "savings": savings}
 
 
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 _Device = Literal["auto", "none", "cpu", "nvme"]
 
 
-def _panel(panel: str) -> Callable[..., Any]:
-    """What makes an option of one panel of the help; without a default of its own it says none."""
-
-    def option(*flags: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word
-        return typer.Option(*flags, help=help, rich_help_panel=panel, **{"show_default": False, **more})
-
-    return option
-
-
-_model, _machines = _panel("The model"), _panel("The machines")
-_training, _output = _panel("What is fixed"), _panel("Output")
-_LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
-_RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
-_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: the faster choice."
-_SHARED: Final = "Processes that share each sample, each with a part of every sequence."
-_TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
+_model, _machines = options_of("The model"), options_of("The machines")
+_training, _output = options_of("What is fixed"), options_of("Output")
 _SOURCE: Final = (
     "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "
     "module:function."
 )
+_TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
+_RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
+_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: the faster choice."
+_SHARED: Final = "Processes that share each sample, each with a part of every sequence."
+_WHAT_IF: Final = "Print what to change if nothing fits, and the largest model that fits."
+
+_Text = str | None
+_Count = int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of `zero-plugin plan`."""
 
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_SOURCE, show_default=False)] = None
-    params: Annotated[str | None, _model("--params", help="Parameters of a decoder, e.g. 7B.")] = None
-    hidden_size: Annotated[int | None, _model("--hidden_size", help="Hidden size of the decoder.", min=1)] = None
-    layers: Annotated[int | None, _model("--layers", help="Number of layers.", min=1)] = None
-    vocabulary: Annotated[int | None, _model("--vocabulary", help="Size of the vocabulary; default: 32000.", min=1)] = (
-        None
-    )
-    heads: Annotated[
-        int | None, _model("--heads", help="Attention heads; default: one per 128 of hidden size.", min=1)
-    ] = None
-    kv_heads: Annotated[
-        int | None, _model("--kv_heads", help="Heads of keys and values; default: as --heads.", min=1)
-    ] = None
-    intermediate: Annotated[int | None, _model("--intermediate", help="Hidden size of the MLP.", min=1)] = None
-    sequence_length: Annotated[int | None, _model("--sequence_length", help=_LENGTH, min=1)] = None
-    trace: Annotated[bool, _model("--trace/--no_trace", help=_TRACE, show_default=True)] = True
-    gpu: Annotated[str | None, _machines("--gpu", help="A known GPU, e.g. A100-80GB; default: this machine's.")] = None
-    gpu_memory: Annotated[str | None, _machines("--gpu_memory", help="Memory of each GPU, e.g. 24GiB.")] = None
-    host_memory: Annotated[str | None, _machines("--host_memory", help="CPU memory of each machine, e.g. 64GiB.")] = (
-        None
-    )
-    nvme: Annotated[str | None, _machines("--nvme", help="Free NVMe space of each machine, e.g. 2TB.")] = None
-    gpus: Annotated[int | None, _machines("--gpus", help="GPUs of each machine.", min=1)] = None
-    nodes: Annotated[int | None, _machines("--nodes", help="Number of machines.", min=1)] = None
+    model: Annotated[_Text, typer.Argument(metavar="MODEL", help=_SOURCE)] = None
+    params: Annotated[_Text, _model("Parameters of a decoder, e.g. 7B.")] = None
+    hidden_size: Annotated[_Count, _model("Hidden size of the decoder.", min=1)] = None
+    layers: Annotated[_Count, _model("Number of layers.", min=1)] = None
+    vocabulary: Annotated[_Count, _model("Size of the vocabulary; default: 32000.", min=1)] = None
+    heads: Annotated[_Count, _model("Attention heads; default: one per 128 of hidden size.", min=1)] = None
+    kv_heads: Annotated[_Count, _model("Heads of keys and values; default: as --heads.", min=1)] = None
+    intermediate: Annotated[_Count, _model("Hidden size of the MLP.", min=1)] = None
+    sequence_length: Annotated[_Count, _model(LENGTH, min=1)] = None
+    trace: Annotated[bool, _model(_TRACE, "--trace/--no_trace")] = True
+    gpu: Annotated[_Text, _machines("A known GPU, e.g. A100-80GB; default: this machine's.")] = None
+    gpu_memory: Annotated[_Text, _machines("Memory of each GPU, e.g. 24GiB.", metavar="SIZE")] = None
+    host_memory: Annotated[_Text, _machines("CPU memory of each machine, e.g. 64GiB.", metavar="SIZE")] = None
+    nvme: Annotated[_Text, _machines("Free NVMe space of each machine, e.g. 2TB.", metavar="SIZE")] = None
+    gpus: Annotated[_Count, _machines("GPUs of each machine.", min=1)] = None
+    nodes: Annotated[_Count, _machines("Number of machines.", min=1)] = None
     network: Annotated[
-        str | None, _machines("--network", help="Bandwidth of each machine's network, e.g. 400Gb; default: 200Gb.")
+        _Text, _machines("Bandwidth of each machine's network, e.g. 400Gb; default: 200Gb.", metavar="SIZE")
     ] = None
-    precision: Annotated[
-        Literal["no", "fp16", "bf16"],
-        _training("--mixed_precision", help="Dtype of the computation.", show_default=True),
-    ] = "bf16"
-    optimizer: Annotated[
-        str, _training("--optimizer", help="AdamW, Adam, Lion, Adagrad, SGD, …", show_default=True)
-    ] = "AdamW"
-    global_batch: Annotated[
-        int | None, _training("--global_batch", help="Samples per optimizer step, on all GPUs.", min=1)
-    ] = None
-    every_batch: Annotated[
-        bool,
-        _training(
-            "--every_batch", help="Find the largest micro-batch exactly, not as a power of two.", show_default=True
-        ),
-    ] = False
-    micro_batch: Annotated[int | None, _training("--micro_batch", help="Samples per GPU and backward.", min=1)] = None
+    precision: Annotated[Literal["no", "fp16", "bf16"], _training("Dtype of the computation.", "--mixed_precision")] = (
+        "bf16"
+    )
+    optimizer: Annotated[str, _training("AdamW, Adam, Lion, Adagrad, SGD, …")] = "AdamW"
+    global_batch: Annotated[_Count, _training("Samples per optimizer step, on all GPUs.", min=1)] = None
+    every_batch: Annotated[bool, _training("Find the largest micro-batch exactly, not as a power of two.")] = False
+    micro_batch: Annotated[_Count, _training("Samples per GPU and backward.", min=1)] = None
     accumulation: Annotated[
-        int | None, _training("--gradient_accumulation_steps", help="Micro-batches per optimizer step.", min=1)
+        _Count, _training("Micro-batches per optimizer step.", "--gradient_accumulation_steps", min=1)
     ] = None
     zero_stage: Annotated[
-        Literal["auto", "ddp", "0", "1", "2", "3"],
-        _training("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", show_default=True),
+        Literal["auto", "ddp", "0", "1", "2", "3"], _training("The ZeRO stage; ddp: without ZeRO.")
     ] = "auto"
-    offload_optimizer: Annotated[
-        _Device, _training("--offload_optimizer_device", help="Device for optimizer states.", show_default=True)
-    ] = "auto"
-    offload_param: Annotated[
-        _Device, _training("--offload_param_device", help="Device for parameters.", show_default=True)
-    ] = "auto"
-    ratio: Annotated[
-        float | None, _training("--ratio", help="Fraction of the optimizer states that is offloaded.", min=0, max=1)
-    ] = None
+    offload_optimizer: Annotated[_Device, _training("Device for optimizer states.", "--offload_optimizer_device")] = (
+        "auto"
+    )
+    offload_param: Annotated[_Device, _training("Device for parameters.", "--offload_param_device")] = "auto"
+    ratio: Annotated[float | None, _training("Fraction of the optimizer states that is offloaded.", min=0, max=1)] = (
+        None
+    )
     activation_checkpointing: Annotated[
-        bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
+        bool | None, _training(_RECOMPUTE, "--activation_checkpointing/--no_activation_checkpointing")
     ] = None
-    shared_by: Annotated[int, _training("--sequence_parallel_size", help=_SHARED, min=1, show_default=True)] = 1
-    overlap_comm: Annotated[bool | None, _training("--overlap_comm/--no_overlap_comm", help=_OVERLAP)] = None
-    margin: Annotated[
-        float, _training("--margin", help="Fraction of each memory that stays free.", min=0, max=0.9, show_default=True)
-    ] = 0.1
-    every: Annotated[
-        bool, _output("--all", help="Print every strategy, and why it is not taken.", show_default=True)
-    ] = False
-    json: Annotated[bool, _output("--json", help="Print all numbers as JSON.", show_default=True)] = False
-    what_if: Annotated[
-        bool,
-        _output(
-            "--what_if",
-            help="Print what to change if nothing fits, and the largest model that fits.",
-            show_default=True,
-        ),
-    ] = False
-    picture: Annotated[
-        Path | None, _output("--picture", help="Draw the memory of every strategy: FILE.png, .svg or .pdf.")
-    ] = None
-    output: Annotated[
-        Path | None, _output("--output", help="Write the chosen strategy as a config: FILE.yaml or FILE.json.")
-    ] = None
-    nvme_path: Annotated[str | None, _output("--nvme_path", help="Folder for NVMe offload, for --output.")] = None
-    quiet: Annotated[
-        bool,
-        _output("--quiet", "-q", help="Print nothing but warnings and errors if a strategy fits.", show_default=True),
-    ] = False
+    shared_by: Annotated[int, _training(_SHARED, "--sequence_parallel_size", min=1)] = 1
+    overlap_comm: Annotated[bool | None, _training(_OVERLAP, "--overlap_comm/--no_overlap_comm")] = None
+    margin: Annotated[float, _training("Fraction of each memory that stays free.", min=0, max=0.9)] = 0.1
+    every: Annotated[bool, _output("Print every strategy, and why it is not taken.", "--all")] = False
+    json: Annotated[bool, _output("Print all numbers as JSON.")] = False
+    what_if: Annotated[bool, _output(_WHAT_IF)] = False
+    picture: Annotated[Path | None, _output("Draw the memory of every strategy: FILE.png, .svg or .pdf.")] = None
+    output: Annotated[Path | None, _output("Write the chosen strategy as a config: FILE.yaml or FILE.json.")] = None
+    nvme_path: Annotated[_Text, _output("Folder for NVMe offload, for --output.", metavar="PATH")] = None
+    quiet: Annotated[bool, _output("Print nothing but warnings and errors if a strategy fits.", "--quiet", "-q")] = (
+        False
+    )
 
     @property
     def source(self) -> ModelSource:
@@ -486,18 +429,20 @@ class Options:
         Raises:
             ConfigError: `--params` is no count.
         """
-        names = ("hidden_size", "layers", "vocabulary", "heads", "kv_heads", "intermediate")
-        sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
         parameters = require_count("--params", self.params, "7B, 350M or 1500000000")
-        return ModelSource(self.model, trace=self.trace, parameters=parameters, **sizes)
+        return ModelSource(parameters=parameters, **self._named_as_in(ModelSource))
 
     @property
     def wanted(self) -> Wanted:
         """What is fixed: the options that have the name of a field there, where they are not `auto`, and the stage."""
-        named = {field.name for field in fields(Wanted)} & {field.name for field in fields(self)}
-        fixed: dict[str, Any] = {name: getattr(self, name) for name in named if getattr(self, name) != "auto"}
-        ddp = self.output is None or self.output.suffix != ".json"
-        return Wanted(stage=_STAGES[self.zero_stage], ddp=ddp, **fixed)
+        fixed = {name: value for name, value in self._named_as_in(Wanted).items() if value != "auto"}
+        typed = self.zero_stage
+        stage: Any = None if typed == "auto" else int(typed) if typed.isdecimal() else typed
+        return Wanted(stage=stage, ddp=self.output is None or self.output.suffix != ".json", **fixed)
+
+    def _named_as_in(self, record: type[Any]) -> dict[str, Any]:
+        own = {field.name for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(record) if field.name in own}
 
     def find_cluster(self) -> Cluster:
         """The machines that the options describe; this machine, if they name no GPU and it has one.
@@ -517,16 +462,6 @@ class Options:
         if (problem := unequal_sequence_groups(self.shared_by, found.processes)) is not None:
             raise ConfigError([Problem("--sequence_parallel_size", "", *problem)])
         return replace(found, shared_by=self.shared_by)
-
-
-_STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {
-    "auto": None,
-    "ddp": "ddp",
-    "0": 0,
-    "1": 1,
-    "2": 2,
-    "3": 3,
-}
 
 
 @with_options(Options)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -53,27 +53,19 @@ class LeftOut(Exception):  # noqa: N818 - nothing is wrong
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One line of the table.
+class Outcome(Finding):
+    """What came of a check on all processes.
 
     Attributes:
-        check: a name of `STEPS`.
-        status: `begun` remains if a check did not end.
-        said: what was measured, what is wrong, or why it was left out.
         seconds: how long it took.
-        advice: what to do about it, where that is known better than by the check.
     """
 
-    check: str
-    status: Literal["begun", "ok", "wrong", "left out"]
-    said: str = ""
     seconds: float = 0.0
-    advice: str = ""
 
-    @property
-    def fix(self) -> str:
-        """What to do about it; empty where nothing is wrong."""
-        return (self.advice or STEPS[self.check]) if self.status in ("begun", "wrong") else ""
+
+def begun(check: str) -> Outcome:
+    """What stays of a check, a name of `STEPS`, if the processes end within it: nothing is found yet."""
+    return Outcome(check, "wrong", "", STEPS[check])
 
 
 def note(outcome: Outcome, file: Path) -> None:
@@ -82,8 +74,8 @@ def note(outcome: Outcome, file: Path) -> None:
     On another host than the command's the folder is not there: the outcome is then written to standard error.
     """
     if not file.parent.is_dir():
-        if outcome.status != "begun":
-            sys.stderr.write(f"{outcome.status}: {outcome.check}: {outcome.said}\n")
+        if outcome.found:
+            sys.stderr.write(f"{outcome.level}: {outcome.check}: {outcome.found}\n")
         return
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(asdict(outcome)) + "\n")
@@ -99,17 +91,8 @@ def read_outcomes(file: Path) -> list[Outcome]:
 
 # The rest is about the user's loop (its batches, schedule and clipping) or writes elsewhere (monitors, profilers).
 _KEPT: Final = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "aio",
-    "data_types",
-    "torch_autocast",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "zero_force_ds_cpu_optimizer",
-    "sequence_parallel_size",
+    *("zero_optimization", "bf16", "fp16", "aio", "data_types", "torch_autocast", "communication_data_type"),
+    *("prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "sequence_parallel_size"),
 )
 _LEFT_OUT: Final = ("dynamo_config", "main_training_function", "max_restarts", "min_machines", "log_dir", "tee")
 
@@ -134,9 +117,8 @@ def selftest(
     folder: Annotated[
         str | None,
         typer.Option(
-            "--folder",
+            metavar="PATH",
             help="Folder for the checkpoint; all machines must share it. Default: temporary, on one machine only.",
-            show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -152,7 +134,9 @@ def selftest(
     document, _of_job = fill_from_job(document_from_flags(flags), os.environ, endpoint)
     with tempfile.TemporaryDirectory(prefix="zero_plugin_test_", ignore_cleanup_errors=True) as own:
         outcomes = Path(own) / "outcomes"
-        checkpoint = _checkpoint_folder(folder, own, alone=document.launch.value("num_machines") in (None, 1))
+        checkpoint = "" if folder is None else str(Path(folder).expanduser().absolute() / "zero_plugin_test")
+        if folder is None and document.launch.value("num_machines") in (None, 1):
+            checkpoint = str(Path(own) / "checkpoint")
         spec = build_spec(
             document_of_test(document),
             Program(str(_WORKER), (str(outcomes), checkpoint)),
@@ -169,13 +153,7 @@ def selftest(
     if not found and spec.hosts is not None:
         print("this machine is none of the hosts; their results are above", file=sys.stderr)
         raise typer.Exit(1 if code else 0)
-    _show(found or [Outcome("processes", "begun")], code, as_json=as_json)
-
-
-def _checkpoint_folder(typed: str | None, own: str, *, alone: bool) -> str:
-    if typed is not None:
-        return str(Path(typed).expanduser().absolute() / "zero_plugin_test")
-    return str(Path(own) / "checkpoint") if alone else ""
+    _show(found or [begun("processes")], code, as_json=as_json)
 
 
 def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
@@ -184,21 +162,15 @@ def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
     Raises:
         Exit: always.
     """
-    findings = [_finding(outcome, code) for outcome in outcomes]
-    passed = not code and all(finding.level != "wrong" for finding in findings)
+    within = f"the processes ended within it, with exit code {code}; their own words are above"
+    outcomes = [outcome if outcome.found else replace(outcome, found=within) for outcome in outcomes]
+    passed = not code and all(outcome.level != "wrong" for outcome in outcomes)
     if as_json:
         rows = [
-            {"check": f.check, "result": f.level, "said": f.found, "fix": f.fix, "seconds": round(o.seconds, 3)}
-            for f, o in zip(findings, outcomes, strict=True)
+            {"check": o.check, "result": o.level, "said": o.found, "fix": o.fix, "seconds": round(o.seconds, 3)}
+            for o in outcomes
         ]
         print_json({"passed": passed, "exit_code_of_workers": code, "checks": rows})
     else:
-        print_findings(findings)
+        print_findings(outcomes)
     raise typer.Exit(0 if passed else 1)
-
-
-def _finding(outcome: Outcome, code: int) -> Finding:
-    if outcome.status == "begun":
-        said = f"the processes ended within it, with exit code {code}; their own words are above"
-        return Finding(outcome.check, "wrong", said, outcome.fix)
-    return Finding(outcome.check, outcome.status, outcome.said, outcome.fix)

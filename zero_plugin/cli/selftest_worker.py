@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome, note
+from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome, begun, note
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.document import nvme_folders, offload_devices
@@ -134,48 +135,30 @@ def check_barrier(run: Run) -> str:
 def check_all_reduce(run: Run) -> str:
     """Sums of known values; bandwidth as NCCL's tests define it: what each process must send, 2 (n-1)/n of the size."""
     _need_several(run)
-    ramp = _ramp(run)
-    wanted = ramp * (run.processes * (run.processes + 1) // 2)
-    buffer = torch.empty_like(ramp)
-    seconds = []
-    for _ in range(_REPEATED):
-        buffer.copy_(ramp * (run.accelerator.process_index + 1))
-        with stopwatch(run.device) as watch:
-            dist.all_reduce(buffer)
-        seconds.append(watch.seconds)
-        _compare(buffer, wanted)
-    return _bandwidth(buffer, min(seconds), 2 * (run.processes - 1) / run.processes)
+    ramp, count = _ramp(run), run.processes
+    own, wanted = ramp * (run.accelerator.process_index + 1), ramp * (count * (count + 1) // 2)
+    return _measure(run, dist.all_reduce, own, wanted, 2 * (count - 1) / count)
 
 
 def check_all_gather(run: Run) -> str:
     """Each process's values at its place; bandwidth of what each must receive, (n-1)/n of the result."""
     _need_several(run)
-    own = _ramp(run).chunk(run.processes)[0].contiguous()
-    wanted = torch.cat([own + rank for rank in range(run.processes)])
-    result = torch.empty_like(wanted)
-    seconds = []
-    for _ in range(_REPEATED):
-        result.zero_()
-        with stopwatch(run.device) as watch:
-            dist.all_gather(list(result.chunk(run.processes)), own + run.accelerator.process_index)
-        seconds.append(watch.seconds)
-        _compare(result, wanted)
-    return _bandwidth(result, min(seconds), (run.processes - 1) / run.processes)
+    count = run.processes
+    part = _ramp(run).chunk(count)[0].contiguous()
+    own, wanted = part + run.accelerator.process_index, torch.cat([part + rank for rank in range(count)])
+
+    def collect(result: Tensor) -> None:
+        dist.all_gather(list(result.chunk(count)), own)
+
+    return _measure(run, collect, torch.zeros_like(wanted), wanted, (count - 1) / count)
 
 
 def check_broadcast(run: Run) -> str:
     """The last process's values on all; bandwidth of what each receives."""
     _need_several(run)
     ramp, last = _ramp(run), run.processes - 1
-    buffer = torch.empty_like(ramp)
-    seconds = []
-    for _ in range(_REPEATED):
-        buffer.copy_(ramp if run.accelerator.process_index == last else torch.zeros_like(ramp))
-        with stopwatch(run.device) as watch:
-            dist.broadcast(buffer, src=last)
-        seconds.append(watch.seconds)
-        _compare(buffer, ramp)
-    return _bandwidth(buffer, min(seconds), 1.0)
+    own = ramp if run.accelerator.process_index == last else torch.zeros_like(ramp)
+    return _measure(run, partial(dist.broadcast, src=last), own, ramp, 1.0)
 
 
 def _need_several(run: Run) -> None:
@@ -189,18 +172,22 @@ def _ramp(run: Run) -> Tensor:
     return torch.arange(count, device=run.carried).remainder_(997).float()
 
 
-def _compare(found: Tensor, wanted: Tensor) -> None:
-    if wrong := int((found != wanted).sum()):
-        first = int((found != wanted).nonzero()[0])
-        raise CheckError(
-            f"{wrong:,} of {found.numel():,} values are wrong, the first at {first:,}: "
-            f"{found[first].item():g} where {wanted[first].item():g} should be"
-        )
-
-
-def _bandwidth(buffer: Tensor, seconds: float, share: float) -> str:
+def _measure(run: Run, collective: Callable[[Tensor], Any], own: Tensor, wanted: Tensor, share: float) -> str:
+    """Make `wanted` of `own` in place, some times; bandwidth of a share of the result, in the shortest of them."""
+    buffer, seconds = torch.empty_like(own), []
+    for _ in range(_REPEATED):
+        buffer.copy_(own)
+        with stopwatch(run.device) as watch:
+            collective(buffer)
+        seconds.append(watch.seconds)
+        if wrong := int((buffer != wanted).sum()):
+            first = int((buffer != wanted).nonzero()[0])
+            raise CheckError(
+                f"{wrong:,} of {buffer.numel():,} values are wrong, the first at {first:,}: "
+                f"{buffer[first].item():g} where {wanted[first].item():g} should be"
+            )
     size = buffer.numel() * buffer.element_size()
-    return f"values right; {speed(size * share, seconds)} per process ({show_bytes(size)})"
+    return f"values right; {speed(size * share, min(seconds))} per process ({show_bytes(size)})"
 
 
 _HEADS, _TOKENS, _HEAD_WIDTH = 4, 64, 8  # of each process
@@ -440,15 +427,16 @@ def main() -> None:
     began = time.perf_counter()
     writes = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
     if writes:
-        note(Outcome("processes", "begun"), Path(outcomes))
+        note(begun("processes"), Path(outcomes))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
     writes = accelerator.is_local_main_process  # on a TPU no variable says so
     run = Run(accelerator, Path(folder) if folder else None)
     if writes:
-        note(Outcome("processes", "ok", _describe(run), time.perf_counter() - began), Path(outcomes))
+        seconds = time.perf_counter() - began
+        note(Outcome("processes", "ok", _describe(run), seconds=seconds), Path(outcomes))
     for name, check in _CHECKS.items():
         if writes:
-            note(Outcome(name, "begun"), Path(outcomes))
+            note(begun(name), Path(outcomes))
         outcome = _run(name, check, run)
         if writes:
             note(outcome, Path(outcomes))
@@ -465,25 +453,25 @@ def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
     except LeftOut as reason:
         own = Outcome(name, "left out", str(reason))
     except CheckError as failure:
-        own = Outcome(name, "wrong", str(failure))
+        own = replace(begun(name), found=str(failure))
     except (MachineError, LaunchError) as error:  # they say themselves what to do
         what, _, advice = str(error).partition("\n")
-        own = Outcome(name, "wrong", what, advice=advice)
+        own = Outcome(name, "wrong", what, advice or STEPS[name])
     except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
         traceback.print_exc()
-        own = Outcome(name, "wrong", f"{type(error).__name__}: {error}")
+        own = replace(begun(name), found=f"{type(error).__name__}: {error}")
     everyones = [Outcome(**outcome) for outcome in gather_values(asdict(own))]
-    found = next((o for status in ("wrong", "left out") for o in everyones if o.status == status), everyones[0])
-    said = found.said
-    if found.status == "wrong":
+    outcome = next((o for level in ("wrong", "left out") for o in everyones if o.level == level), everyones[0])
+    found = outcome.found
+    if outcome.level == "wrong":
         run.trained = None  # on every process, so that all leave out what needs it
-        wrong = [rank for rank, outcome in enumerate(everyones) if outcome.status == "wrong"]
-        alike = [rank for rank in wrong if everyones[rank].said == said]
+        wrong = [rank for rank, other in enumerate(everyones) if other.level == "wrong"]
+        alike = [rank for rank in wrong if everyones[rank].found == found]
         if run.processes > 1:
-            said = f"on rank {', '.join(map(str, alike))}: {said}"
+            found = f"on rank {', '.join(map(str, alike))}: {found}"
         if others := [str(rank) for rank in wrong if rank not in alike]:
-            said += f"; rank {', '.join(others)} failed with other messages"
-    return replace(found, said=said, seconds=time.perf_counter() - began)
+            found += f"; rank {', '.join(others)} failed with other messages"
+    return replace(outcome, found=found, seconds=time.perf_counter() - began)
 
 
 def _describe(run: Run) -> str:

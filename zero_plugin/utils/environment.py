@@ -99,12 +99,8 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
 
 
 def _purging(function: Any) -> Any:
-    @functools.wraps(function)
-    def purged(*args: Any, **kwargs: Any) -> Any:
-        with _restored(lambda name: name.startswith("ACCELERATE_")):
-            return function(*args, **kwargs)
-
-    purged._purges = True  # type: ignore[attr-defined]
+    purged: Any = _restored(lambda name: name.startswith("ACCELERATE_"))(function)
+    purged._purges = True
     return purged
 
 

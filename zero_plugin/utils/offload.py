@@ -1,7 +1,5 @@
 """Weights in files and maps over them, as `accelerate.utils.offload` has them."""
 
-from __future__ import annotations
-
 from zero_plugin.big_models.stored import OffloadedWeightsLoader as OffloadedWeightsLoader
 from zero_plugin.big_models.stored import PrefixedDataset as PrefixedDataset
 from zero_plugin.big_models.stored import extract_submodules_state_dict as extract_submodules_state_dict

@@ -1,7 +1,5 @@
 """Seeds, and one state of the random number generators for all processes."""
 
-from __future__ import annotations
-
 from zero_plugin.distributed.seeding import set_seed as set_seed
 from zero_plugin.distributed.seeding import synchronize_rng_state as synchronize_rng_state
 from zero_plugin.distributed.seeding import synchronize_rng_states as synchronize_rng_states
