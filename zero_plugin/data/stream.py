@@ -128,6 +128,9 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._sharing = sharing
+        # How the processes that skip each other's samples share them: by one alone where the dataset is divided.
+        rank, world = (sharing.rank, sharing.world) if division is Division.BY_SKIPPING else (0, 1)
+        self._skipping = replace(sharing, rank=rank, world=world, split=False)
         self._seed_and_epoch = torch.tensor([0, -1])  # of the current epoch; -1 if no epoch is passed to the dataset
         if lasting_workers:  # such workers see changes of the main process in shared memory only
             self._seed_and_epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -137,7 +140,7 @@ class StreamShard:
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
-        sharing, (rank, world) = self._sharing, self._rank_and_world()
+        sharing, world = self._skipping, self._skipping.world
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         dataset = self._dataset_now(workers, worker)
@@ -156,30 +159,27 @@ class StreamShard:
         if watch.asked:
             workers, worker = 1, 0
         fingerprint = _fingerprint(first) if world > 1 and first else None
-        batches = self._batches(first, samples, same)
-        shares = share_batches(batches, replace(sharing, rank=rank, world=world, split=False), None)
+        assert sharing.batch_size is not None
+        in_steps: Any = self._read_by_steps(first, samples, same)
+        shares = share_batches(BatchSampler(in_steps, sharing.batch_size, sharing.drop_last), sharing, None)
         for share in islice(shares, worker, None, workers):
             for place, sample in enumerate(share.indices):
                 yield Drawn(sample, place < share.real, fingerprint)
 
-    def _batches(
+    def _read_by_steps(
         self, first: list[Any], samples: Iterator[Any], same: AbstractContextManager[None]
-    ) -> Iterator[list[Any]]:
-        """Yield the batches of all processes; one step is read at a time."""
-        sharing, step = self._sharing, first
+    ) -> Iterator[Any]:
+        """Yield the samples of all processes; one step is read at a time."""
+        sharing, step = self._skipping, first
         assert sharing.batch_size is not None
-        size = self._rank_and_world()[1] * sharing.batch_size
         first_samples = OverwriteCheck(first if sharing.even and not sharing.drop_last else None)
-        while step:
-            if len(step) < size:
-                if sharing.drop_last:
-                    return
-                first_samples.check()
-            yield from (step[start : start + sharing.batch_size] for start in range(0, len(step), sharing.batch_size))
-            if len(step) < size:
-                return
+        while len(step) == sharing.world * sharing.batch_size:
+            yield from step
             with same:
                 step = self._read_step(samples)
+        if step:
+            first_samples.check()
+        yield from step
 
     def _read_step(self, samples: Iterator[Any]) -> list[Any]:
         """Read the samples of one step: the next `batch_size` samples of every process.
@@ -187,29 +187,24 @@ class StreamShard:
         The samples of this process are compared afterwards: a dataset that reuses its buffer for the samples of the
         processes after this one would overwrite them.
         """
-        own, (rank, world) = self._sharing.batch_size, self._rank_and_world()
+        own, rank, world = self._skipping.batch_size, self._skipping.rank, self._skipping.world
         assert own is not None
-        if world == 1:
-            return list(islice(samples, own))
         step = list(islice(samples, (rank + 1) * own))
-        own_samples = OverwriteCheck(step[rank * own :])
-        step += islice(samples, world * own - len(step))
+        own_samples = OverwriteCheck(step[rank * own :] if world > 1 else None)
+        if len(step) == (rank + 1) * own:  # else the stream has ended, and is not to be asked again
+            step += islice(samples, (world - rank - 1) * own)
         own_samples.check()
         return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
-        return count_steps(len(self._dataset_now(1, 0)), replace(self._sharing, world=self._rank_and_world()[1]))
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        """The rank and number of the processes that skip each other's samples; (0, 1) if none are skipped."""
-        return (self._sharing.rank, self._sharing.world) if self.division is Division.BY_SKIPPING else (0, 1)
+        return count_steps(len(self._dataset_now(1, 0)), self._skipping)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
         """The dataset to read from now on, set to the epoch."""
         sharing, epoch = self._sharing, int(self._seed_and_epoch[1])
         dataset = self.dataset
-        if self.division is Division.BY_SHARD_METHOD and sharing.world > 1:
+        if self.division is Division.BY_SHARD_METHOD:
             epoch = epoch if epoch >= 0 else getattr(dataset, "epoch", epoch)
             dataset = dataset.shard(num_shards=sharing.world, index=sharing.rank)
         elif self.division is Division.BY_ITSELF and isinstance(dataset, IterDataPipe):
