@@ -259,20 +259,16 @@ def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
     elif isinstance(column, list | tuple):
         _check_rows(f"a {type(column).__name__} of {len(column)}", len(column), loader)
     else:
-        _warn_of_repeats(loader)
+        samples = loader.batch_samples
+        if samples is not None and real is not None and 0 < real < samples:
+            announce(
+                f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
+                f"{samples}; gather one value per sample to leave them out",
+                by_each=True,
+            )
         one = column.reshape(1) if isinstance(column, Tensor) else [column]
         return one[: 0 if real == 0 else 1]
     return column if real is None else column[:real]
-
-
-def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
-    samples, real = loader.batch_samples, loader.real_samples
-    if samples is not None and real is not None and 0 < real < samples:
-        announce(
-            f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
-            f"{samples}; gather one value per sample to leave them out",
-            by_each=True,
-        )
 
 
 def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:

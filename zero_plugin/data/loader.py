@@ -237,6 +237,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         dataset: the user's dataset.
         batch_size: samples per process and batch; None where batches have no common size.
         total_batch_size: samples per step over all processes; None likewise.
+        cut: into how many batches each of the user's is cut.
         drop_last: whether an incomplete last step is left out.
         device: where batches go; None leaves them where they are.
     """
@@ -298,7 +299,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._report_reading_ahead = LogOnce(_READS_AHEAD)
         self.batch_size = sharing.batch_size if sharing.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
-        self.drop_last = sharing.drop_last
+        self.cut, self.drop_last = sharing.cut, sharing.drop_last
         self.device = delivery.device
         self.remainder = -1
         if epoch:
@@ -328,11 +329,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def __len__(self) -> int:
         """Batches per epoch on this process; TypeError for a stream without a length."""
         return max(0, self._count_steps() - self._skip)
-
-    @property
-    def cut(self) -> int:
-        """Into how many batches each of the user's is cut."""
-        return self._sharing.cut
 
     @property
     def total_dataset_length(self) -> int:
@@ -366,7 +362,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if self.end_of_dataloader:
             return 0
         if self.position < 0:
-            return self._count_batches(self._skip)
+            return self.epoch_length
         return None if self._batches is None else max(1, self._batches - self.position - 1)
 
     def skipping(self: _Adapter, count: int) -> _Adapter:
@@ -498,7 +494,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             return self._skip
         batches, draws = resumed
         if draws is not None and self._shard is not None:
-            self._shard.draw_from(draws)
+            self._shard.resumed = draws
         return max(self._skip, batches)
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
@@ -544,7 +540,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             base = with_batches(base, shard)
         self._place.shard = shard
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
-        with undisturbed() if shard.resumes else nullcontext():
+        with nullcontext() if shard.resumed is None else undisturbed():
             iterator = iter(base)
         counts, batched = shard.counts, self._sharing.batched
         counted = base.in_order  # else nobody knows which batch came first
