@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -66,6 +67,7 @@ class _AroundBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(_AroundBatchSampler):
     """The batch sampler of one process.
 
@@ -102,34 +104,26 @@ class BatchSamplerShard(_AroundBatchSampler):
         ValueError: `split_batches` without a batch size that `num_processes` divides.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        report_dropped: Callable[[int], None] | None = None,
-        real: int | None = None,
-        batched: bool = True,
-        shared_by: int = 1,
-    ) -> None:
-        super().__init__(batch_sampler)
-        self._is_agreed = num_processes * shared_by > 1  # the order, among several processes
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.counts: deque[tuple[int, int]] = deque()
-        self.draws: Draws | None = None
-        self.resumed: Draws | None = None
-        self._report_dropped = report_dropped
-        self._real = real
-        self._batched = batched
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    _: KW_ONLY
+    report_dropped: Callable[[int], None] | None = None
+    real: int | None = None
+    batched: bool = True
+    shared_by: int = 1
+    counts: deque[tuple[int, int]] = field(default_factory=deque, init=False)
+    draws: Draws | None = field(default=None, init=False)
+    resumed: Draws | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_sampler)
+        self._is_agreed = self.num_processes * self.shared_by > 1  # the order, among several processes
         self._skip = 0
-        if split_batches:
-            split_size(self.batch_size, num_processes)
+        if self.split_batches:
+            split_size(self.batch_size, self.num_processes)
 
     def skipping(self, count: int) -> BatchSamplerShard:
         """The same batch sampler without the first `count` batches."""
@@ -143,29 +137,29 @@ class BatchSamplerShard(_AroundBatchSampler):
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        sharing, left = self.sharing(), sys.maxsize if self._real is None else self._real
+        sharing, left = self.sharing(), sys.maxsize if self.real is None else self.real
         # A sampler whose items are batches by themselves is shared as one of batches of one item.
-        outer = self.batch_sampler if self._batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
+        outer = self.batch_sampler if self.batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
         sampler = outer.sampler if type(outer) is BatchSampler else None
         is_main = not self._is_agreed or process_index() == 0
         order, draw = None, functools.partial(self._drawn, outer)
-        if self._report_dropped is not None and self._real is None:
+        if self.report_dropped is not None and self.real is None:
             order, sent = self._draw_order(sampler, is_main=is_main)
             if sent is not None:
                 draw = functools.partial(sent.batches, outer)
         if order is not None:
             at_end = functools.partial(end_order, sampler) if is_main else lambda: None
-            shares = share_order(order, outer, sharing, self._report_dropped, skip=self._skip, at_end=at_end)
+            shares = share_order(order, outer, sharing, self.report_dropped, skip=self._skip, at_end=at_end)
         else:
-            if self._report_dropped is None or not self._is_agreed:
+            if self.report_dropped is None or not self._is_agreed:
                 batches = draw()
             else:
                 batches = _drawn_by_main(draw, 1 if self.split_batches else self.num_processes)
-            shares = share_batches(batches, sharing, self._report_dropped)
+            shares = share_batches(batches, sharing, self.report_dropped)
             left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
         for share in shares:
             counts.append((share.samples, min(share.real, left)))
-            yield share.indices if self._batched else share.indices[0]
+            yield share.indices if self.batched else share.indices[0]
             left = max(0, left - share.samples)
 
     def _draw_order(self, sampler: Any, *, is_main: bool) -> tuple[Order | None, Order | None]:
@@ -201,7 +195,7 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""
-        size = self.batch_size if self._batched else 1
+        size = self.batch_size if self.batched else 1
         if self.split_batches:
             size //= self.num_processes
         return Sharing(
@@ -213,14 +207,14 @@ class BatchSamplerShard(_AroundBatchSampler):
         if self.split_batches:
             steps = batches
             if not (self.even_batches or self.drop_last):
-                needed = self.process_index if self._report_dropped is None else world - 1  # full pieces before its own
+                needed = self.process_index if self.report_dropped is None else world - 1  # full pieces before its own
                 last = len(self.batch_sampler.sampler) % self.batch_size
                 steps -= 0 < last <= needed * (self.batch_size // world)
         elif self.even_batches and not self.drop_last:
             steps = -(-batches // world)
         else:
             steps = batches // world
-            steps += self._report_dropped is None and not self.drop_last and self.process_index < batches % world
+            steps += self.report_dropped is None and not self.drop_last and self.process_index < batches % world
         return max(0, steps - self._skip)
 
 

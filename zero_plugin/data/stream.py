@@ -7,7 +7,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -322,6 +322,7 @@ class WorkerStart:
             shard.is_divided = watch.asked
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of an iterable dataset that are one process's, by skipping the others'.
 
@@ -341,24 +342,18 @@ class IterableDatasetShard(IterableDataset[Any]):
         ValueError: `split_batches` with a batch size that `num_processes` does not divide.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.epoch = 0
-        self._own = split_size(batch_size, num_processes) if split_batches else batch_size  # samples of a step
-        self._sharing = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
+    dataset: Any
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        # Samples of a step.
+        self._own = split_size(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
+        self._sharing = Sharing(self.process_index, self.num_processes, self._own, drop_last=self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the dataset; without a `set_epoch`, its generator is seeded by the epoch."""
