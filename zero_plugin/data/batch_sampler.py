@@ -142,15 +142,14 @@ class BatchSamplerShard(_AroundBatchSampler):
         outer = self.batch_sampler if self.batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
         sampler = outer.sampler if type(outer) is BatchSampler else None
         is_main = not self._is_agreed or process_index() == 0
-        order, draw = None, functools.partial(self._drawn, outer)
+        order, is_known = None, False
         if self.report_dropped is not None and self.real is None:
-            order, sent = self._draw_order(sampler, is_main=is_main)
-            if sent is not None:
-                draw = functools.partial(sent.batches, outer)
-        if order is not None:
+            order, is_known = self._draw_order(sampler, is_main=is_main)
+        if order is not None and is_known:
             at_end = functools.partial(end_order, sampler) if is_main else lambda: None
             shares = share_order(order, outer, sharing, self.report_dropped, skip=self._skip, at_end=at_end)
         else:
+            draw = functools.partial(self._drawn if order is None else order.batches, outer)
             if self.report_dropped is None or not self._is_agreed:
                 batches = draw()
             else:
@@ -162,22 +161,17 @@ class BatchSamplerShard(_AroundBatchSampler):
             yield share.indices if self.batched else share.indices[0]
             left = max(0, left - share.samples)
 
-    def _draw_order(self, sampler: Any, *, is_main: bool) -> tuple[Order | None, Order | None]:
-        """The epoch's order, where each process can draw it, and on process 0 where it has drawn it, and others cannot.
-
-        Where both are None process 0 draws for all, from `_drawn`.
-        """
+    def _draw_order(self, sampler: Any, *, is_main: bool) -> tuple[Order | None, bool]:
+        """The epoch's order, if this process has drawn it at once, and whether all know it; else process 0 sends it."""
         if type(sampler) is SequentialSampler:
             self.draws = Draws([], None)  # reading the state of the generators takes longer than a tiny model's step
-            return draw_order(sampler), None
+            return draw_order(sampler), True
         order, state = None, None
         if is_main and is_drawn_at_once(sampler):
             order, self.draws, state = draw_here(sampler, self.resumed)
             self.resumed = None
-        if not self._is_agreed:
-            return order, None
-        alike = draw_alike(sampler, order, state)
-        return alike, order if alike is None else None
+        alike = draw_alike(sampler, order, state) if self._is_agreed else order
+        return (order, False) if alike is None else (alike, True)
 
     def _drawn(self, outer: Any) -> Iterator[Any]:
         """The batches of all processes, one by one.
