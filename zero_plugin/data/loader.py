@@ -131,13 +131,13 @@ class _Place:
         batches: that the loop has had, the skipped ones too.
         is_end: whether these are all.
         shard: draws them; None where nobody counts.
-        resumed: the batches to skip, and what the order is drawn from, in the coming loop.
+        resumed: the batches that the coming loop skips, since it resumes.
     """
 
     batches: int = 0
     is_end: bool = False
     shard: BatchSamplerShard | None = None
-    resumed: tuple[int, Draws | None] | None = None
+    resumed: int = 0
 
 
 class LogOnce:
@@ -473,8 +473,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if then is not None and self.total_batch_size is not None:
             batches = batches * then // self.total_batch_size
         self.set_epoch(state_dict["epoch"])
-        draws = state_dict["draws"]
-        self._place.resumed = batches, None if draws is None else Draws(**draws)
+        self._place.resumed, draws = batches, state_dict["draws"]
+        if draws is not None and self._shard is not None:
+            self._shard.resumed = Draws(**draws)
 
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
@@ -489,13 +490,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
             self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
         self._workers_epoch = epoch
-        resumed, self._place.resumed = self._place.resumed, None
-        if resumed is None:
-            return self._skip
-        batches, draws = resumed
-        if draws is not None and self._shard is not None:
-            self._shard.resumed = draws
-        return max(self._skip, batches)
+        resumed, self._place.resumed = self._place.resumed, 0
+        return max(self._skip, resumed)
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""

@@ -88,13 +88,11 @@ def prepare_loader(
     batched = batches is not None
     batch_size = getattr(batches, "batch_size", None) if batched else 1
     dividing = None if stream or world_size * shared_by == 1 else find_dividing_sampler(loader, rank, world_size)
-    own_size = batch_size
-    if split_batches:
-        own_size = _split_size(batch_size if batched and not dividing else None, world_size)
+    of_all = batch_size if batched and not dividing else None
     sharing = Sharing(
         rank=rank,
         world=world_size,
-        batch_size=own_size,
+        batch_size=_split_size(of_all, world_size) if split_batches else batch_size,
         even=even_batches and world_size > 1,
         split=split_batches,
         drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),
@@ -105,10 +103,7 @@ def prepare_loader(
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
-        if shared_by > 1:
-            message = "true, but the processes of sequence_parallel_size have the same samples"
-            fix = "Write dispatch_batches=None: each process reads what it needs."
-            raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
+        _refuse_shared_dispatch(shared_by)
         alone = replace(sharing, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
         return DataLoaderDispatcher.around(base, sharing, delivery, slice_fn=slice_fn)
@@ -177,6 +172,13 @@ def _check_loader(loader: Any, processes: int, shard_iterable: str) -> None:
         raise LoopError(
             "prepare: in_order=False lets the processes' batches drift apart; build the loader with in_order=True"
         )
+
+
+def _refuse_shared_dispatch(shared_by: int) -> None:
+    if shared_by > 1:
+        message = "true, but the processes of sequence_parallel_size have the same samples"
+        fix = "Write dispatch_batches=None: each process reads what it needs."
+        raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
 
 
 def _check_same_length(dataset: Any) -> None:

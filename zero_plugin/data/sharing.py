@@ -203,10 +203,8 @@ class SeedableRandomSampler(RandomSampler):
 
     def seed(self) -> torch.Generator:
         """Seed the generator for the coming epoch."""
-        generator = self.generator or torch.Generator()
-        self.generator = generator
-        generator.manual_seed(self.initial_seed + self.epoch)
-        return generator
+        self.generator = self.generator or torch.Generator()
+        return self.generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with this epoch at the next start."""
@@ -297,11 +295,8 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
         generator = torch.Generator().manual_seed(seed)
     if sampler.replacement:
         return Order(torch.randint(size, (count,), generator=generator))
-    complete, rest = divmod(count, size)
-    parts = [torch.randperm(size, generator=generator) for _ in range(complete)]
-    if rest:
-        parts.append(torch.randperm(size, generator=generator)[:rest])
-    return Order(parts[0] if len(parts) == 1 else torch.cat(parts))
+    rounds = [torch.randperm(size, generator=generator) for _ in range(-(-count // size))]
+    return Order(torch.cat(rounds)[:count])
 
 
 def end_order(sampler: Any) -> None:

@@ -150,9 +150,8 @@ class StreamShard:
             for sample in dataset:
                 yield Drawn(sample, True, None)
             return
-        same: AbstractContextManager[None] = nullcontext()
-        if world * workers > 1 or isinstance(dataset, IterDataPipe):
-            same = SameDraws(int(self._seed_and_epoch[0]))
+        draws_alike = world * workers > 1 or isinstance(dataset, IterDataPipe)
+        same: AbstractContextManager[None] = SameDraws(int(self._seed_and_epoch[0])) if draws_alike else nullcontext()
         with same, WorkerWatch("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
             first = self._read_step(samples)
