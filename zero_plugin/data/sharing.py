@@ -203,8 +203,9 @@ class SeedableRandomSampler(RandomSampler):
 
     def seed(self) -> torch.Generator:
         """Seed the generator for the coming epoch."""
-        self.generator = self.generator or torch.Generator()
-        return self.generator.manual_seed(self.initial_seed + self.epoch)
+        generator: torch.Generator = self.generator or torch.Generator()
+        self.generator = generator
+        return generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with this epoch at the next start."""
