@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -302,6 +302,34 @@ def test_who_is_known_to_divide_is_not_skipped_through(
     assert capsys.readouterr().err == ""
     prepare_loader(DataLoader(stream, batch_size=4), rank=0, world_size=2, device=None)
     assert capsys.readouterr().err.count("shard_iterable='never'") == told
+
+
+class BeginsAgain(IterableDataset):
+    """0 … size-1; asked once more after its end, it begins again."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.next = size, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        if self.next == self.size:
+            self.next = 0
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+
+@pytest.mark.parametrize("size", [7, 8, 10])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stream_that_has_ended_is_not_asked_again(size: int, rank: int) -> None:
+    """As in plain torch: one that would begin again gives each sample once, to several processes too."""
+    found = []
+    for stream in (BeginsAgain(size), Range(size)):
+        loader = prepare_loader(DataLoader(stream, batch_size=2), rank=rank, world_size=2, device=None)
+        found.append([portion.batch.tolist() for portion in islice(loader._read(0), 20)])
+    assert found[0] == found[1]
 
 
 def test_same_draws_disturb_nobody() -> None:

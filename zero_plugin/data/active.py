@@ -159,18 +159,13 @@ class LoaderProgress:
     def is_last(self) -> bool:
         """Whether the current micro-batch is the last one of the epoch."""
         leader = self._find_leader()
-        if leader is None or not leader.end_of_dataloader:
-            return False
-        return not (self._fetches_ahead and self._of(leader).ahead)
+        return leader is not None and leader.end_of_dataloader and not (self._fetches_ahead and self._of(leader).ahead)
 
     @property
     def next_is_last(self) -> bool:
         """`is_last` of the next micro-batch, whose batch was fetched, before it is counted."""
         leader = self._find_leader()
-        if leader is None or not leader.end_of_dataloader:
-            return False
-        ahead, are_computed = self._look_ahead(leader)
-        return not (ahead and are_computed)
+        return leader is not None and leader.end_of_dataloader and not all(self._look_ahead(leader))
 
     def advance(self, *, accumulates: bool) -> None:
         """Go on to the next micro-batch.

@@ -10,23 +10,15 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from zero_plugin.data.sharing import (
+    DRAWING_SAMPLERS,
     Order,
-    SeedableRandomSampler,
     Sharing,
     draw_alike,
     draw_here,
@@ -43,16 +35,7 @@ from zero_plugin.distributed.seeding import Draws
 from zero_plugin.errors import LoopError
 
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
-_TORCHS_OWN = (
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    SeedableRandomSampler,
-    range,
-    tuple,
-)
+_TORCHS_OWN = (*DRAWING_SAMPLERS, DistributedSampler, SequentialSampler, range, tuple)
 
 
 class _AroundBatchSampler(BatchSampler):
@@ -84,6 +67,7 @@ class _AroundBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(_AroundBatchSampler):
     """The batch sampler of one process.
 
@@ -102,6 +86,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how
             many samples they hold, and how many of them, from the front, are not repeated ones.
         draws: what the newest epoch's order was drawn from, by this process; None before.
+        resumed: what the coming epoch's order is drawn from, where it was drawn before; else None.
 
     Args:
         batch_sampler: the batches of all processes; anything that gives lists of indices.
@@ -119,96 +104,74 @@ class BatchSamplerShard(_AroundBatchSampler):
         ValueError: `split_batches` without a batch size that `num_processes` divides.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        report_dropped: Callable[[int], None] | None = None,
-        real: int | None = None,
-        batched: bool = True,
-        shared_by: int = 1,
-    ) -> None:
-        super().__init__(batch_sampler)
-        self._is_agreed = num_processes * shared_by > 1  # the order, among several processes
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.counts: deque[tuple[int, int]] = deque()
-        self.draws: Draws | None = None
-        self._report_dropped = report_dropped
-        self._real = real
-        self._batched = batched
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    _: KW_ONLY
+    report_dropped: Callable[[int], None] | None = None
+    real: int | None = None
+    batched: bool = True
+    shared_by: int = 1
+    counts: deque[tuple[int, int]] = field(default_factory=deque, init=False)
+    draws: Draws | None = field(default=None, init=False)
+    resumed: Draws | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_sampler)
+        self._is_agreed = self.num_processes * self.shared_by > 1  # the order, among several processes
         self._skip = 0
-        self._draw_from: Draws | None = None
-        self._sent: Order | None = None  # process 0's order, where it has to be sent
-        if split_batches:
-            split_size(self.batch_size, num_processes)
+        if self.split_batches:
+            split_size(self.batch_size, self.num_processes)
 
     def skipping(self, count: int) -> BatchSamplerShard:
         """The same batch sampler without the first `count` batches."""
         later = copy.copy(self)
         later._skip += count
-        self._draw_from = None
+        self.resumed = None
         return later
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the coming epoch's order is one that was drawn before."""
-        return self._draw_from is not None
-
-    def draw_from(self, draws: Draws) -> None:
-        """Draw the coming epoch's order from there."""
-        self._draw_from = draws
 
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        sharing, left = self.sharing(), sys.maxsize if self._real is None else self._real
+        sharing, left = self.sharing(), sys.maxsize if self.real is None else self.real
         # A sampler whose items are batches by themselves is shared as one of batches of one item.
-        outer = self.batch_sampler if self._batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
+        outer = self.batch_sampler if self.batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
         sampler = outer.sampler if type(outer) is BatchSampler else None
         is_main = not self._is_agreed or process_index() == 0
-        order = None
-        if self._report_dropped is not None and self._real is None:
-            order = self._draw_order(sampler, is_main=is_main)
-        if order is not None:
+        order, is_known = None, False
+        if self.report_dropped is not None and self.real is None:
+            order, is_known = self._draw_order(sampler, is_main=is_main)
+        if order is not None and is_known:
             at_end = functools.partial(end_order, sampler) if is_main else lambda: None
-            shares = share_order(order, outer, sharing, self._report_dropped, skip=self._skip, at_end=at_end)
+            shares = share_order(order, outer, sharing, self.report_dropped, skip=self._skip, at_end=at_end)
         else:
-            if self._report_dropped is None or not self._is_agreed:
-                batches = self._drawn(outer)
+            draw = functools.partial(self._drawn if order is None else order.batches, outer)
+            if self.report_dropped is None or not self._is_agreed:
+                batches = draw()
             else:
-                step = 1 if self.split_batches else self.num_processes
-                batches = _drawn_by_main(functools.partial(self._drawn, outer), step)
-            shares = share_batches(batches, sharing, self._report_dropped)
+                batches = _drawn_by_main(draw, 1 if self.split_batches else self.num_processes)
+            shares = share_batches(batches, sharing, self.report_dropped)
             left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
         for share in shares:
             counts.append((share.samples, min(share.real, left)))
-            yield share.indices if self._batched else share.indices[0]
+            yield share.indices if self.batched else share.indices[0]
             left = max(0, left - share.samples)
 
-    def _draw_order(self, sampler: Any, *, is_main: bool) -> Order | None:
-        """The epoch's order, where each process can draw it; None where process 0 draws for all, from `_drawn`."""
-        self._sent = None
+    def _draw_order(self, sampler: Any, *, is_main: bool) -> tuple[Order | None, bool]:
+        """The epoch's order, if this process has drawn it at once, and whether all know it; else process 0 sends it."""
         if type(sampler) is SequentialSampler:
             self.draws = Draws([], None)  # reading the state of the generators takes longer than a tiny model's step
-            return draw_order(sampler)
+            return draw_order(sampler), True
         order, state = None, None
         if is_main and is_drawn_at_once(sampler):
-            order, self.draws, state = draw_here(sampler, self._draw_from)
-            self._draw_from = None
-        if not self._is_agreed:
-            return order
-        alike = draw_alike(sampler, order, state)
-        self._sent = order if alike is None else None
-        return alike
+            order, self.draws, state = draw_here(sampler, self.resumed)
+            self.resumed = None
+        alike = draw_alike(sampler, order, state) if self._is_agreed else order
+        return (order, False) if alike is None else (alike, True)
 
     def _drawn(self, outer: Any) -> Iterator[Any]:
         """The batches of all processes, one by one.
@@ -216,10 +179,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         Args:
             outer: the batch sampler, or one of batches of one item.
         """
-        if self._sent is not None:  # it is drawn already, and another process finds another
-            return self._sent.batches(outer)
         sampler = getattr(outer, "sampler", outer)
-        draws, self._draw_from = self._draw_from, None
+        draws, self.resumed = self.resumed, None
         if draws is None:
             self.draws = Draws.of(sampler)
             return iter(outer)
@@ -228,7 +189,7 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""
-        size = self.batch_size if self._batched else 1
+        size = self.batch_size if self.batched else 1
         if self.split_batches:
             size //= self.num_processes
         return Sharing(
@@ -238,20 +199,17 @@ class BatchSamplerShard(_AroundBatchSampler):
     def __len__(self) -> int:
         batches, world = len(self.batch_sampler), self.num_processes
         if self.split_batches:
-            steps = batches - self._lacks_the_last_split_batch()
+            steps = batches
+            if not (self.even_batches or self.drop_last):
+                needed = self.process_index if self.report_dropped is None else world - 1  # full pieces before its own
+                last = len(self.batch_sampler.sampler) % self.batch_size
+                steps -= 0 < last <= needed * (self.batch_size // world)
         elif self.even_batches and not self.drop_last:
             steps = -(-batches // world)
         else:
             steps = batches // world
-            steps += self._report_dropped is None and not self.drop_last and self.process_index < batches % world
+            steps += self.report_dropped is None and not self.drop_last and self.process_index < batches % world
         return max(0, steps - self._skip)
-
-    def _lacks_the_last_split_batch(self) -> bool:
-        if self.even_batches or self.drop_last:
-            return False
-        size = self.batch_size // self.num_processes
-        needed = self.process_index if self._report_dropped is None else self.num_processes - 1
-        return 0 < len(self.batch_sampler.sampler) % self.batch_size <= needed * size
 
 
 class SkipBatchSampler(_AroundBatchSampler):

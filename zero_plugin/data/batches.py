@@ -139,13 +139,14 @@ def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_proc
     """
     del process_index, num_processes
     count = count_rows(batch)
+    return map_leaves(lambda node: node[rows] if _has_rows(node, count) else node, batch, is_leaf=is_object_column)
 
-    def cut(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return node[rows] if node.ndim and node.shape[0] == count else node
-        return node[rows] if is_object_column(node) and len(node) == count else node
 
-    return map_leaves(cut, batch, is_leaf=is_object_column)
+def _has_rows(node: Any, count: int | None) -> bool:
+    """Whether a part of a batch has one row, or one object, for each of `count` samples."""
+    if isinstance(node, Tensor):
+        return node.ndim > 0 and node.shape[0] == count
+    return is_object_column(node) and len(node) == count
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
@@ -163,11 +164,11 @@ def join_rows(batches: Sequence[Any]) -> Any:
 
     def join(node: Any) -> Any:
         members = [next(part) for part in parts]
+        if not _has_rows(node, count):
+            return node
         if isinstance(node, Tensor):
-            return torch.cat(members) if node.ndim and node.shape[0] == count else node
-        if is_object_column(node) and len(node) == count:
-            return type(node)(member for column in members for member in column)
-        return node
+            return torch.cat(members)
+        return type(node)(member for column in members for member in column)
 
     try:
         return map_leaves(join, first, is_leaf=is_object_column)
@@ -259,20 +260,16 @@ def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
     elif isinstance(column, list | tuple):
         _check_rows(f"a {type(column).__name__} of {len(column)}", len(column), loader)
     else:
-        _warn_of_repeats(loader)
+        samples = loader.batch_samples
+        if samples is not None and real is not None and 0 < real < samples:
+            announce(
+                f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
+                f"{samples}; gather one value per sample to leave them out",
+                by_each=True,
+            )
         one = column.reshape(1) if isinstance(column, Tensor) else [column]
         return one[: 0 if real == 0 else 1]
     return column if real is None else column[:real]
-
-
-def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
-    samples, real = loader.batch_samples, loader.real_samples
-    if samples is not None and real is not None and 0 < real < samples:
-        announce(
-            f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
-            f"{samples}; gather one value per sample to leave them out",
-            by_each=True,
-        )
 
 
 def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:

@@ -76,17 +76,9 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         delivery = Delivery(non_blocking=_non_blocking)
         self._wrap(base, sharing, delivery, skip=skip_batches, epoch=iteration, slice_fn=slice_fn)
 
-    def _wrap(
-        self,
-        base: DataLoader[Any],
-        sharing: Sharing,
-        delivery: Delivery,
-        *,
-        slice_fn: SliceFunction | None = None,
-        **options: Any,
-    ) -> None:
-        super()._wrap(base, sharing, delivery, **options)
-        self.split_batches = sharing.split
+    def _wrap(self, *args: Any, slice_fn: SliceFunction | None = None, **options: Any) -> None:
+        super()._wrap(*args, **options)
+        self.split_batches = self._sharing.split
         self.slice_fn: SliceFunction = cut_rows if slice_fn is None else slice_fn
 
     def _portions(self, skip: int) -> Iterator[Portion]:
@@ -155,19 +147,11 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         return is_stream, is_sure, batches
 
     def _count_steps(self) -> int:
-        sharing, batches = self._sharing, super()._count_steps()
-        steps = (
-            batches
-            if sharing.split
-            else batches // sharing.world
-            if sharing.drop_last
-            else -(-batches // sharing.world)
-        )
-        return steps - self._lacks_the_last_step()
-
-    def _lacks_the_last_step(self) -> bool:
-        """Whether an epoch's last samples are fewer than the processes, and left out."""
-        if self._sharing.even or self._sharing.drop_last or self.total_batch_size is None:
-            return False
+        sharing, steps = self._sharing, super()._count_steps()
+        if not sharing.split:
+            steps = steps // sharing.world if sharing.drop_last else -(-steps // sharing.world)
+        if sharing.even or sharing.drop_last or self.total_batch_size is None:
+            return steps
         samples = len(self.dataset if self._shard is None else self._shard.sampler)
-        return 0 < samples % self.total_batch_size < self._sharing.world
+        is_left_out = 0 < samples % self.total_batch_size < sharing.world  # fewer than the processes
+        return steps - is_left_out

@@ -131,13 +131,13 @@ class _Place:
         batches: that the loop has had, the skipped ones too.
         is_end: whether these are all.
         shard: draws them; None where nobody counts.
-        resumed: the batches to skip, and what the order is drawn from, in the coming loop.
+        resumed: the batches that the coming loop skips, since it resumes.
     """
 
     batches: int = 0
     is_end: bool = False
     shard: BatchSamplerShard | None = None
-    resumed: tuple[int, Draws | None] | None = None
+    resumed: int = 0
 
 
 class LogOnce:
@@ -237,6 +237,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         dataset: the user's dataset.
         batch_size: samples per process and batch; None where batches have no common size.
         total_batch_size: samples per step over all processes; None likewise.
+        cut: into how many batches each of the user's is cut.
         drop_last: whether an incomplete last step is left out.
         device: where batches go; None leaves them where they are.
     """
@@ -298,7 +299,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._report_reading_ahead = LogOnce(_READS_AHEAD)
         self.batch_size = sharing.batch_size if sharing.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
-        self.drop_last = sharing.drop_last
+        self.cut, self.drop_last = sharing.cut, sharing.drop_last
         self.device = delivery.device
         self.remainder = -1
         if epoch:
@@ -328,11 +329,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def __len__(self) -> int:
         """Batches per epoch on this process; TypeError for a stream without a length."""
         return max(0, self._count_steps() - self._skip)
-
-    @property
-    def cut(self) -> int:
-        """Into how many batches each of the user's is cut."""
-        return self._sharing.cut
 
     @property
     def total_dataset_length(self) -> int:
@@ -366,7 +362,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if self.end_of_dataloader:
             return 0
         if self.position < 0:
-            return self._count_batches(self._skip)
+            return self.epoch_length
         return None if self._batches is None else max(1, self._batches - self.position - 1)
 
     def skipping(self: _Adapter, count: int) -> _Adapter:
@@ -477,8 +473,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if then is not None and self.total_batch_size is not None:
             batches = batches * then // self.total_batch_size
         self.set_epoch(state_dict["epoch"])
-        draws = state_dict["draws"]
-        self._place.resumed = batches, None if draws is None else Draws(**draws)
+        self._place.resumed, draws = batches, state_dict["draws"]
+        if draws is not None and self._shard is not None:
+            self._shard.resumed = Draws(**draws)
 
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
@@ -493,13 +490,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
             self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
         self._workers_epoch = epoch
-        resumed, self._place.resumed = self._place.resumed, None
-        if resumed is None:
-            return self._skip
-        batches, draws = resumed
-        if draws is not None and self._shard is not None:
-            self._shard.draw_from(draws)
-        return max(self._skip, batches)
+        resumed, self._place.resumed = self._place.resumed, 0
+        return max(self._skip, resumed)
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
@@ -544,7 +536,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             base = with_batches(base, shard)
         self._place.shard = shard
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
-        with undisturbed() if shard.resumes else nullcontext():
+        with nullcontext() if shard.resumed is None else undisturbed():
             iterator = iter(base)
         counts, batched = shard.counts, self._sharing.batched
         counted = base.in_order  # else nobody knows which batch came first

@@ -88,12 +88,11 @@ def prepare_loader(
     batched = batches is not None
     batch_size = getattr(batches, "batch_size", None) if batched else 1
     dividing = None if stream or world_size * shared_by == 1 else find_dividing_sampler(loader, rank, world_size)
+    of_all = batch_size if batched and not dividing else None
     sharing = Sharing(
         rank=rank,
         world=world_size,
-        batch_size=_split_size(batch_size if batched and not dividing else None, world_size)
-        if split_batches
-        else batch_size,
+        batch_size=_split_size(of_all, world_size) if split_batches else batch_size,
         even=even_batches and world_size > 1,
         split=split_batches,
         drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),

@@ -100,18 +100,21 @@ def share_batches(
     Raises:
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
     """
-    steps = _cut(batches, sharing) if sharing.split and sharing.world > 1 else _deal(batches, sharing.world)
+    completes = sharing.even and not sharing.drop_last
+    steps = _steps(batches, sharing)
     step = first = next(steps, None)
     while step is not None:
         # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
-        is_full = _is_full(step, sharing)
+        is_full = len(step) == sharing.world and (
+            not completes or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
+        )
         following = None if is_full else next(steps, None)
         if len(step) > sharing.world or (following is not None and len(step) < sharing.world):
             raise LoopError(
                 f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
                 f"hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying size"
             )
-        if following is None and not is_full and sharing.even and not sharing.drop_last:
+        if following is None and not is_full and completes:
             assert first is not None
             yield _complete(step, first, sharing)
         elif len(step) == sharing.world or (
@@ -146,26 +149,17 @@ def count_steps(samples: int, sharing: Sharing) -> int:
     return full + (tail >= needed and not sharing.drop_last)
 
 
-def _is_full(step: list[list[Any]], sharing: Sharing) -> bool:
-    """Whether every process has a share of this step that does not need to be completed."""
-    if len(step) != sharing.world:
-        return False
-    return (
-        not sharing.even or sharing.drop_last or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
-    )
-
-
-def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
+def _steps(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
+    """What each process gets, step by step, before the last one is completed."""
+    if sharing.split and sharing.world > 1:
+        size = sharing.batch_size
+        assert size is not None
+        for batch in map(list, batches):
+            yield [batch[start : start + size] for start in range(0, len(batch), size)]
+        return
     iterator = iter(batches)
-    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, world)]:
+    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, sharing.world)]:
         yield step
-
-
-def _cut(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
-    size = sharing.batch_size
-    assert size is not None
-    for batch in map(list, batches):
-        yield [batch[start : start + size] for start in range(0, len(batch), size)]
 
 
 def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
@@ -209,10 +203,9 @@ class SeedableRandomSampler(RandomSampler):
 
     def seed(self) -> torch.Generator:
         """Seed the generator for the coming epoch."""
-        generator = self.generator or torch.Generator()
+        generator: torch.Generator = self.generator or torch.Generator()
         self.generator = generator
-        generator.manual_seed(self.initial_seed + self.epoch)
-        return generator
+        return generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with this epoch at the next start."""
@@ -263,13 +256,16 @@ class Order:
         return checksum.hexdigest()
 
 
+DRAWING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SeedableRandomSampler)
+
+
 def is_drawn_at_once(sampler: Any) -> bool:
     """Whether the sampler's order follows from the state of one generator on a CPU at the epoch's start.
 
     A subclass may do anything. A RandomSampler with a generator of the script's own draws on while the epoch runs, if
     it draws with replacement, or more than all samples; the script may have drawn from it in between.
     """
-    if type(sampler) not in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SeedableRandomSampler):
+    if type(sampler) not in DRAWING_SAMPLERS:
         return False
     own = generator_of(sampler)
     if own is None or type(sampler) is SeedableRandomSampler:
@@ -300,11 +296,8 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
         generator = torch.Generator().manual_seed(seed)
     if sampler.replacement:
         return Order(torch.randint(size, (count,), generator=generator))
-    complete, rest = divmod(count, size)
-    parts = [torch.randperm(size, generator=generator) for _ in range(complete)]
-    if rest:
-        parts.append(torch.randperm(size, generator=generator)[:rest])
-    return Order(parts[0] if len(parts) == 1 else torch.cat(parts))
+    rounds = [torch.randperm(size, generator=generator) for _ in range(-(-count // size))]
+    return Order(torch.cat(rounds)[:count])
 
 
 def end_order(sampler: Any) -> None:
@@ -386,10 +379,6 @@ def share_order(
     at_end()
     if skip > full or count == full * step:
         return
-    batches = list(order.batches(sampler, full * step))
-    if not full:
-        yield from share_batches(batches, sharing, report_dropped)
-        return
-    shares = share_batches([*order.batches(sampler, 0, step), *batches], sharing, report_dropped)
-    next(shares)  # of the first step, whose samples complete the last
-    yield from shares
+    first = order.batches(sampler, 0, step if full else 0)  # its samples complete the last step
+    shares = share_batches([*first, *order.batches(sampler, full * step)], sharing, report_dropped)
+    yield from islice(shares, min(full, 1), None)

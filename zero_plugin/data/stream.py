@@ -7,7 +7,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -128,6 +128,9 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._sharing = sharing
+        # How the processes that skip each other's samples share them: by one alone where the dataset is divided.
+        rank, world = (sharing.rank, sharing.world) if division is Division.BY_SKIPPING else (0, 1)
+        self._skipping = replace(sharing, rank=rank, world=world, split=False)
         self._seed_and_epoch = torch.tensor([0, -1])  # of the current epoch; -1 if no epoch is passed to the dataset
         if lasting_workers:  # such workers see changes of the main process in shared memory only
             self._seed_and_epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -137,7 +140,7 @@ class StreamShard:
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
-        sharing, (rank, world) = self._sharing, self._rank_and_world()
+        sharing, world = self._skipping, self._skipping.world
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         dataset = self._dataset_now(workers, worker)
@@ -147,39 +150,35 @@ class StreamShard:
             for sample in dataset:
                 yield Drawn(sample, True, None)
             return
-        same: AbstractContextManager[None] = nullcontext()
-        if world * workers > 1 or isinstance(dataset, IterDataPipe):
-            same = SameDraws(int(self._seed_and_epoch[0]))
+        draws_alike = world * workers > 1 or isinstance(dataset, IterDataPipe)
+        same: AbstractContextManager[None] = SameDraws(int(self._seed_and_epoch[0])) if draws_alike else nullcontext()
         with same, WorkerWatch("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
             first = self._read_step(samples)
         if watch.asked:
             workers, worker = 1, 0
         fingerprint = _fingerprint(first) if world > 1 and first else None
-        batches = self._batches(first, samples, same)
-        shares = share_batches(batches, replace(sharing, rank=rank, world=world, split=False), None)
+        assert sharing.batch_size is not None
+        in_steps: Any = self._read_by_steps(first, samples, same)
+        shares = share_batches(BatchSampler(in_steps, sharing.batch_size, sharing.drop_last), sharing, None)
         for share in islice(shares, worker, None, workers):
             for place, sample in enumerate(share.indices):
                 yield Drawn(sample, place < share.real, fingerprint)
 
-    def _batches(
+    def _read_by_steps(
         self, first: list[Any], samples: Iterator[Any], same: AbstractContextManager[None]
-    ) -> Iterator[list[Any]]:
-        """Yield the batches of all processes; one step is read at a time."""
-        sharing, step = self._sharing, first
+    ) -> Iterator[Any]:
+        """Yield the samples of all processes; one step is read at a time."""
+        sharing, step = self._skipping, first
         assert sharing.batch_size is not None
-        size = self._rank_and_world()[1] * sharing.batch_size
         first_samples = OverwriteCheck(first if sharing.even and not sharing.drop_last else None)
-        while step:
-            if len(step) < size:
-                if sharing.drop_last:
-                    return
-                first_samples.check()
-            yield from (step[start : start + sharing.batch_size] for start in range(0, len(step), sharing.batch_size))
-            if len(step) < size:
-                return
+        while len(step) == sharing.world * sharing.batch_size:
+            yield from step
             with same:
                 step = self._read_step(samples)
+        if step:
+            first_samples.check()
+        yield from step
 
     def _read_step(self, samples: Iterator[Any]) -> list[Any]:
         """Read the samples of one step: the next `batch_size` samples of every process.
@@ -187,29 +186,24 @@ class StreamShard:
         The samples of this process are compared afterwards: a dataset that reuses its buffer for the samples of the
         processes after this one would overwrite them.
         """
-        own, (rank, world) = self._sharing.batch_size, self._rank_and_world()
+        own, rank, world = self._skipping.batch_size, self._skipping.rank, self._skipping.world
         assert own is not None
-        if world == 1:
-            return list(islice(samples, own))
         step = list(islice(samples, (rank + 1) * own))
-        own_samples = OverwriteCheck(step[rank * own :])
-        step += islice(samples, world * own - len(step))
+        own_samples = OverwriteCheck(step[rank * own :] if world > 1 else None)
+        if len(step) == (rank + 1) * own:  # else the stream has ended, and is not to be asked again
+            step += islice(samples, (world - rank - 1) * own)
         own_samples.check()
         return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
-        return count_steps(len(self._dataset_now(1, 0)), replace(self._sharing, world=self._rank_and_world()[1]))
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        """The rank and number of the processes that skip each other's samples; (0, 1) if none are skipped."""
-        return (self._sharing.rank, self._sharing.world) if self.division is Division.BY_SKIPPING else (0, 1)
+        return count_steps(len(self._dataset_now(1, 0)), self._skipping)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
         """The dataset to read from now on, set to the epoch."""
         sharing, epoch = self._sharing, int(self._seed_and_epoch[1])
         dataset = self.dataset
-        if self.division is Division.BY_SHARD_METHOD and sharing.world > 1:
+        if self.division is Division.BY_SHARD_METHOD:
             epoch = epoch if epoch >= 0 else getattr(dataset, "epoch", epoch)
             dataset = dataset.shard(num_shards=sharing.world, index=sharing.rank)
         elif self.division is Division.BY_ITSELF and isinstance(dataset, IterDataPipe):
@@ -327,6 +321,7 @@ class WorkerStart:
             shard.is_divided = watch.asked
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of an iterable dataset that are one process's, by skipping the others'.
 
@@ -346,24 +341,18 @@ class IterableDatasetShard(IterableDataset[Any]):
         ValueError: `split_batches` with a batch size that `num_processes` does not divide.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.epoch = 0
-        self._own = split_size(batch_size, num_processes) if split_batches else batch_size  # samples of a step
-        self._sharing = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
+    dataset: Any
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        # Samples of a step.
+        self._own = split_size(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
+        self._sharing = Sharing(self.process_index, self.num_processes, self._own, drop_last=self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the dataset; without a `set_epoch`, its generator is seeded by the epoch."""

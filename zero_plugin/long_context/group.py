@@ -19,6 +19,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from zero_plugin.errors import LoopError
 
+_OfTensor = Callable[[Tensor], Tensor]
 _SAME = 1e-5  # relative; a sum over processes may be rounded otherwise on each
 
 
@@ -47,29 +48,43 @@ class SequenceGroup:
         Returns:
             Of the same shape: what each process has sent to this one.
         """
-        received: Tensor = _Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
-        return received
+        return _apply(parts, self._exchange, self._exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The parts of all processes, one after the other along `dim`."""
-        parts: Tensor = _Gather.apply(part, self._group, self.size)  # type: ignore[no-untyped-call]
+        parts = _apply(part, self._gather, lambda gradients: self._exchange(gradients).sum(0))
         return torch.cat(parts.unbind(), dim)
 
     def total(self, part: Tensor) -> Tensor:
         """The sum over the processes."""
-        summed: Tensor = _Total.apply(part, self._group)  # type: ignore[no-untyped-call]
-        return summed
+        return _apply(part, self._total, self._total)
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
-        """This process's part of `whole` along `dim`, whose size is a multiple of the group's."""
-        if whole.requires_grad:
-            part: Tensor = _Cut.apply(whole, self, dim)  # type: ignore[no-untyped-call]
-            return part
-        return self._part_of(whole, dim)
+        """This process's part of `whole` along `dim`, whose size is a multiple of the group's.
 
-    def _part_of(self, whole: Tensor, dim: int) -> Tensor:
+        Backwards every process gets the gradient of all of `whole`, which may be a result of no weights at all.
+        """
         length = whole.shape[dim] // self.size
-        return whole.narrow(dim, self.rank * length, length).contiguous()
+        return _apply(
+            whole,
+            lambda tensor: tensor.narrow(dim, self.rank * length, length).contiguous(),
+            lambda gradient: torch.cat(self._gather(gradient).unbind(), dim) / self.size,
+        )
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=self._group)
+        return received
+
+    def _gather(self, part: Tensor) -> Tensor:
+        parts = part.new_empty((self.size, *part.shape))
+        dist.all_gather(list(parts.unbind()), part.contiguous(), group=self._group)
+        return parts
+
+    def _total(self, part: Tensor) -> Tensor:
+        summed = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self._group)
+        return summed
 
     def is_same(self, numbers: Tensor) -> bool:
         """Whether all processes have the same `numbers`; not differentiable, and waits for the device."""
@@ -95,68 +110,23 @@ class SequenceGroup:
             )
 
 
-class _Cut(Function):
-    """Backwards every process gets the gradient of all of `whole`, which may be a result of no weights at all."""
+class _Linear(Function):
+    """A linear function of one tensor, and the function that its gradient goes through, which differ over processes."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: SequenceGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group._part_of(whole, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return ctx.group.gather(gradients[0], ctx.dim) / ctx.group.size, None, None
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        sent = gradients[0].contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group = group
-        parts = part.new_empty((size, *part.shape))
-        dist.all_gather(list(parts.unbind()), part.contiguous(), group=group)
-        return parts
+    def forward(ctx: Any, tensor: Tensor, function: _OfTensor, backwards: _OfTensor) -> Tensor:
+        ctx.backwards = backwards
+        return function(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        sent = gradients[0].contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received.sum(0), None, None
+        return ctx.backwards(gradients[0]), None, None
 
 
-class _Total(Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        summed = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        summed = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+def _apply(tensor: Tensor, function: _OfTensor, backwards: _OfTensor) -> Tensor:
+    result: Tensor = _Linear.apply(tensor, function, backwards)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Current:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,7 +62,6 @@ class _Parts:
         part: the length of a part.
         keeps: how many logits are wanted, from the end; 0 for all.
         attended: how many layers have computed attention.
-        random: restores the state of the random numbers.
     """
 
     group: SequenceGroup
@@ -70,7 +70,6 @@ class _Parts:
     part: int
     keeps: int
     attended: int = 0
-    random: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 @dataclass
@@ -79,19 +78,21 @@ class _Forward:
 
     Attributes:
         module: the model.
-        parts: None where it has complete samples.
-        head: what stands in for the model's head, where the loss is computed in chunks; else None.
-        chunks: into how many.
+        chunks: into how many the tokens of its loss are cut.
         has_labels: whether it is to compute a loss.
         has_loss: whether it has.
+        parts: None where it has complete samples.
+        head: what stands in for the model's head, where the loss is computed in chunks; else None.
+        undo: what is undone when it ends.
     """
 
     module: nn.Module
-    parts: _Parts | None
-    head: Deferred | None
     chunks: int
     has_labels: bool
     has_loss: bool = False
+    parts: _Parts | None = None
+    head: Deferred | None = None
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 _RUNNING: list[_Forward] = []  # a model may be called by another
@@ -201,18 +202,20 @@ def _attend_by_parts(model: Any) -> None:
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a forward: this process's part of each argument, and something in place of the head."""
     settings, group = getattr(module, _SETTINGS), CURRENT.find()
-    given = _named(module, args, kwargs)
-    has_labels = given.get("labels") is not None
-    parts, tokens = None, given.get("input_ids")
+    given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    forward = _Forward(module, settings.chunks, has_labels=given.get("labels") is not None)
+    tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
-        parts = _cut_arguments(module, group, given, tokens)
-    head = None
-    if settings.chunks > 1 and has_labels and torch.is_grad_enabled():
-        model: Any = module
-        head = Deferred(model.get_output_embeddings())
-        model.set_output_embeddings(head)
-    _RUNNING.append(_Forward(module, parts, head, settings.chunks, has_labels))
+        forward.parts = _cut_arguments(module, group, given, tokens)
+        if module.training and _drops(module):
+            forward.undo.enter_context(_own_random_numbers(group, tokens.device))
+    if settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled():
+        head = module.get_output_embeddings()
+        forward.head = Deferred(head)
+        module.set_output_embeddings(forward.head)
+        forward.undo.callback(module.set_output_embeddings, head)
+    _RUNNING.append(forward)
     return (), given
 
 
@@ -231,11 +234,7 @@ def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG0
     if not _RUNNING or _RUNNING[-1].module is not module:
         return None
     forward = _RUNNING.pop()
-    if forward.head is not None:
-        model: Any = module
-        model.set_output_embeddings(forward.head.head)
-    if forward.parts is not None:
-        forward.parts.random.__exit__(None, None, None)
+    forward.undo.close()
     if output is None:
         return None  # the forward has raised
     if forward.has_labels and not forward.has_loss and (forward.parts or forward.head):
@@ -277,11 +276,7 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
     keeps = given.pop("logits_to_keep", 0)
     if not isinstance(keeps, int):
         raise _refusal(module, f"logits_to_keep is a {type(keeps).__name__}; give a number of tokens from the end")
-    parts = _Parts(group, with_filling(layout, filled), length, filled // group.size, keeps)
-    if module.training and _drops(module):
-        parts.random = _own_random_numbers(group, tokens.device)
-        parts.random.__enter__()
-    return parts
+    return _Parts(group, with_filling(layout, filled), length, filled // group.size, keeps)
 
 
 def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
@@ -310,12 +305,6 @@ def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bo
             raise _refusal(module, f"its {name} would be that of a part")
         results[name] = value
     return type(output)(**results)
-
-
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Tensor) -> None:
@@ -401,23 +390,13 @@ def _drops(module: nn.Module) -> bool:
     )
 
 
-def _own_random_numbers(group: SequenceGroup, device: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
     """Inside, other random numbers than those of the processes that share the samples, whose parts are others."""
     seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
-    return _Fork(seed + group.rank, device)
-
-
-class _Fork(AbstractContextManager[None]):
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
-        self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.manual_seed(self._seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(None, None, None)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + group.rank)
+        yield
 
 
 # ---- what the model calls --------------------------------------------------------------------------------------------
@@ -479,16 +458,15 @@ def _loss(
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forward = _RUNNING[-1] if _RUNNING else None
-    parts, head = (None, None) if forward is None else (forward.parts, forward.head)
     if forward is not None:
         forward.has_loss = True
-        if parts is not None and (shift_labels is None or num_items_in_batch is None):
+        if forward.parts is not None and (shift_labels is None or num_items_in_batch is None):
             raise _refusal(forward.module, "it does not pass shift_labels on to its loss")
-    if forward is None or head is None:
+    if forward is None or forward.head is None:
         counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, shift_labels=shift_labels, **counted, **kwargs)
     else:
-        if logits is not head.given:
+        if logits is not forward.head.given:
             raise LoopError(
                 f"chunk_loss(): a {type(forward.module).__name__} changes its logits before the loss, so they cannot "
                 "be made in chunks."
@@ -497,8 +475,8 @@ def _loss(
             assert labels is not None, "a model calls this for its labels"
             shift_labels = pad(labels[..., 1:], (0, 1), value=ignore_index)
         tokens = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = loss_in_chunks(head.head, logits, shift_labels, tokens, forward.chunks, ignore_index)
-    return loss if parts is None else parts.group.total(loss)
+        loss = loss_in_chunks(forward.head.head, logits, shift_labels, tokens, forward.chunks, ignore_index)
+    return loss if forward is None or forward.parts is None else forward.parts.group.total(loss)
 
 
 def _refusal(module: nn.Module, why: str) -> LoopError:

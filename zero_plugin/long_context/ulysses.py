@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -149,41 +150,26 @@ def _attend_whole(
     """Attention over complete sequences."""
     if key.shape[1] != query.shape[1]:
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    attend_to = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scale)
     window = layout.window if layout.window is not None and layout.window < query.shape[2] else None
     if layout.is_padding is not None or window is not None:
         masks = _masks(layout, query.shape[0], query.shape[2], window, query.device)
         parts = [
-            scaled_dot_product_attention(
-                query[:, :, rows],
-                key[:, :, columns],
-                value[:, :, columns],
-                attn_mask=mask,
-                dropout_p=dropout,
-                scale=scale,
-            )
+            attend_to(query[:, :, rows], key[:, :, columns], value[:, :, columns], attn_mask=mask)
             for rows, columns, mask in masks
         ]
         return torch.cat(parts, 2)
     if layout.ends is None:
-        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
-    rows = [
-        torch.cat(
-            [
-                scaled_dot_product_attention(
-                    query[row : row + 1, :, begin:end],
-                    key[row : row + 1, :, begin:end],
-                    value[row : row + 1, :, begin:end],
-                    dropout_p=dropout,
-                    is_causal=True,
-                    scale=scale,
-                )
-                for begin, end in pairwise((0, *ends))
-            ],
-            2,
-        )
-        for row, ends in enumerate(layout.ends)
-    ]
-    return torch.cat(rows)
+        return attend_to(query, key, value, is_causal=True)
+    attended = []
+    for row, ends in enumerate(layout.ends):
+        of_row = [tensor[row : row + 1] for tensor in (query, key, value)]
+        documents = [
+            attend_to(*(tensor[:, :, begin:end] for tensor in of_row), is_causal=True)
+            for begin, end in pairwise((0, *ends))
+        ]
+        attended.append(torch.cat(documents, 2))
+    return torch.cat(attended)
 
 
 def _masks(
