@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
-from zero_plugin.config.launch_settings import (
-    LAUNCH_KEYS,
-    REFUSED_KEYS,
-    REFUSED_VALUES,
-    SAYS_NOTHING,
-    LaunchSettings,
-    compiler_problems,
-    launch_schema,
-)
-from zero_plugin.config.rules.launching import check_launch
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema
+from zero_plugin.config.rules.launching import check_launch, check_supported
 from zero_plugin.config.rules.sections import check_parallel, check_sections, check_without_engine
 from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
 from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
-from zero_plugin.config.tree import (
-    AUTO,
-    KeyPath,
-    Tree,
-    Violation,
-    did_you_mean,
-    dotted,
-    legal,
-    show,
-    validator,
-    violations,
-)
+from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
 from zero_plugin.errors import ConfigError, Problem
 
 _TOPICS = (
@@ -159,10 +138,6 @@ def _belongs(homes: list[KeyPath]) -> str:
     return f"It belongs {' or '.join(places)}."
 
 
-_MEMORIES: Final = ("gpu_memory", "host_memory")
-_FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
-
-
 def check_document(document: Document) -> tuple[Problem, ...]:
     """Refuse a document that cannot run as written. `auto` is never a contradiction.
 
@@ -206,28 +181,15 @@ def find_problems(document: Document) -> list[Problem]:
 
 
 def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    settings = document.launch.where(
-        lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value not in (None, AUTO)
-    )
-    for found in violations(settings, validator(launch_schema())):
-        refused = REFUSED_VALUES.get((found.path[0], str(found.value)))
-        if refused:
+    for found in violations(document.launch, launch_schema()):
+        if found.kind == "unknown" or found.value in (None, "auto"):  # what is unknown is looked at below
+            continue
+        if refused := REFUSED_VALUES.get((found.path[0], str(found.value))):
             message = f"{show(found.value)} is not supported"
             yield Problem(document.place(found.path), dotted(found.path), message, refused)
         else:
             yield _wrong_value(found, document.launch, document.place(found.path))
-    for path, entry in document.launch.entries.items():
-        if path[0] in REFUSED_KEYS:
-            has_effect, fix = REFUSED_KEYS[path[0]]
-            if entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
-                yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
-    for name in _MEMORIES:
-        memory = document.launch.get(name)
-        size = None if memory is None else read_bytes(memory.value)
-        if memory is not None and size is not None and size < LEAST_MEMORY:
-            message = f"{show(memory.value)} is {size} bytes, which holds no model"
-            yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
-    yield from compiler_problems(document.launch)
+    yield from check_supported(Asked(document))
     known = [*LAUNCH_KEYS, "deepspeed_config"]
     names = list(dict.fromkeys(path[0] for path in document.launch))
     fixes = {name: explain_launch_key(name, known, schema) for name in names if name not in known}
@@ -241,7 +203,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
 
 
 def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    for found in violations(document.deepspeed, validator(schema)):
+    for found in violations(document.deepspeed, schema):
         where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
             message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
@@ -279,7 +241,7 @@ def _as_section(found: Violation) -> str:
     """The section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" where it fits no key."""
     for name in ("enabled", "device", "type", "stage"):
         wanted = found.wanted.get("properties", {}).get(name)
-        if wanted is not None and not isinstance(found.value, dict | list) and validator(wanted).is_valid(found.value):
+        if wanted is not None and not isinstance(found.value, dict | list) and is_valid(found.value, wanted):
             return json.dumps({found.path[-1]: {name: found.value}})[1:-1]
     return ""
 
@@ -292,7 +254,7 @@ def _place(found: Violation, tree: Tree) -> str:
 
 
 def _reading_order(problem: Problem, document: Document) -> tuple[int, int, int]:
-    place = _FILE_PLACE.fullmatch(problem.where)
-    if not place or place[1] not in document.sources:
+    file, line, column = problem.place
+    if not line or file not in document.sources:
         return len(document.sources), 0, 0
-    return document.sources.index(place[1]), int(place[2]), int(place[3])
+    return document.sources.index(file), line, column

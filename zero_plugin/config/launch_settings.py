@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, read_bandwidth, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document, offload_devices
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, is_valid, legal, show
 from zero_plugin.errors import Problem
 
 
@@ -278,6 +278,16 @@ COMPILER_PREFIX: Final = "dynamo_"
 # Every key that a launch config may have beside `deepspeed_config`.
 LAUNCH_KEYS: Final = (*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS)
 
+
+def asks_for_nothing(launch: Tree, name: str) -> bool:
+    """Whether a key of a checked document can go: an effect that is refused or not there, or a compiler's key, of which
+    nothing is requested."""
+    if name in REFUSED_KEYS:
+        return name != "compute_environment"  # the check would have refused it, had it an effect
+    leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
+    return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
+
+
 _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "backend": {
         "enum": [name.lower() for name in DynamoBackend.list()],
@@ -310,7 +320,7 @@ def compiler_problems(launch: Tree) -> Iterator[Problem]:
             near = did_you_mean(path[-1], [COMPILER_PREFIX + known for known in _LEGAL])
             fix = f"Did you mean {near}?" if near else f"Legal here: {', '.join(COMPILER_PREFIX + n for n in _LEGAL)}."
             yield Problem(entry.origin.where, dotted(path), "unknown key", fix)
-        elif not validator(_LEGAL[name]).is_valid(_read(name, entry.value)):
+        elif not is_valid(_read(name, entry.value), _LEGAL[name]):
             near = did_you_mean(str(entry.value), _LEGAL[name].get("enum", []))
             fix = f"Did you mean {near}? Write" if near else "Write"
             message = f"{show(entry.value)} is not legal here"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import SHORT_FIELDS, Document
@@ -25,10 +25,6 @@ from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settin
 from zero_plugin.config.read import document_from_mapping, parse_file
 from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    pass
-
 
 _WHERE: Final = "DeepSpeedPlugin(…)"
 # What scripts look up whether or not it was written.

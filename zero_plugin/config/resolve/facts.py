@@ -14,20 +14,7 @@ from typing import Any, Final, Literal
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
 from zero_plugin.config.schema import deepspeed_default, deepspeed_schema
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Origin,
-    OriginKind,
-    Tree,
-    dotted,
-    freeze,
-    holds_auto,
-    plain,
-    same_value,
-    show,
-)
+from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, holds_auto, plain, show
 from zero_plugin.errors import ConfigError, Problem
 
 Precision = Literal["no", "fp16", "bf16"]
@@ -436,15 +423,6 @@ class Draft:
     def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
         where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
         return Entry(freeze(value), Origin(kind, where, reason))
-
-
-def agrees(typed: Any, given: Any) -> bool:
-    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
-    if typed is AUTO:
-        return True
-    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
-        return all(map(agrees, typed, given))
-    return same_value(typed, given)
 
 
 def _shown(value: Any) -> str:

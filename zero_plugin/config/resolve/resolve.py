@@ -29,7 +29,7 @@ from zero_plugin.config.rules.sections import unequal_expert_groups
 from zero_plugin.config.rules.training import Asked, check_one_precision, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, violations
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -94,7 +94,7 @@ def _check_planned(draft: Draft) -> None:
 
 def _check_found(draft: Draft) -> None:
     """Hold what the rules took from the loop to the same schema as what was typed."""
-    for found in violations(draft.tree, validator(deepspeed_schema())):
+    for found in violations(draft.tree, deepspeed_schema()):
         entry = draft.tree.get(*found.path)
         if entry is None or entry.origin.typed_by_user:
             continue
