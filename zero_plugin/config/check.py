@@ -8,26 +8,18 @@ from dataclasses import replace
 from typing import Any, Final
 
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
-from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema
-from zero_plugin.config.rules.launching import check_launch, check_supported
-from zero_plugin.config.rules.sections import check_parallel, check_sections, check_without_engine
-from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
-from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema, refused_keys
+from zero_plugin.config.rules.launching import LAUNCHING
+from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
+from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
+from zero_plugin.config.rules.zero import STAGES, check_offload, check_zenflow
 from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
 from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
 from zero_plugin.errors import ConfigError, Problem
 
-_TOPICS = (
-    check_precision,
-    check_stages,
-    check_offload,
-    check_zenflow,
-    check_batch,
-    check_optimizing,
-    check_launch,
-    check_parallel,
-    check_sections,
-    check_without_engine,
+_RULES: Final = (
+    *(*PRECISION, *STAGES, check_offload, check_zenflow, check_batch, *OPTIMIZING),
+    *(*LAUNCHING, *PARALLELISM, check_sections, check_without_engine),
 )
 
 
@@ -37,8 +29,8 @@ def contradictions(document: Document) -> Iterator[Problem]:
     An error is what DeepSpeed refuses, or what would train otherwise than written; checked against DeepSpeed 0.19.8.
     """
     asked = Asked(document)
-    for check in _TOPICS:
-        yield from check(asked)
+    for rule in _RULES:
+        yield from rule(asked)
 
 
 _MANY: Final = 12  # more legal keys than this are not listed in a message
@@ -189,7 +181,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             yield Problem(document.place(found.path), dotted(found.path), message, refused)
         else:
             yield _wrong_value(found, document.launch, document.place(found.path))
-    yield from check_supported(Asked(document))
+    yield from refused_keys(document.launch)
     known = [*LAUNCH_KEYS, "deepspeed_config"]
     names = list(dict.fromkeys(path[0] for path in document.launch))
     fixes = {name: explain_launch_key(name, known, schema) for name in names if name not in known}

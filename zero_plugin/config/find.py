@@ -24,7 +24,7 @@ from zero_plugin.config.parallelism import DATA_PARALLEL_ONLY, SEQUENCE_KEY
 from zero_plugin.config.read import document_from_code, document_from_mapping
 from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, read_as_wanted, same_value, show
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, OriginKind, Tree, read_as_wanted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
 CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"
@@ -291,7 +291,7 @@ def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem])
         if old.value is AUTO and new is not None and new.value is AUTO:
             kept[path] = old  # still open, where the file says so
             continue
-        if old.value is AUTO or _says_nothing(old.value):
+        if old.value in (None, AUTO, {}):
             continue
         if new is None:  # code wrote null or a scalar in place of a mapping, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
@@ -302,10 +302,6 @@ def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem])
             if prefer == "file":
                 kept[path] = old
     return after.replace(kept)
-
-
-def _says_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, Mapping) and not value)
 
 
 _BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may be before a training key, as in the YAML
@@ -334,10 +330,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> Said:
             raise ConfigError(problems)
         path = path_of(tuple(key.split(".")))
         if path[0] == "deepspeed":
-            nested: Any = read
-            for part in reversed(path[1:]):
-                nested = {part: nested}
-            tree, _ = one_spelling(Tree.from_nested(nested, lambda _, place=place: Origin("flag", place)))  # type: ignore[misc]
+            tree, _ = one_spelling(Document().overlay("flag", {path: (place, read)}).deepspeed)
             said |= {("deepspeed", *leaf): (place, entry.value) for leaf, entry in tree.entries.items()}
         else:
             said[path] = (place, read)

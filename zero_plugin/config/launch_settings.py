@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, read_bandwidth, read_bytes
+from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, LEAST_MEMORY, read_bandwidth, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document, offload_devices
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, is_valid, legal, show
@@ -272,6 +272,21 @@ def ignored_keys(launch: Tree) -> list[Problem]:
     return list(warnings.values())
 
 
+def refused_keys(launch: Tree) -> Iterator[Problem]:
+    """Keys whose effect this package does not have, amounts of memory that hold no model, and the compiler's keys."""
+    for path, entry in launch.entries.items():
+        has_effect, fix = REFUSED_KEYS.get(path[0], (None, ""))
+        if has_effect is not None and entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
+            yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
+    for name in ("gpu_memory", "host_memory"):
+        memory = launch.get(name)
+        size = None if memory is None else read_bytes(memory.value)
+        if memory is not None and size is not None and size < LEAST_MEMORY:
+            message = f"{show(memory.value)} is {size} bytes, which holds no model"
+            yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
+    yield from _compiler_problems(launch)
+
+
 COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
 COMPILER_PREFIX: Final = "dynamo_"
 
@@ -313,7 +328,7 @@ def asked_compiler(launch: Tree) -> dict[str, Entry]:
     return {name: Entry(_read(name, entry.value), entry.origin) for _, name, entry in _written(launch)}
 
 
-def compiler_problems(launch: Tree) -> Iterator[Problem]:
+def _compiler_problems(launch: Tree) -> Iterator[Problem]:
     """Names that `torch.compile` has no argument for, and values that it does not take."""
     for path, name, entry in _written(launch):
         if name not in _LEGAL:

@@ -45,29 +45,30 @@ def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Pr
         deepspeed: the training configuration; it gets `sequence_parallel_size`.
     """
     found: list[Problem] = []
-    size = launch.get(SECTION, f"{_PREFIX}sp_size")
-    if size is not None and size.value not in (None, AUTO, 1, "1"):
+
+    def said(name: str, nothing: tuple[Any, ...]) -> Entry | None:
+        """What is written for a key, which asks for something; its origin names the key as it is typed."""
+        entry = launch.get(SECTION, f"{_PREFIX}{name}")
+        if entry is None or entry.value in (None, AUTO, *nothing):
+            return None
+        return Entry(entry.value, replace(entry.origin, key=f"{SECTION}.{_PREFIX}{name}"))
+
+    if size := said("sp_size", (1, "1")):
         known = deepspeed.get(SEQUENCE_KEY)
-        typed = f"{SECTION}.{_PREFIX}sp_size"
         if known is not None and known.value not in (None, AUTO, size.value):
             message = f"{show(size.value)} here, but {SEQUENCE_KEY} is {show(known.value)} at {known.origin.where}"
-            found.append(Problem(size.origin.where, typed, message, "Keep one of the two."))
+            found.append(Problem(size.origin.where, size.origin.key, message, "Keep one of the two."))
         else:
-            entry = Entry(size.value, replace(size.origin, key=typed))
-            deepspeed = deepspeed.replace({(SEQUENCE_KEY,): entry})
-    backend = launch.get(SECTION, f"{_PREFIX}sp_backend")
-    if backend is not None and backend.value not in (None, AUTO, "", "deepspeed"):
-        typed = f"{SECTION}.{_PREFIX}sp_backend"
-        found.append(
-            Problem(backend.origin.where, typed, f"{show(backend.value)} is not legal here", "Write deepspeed.")
-        )
+            deepspeed = deepspeed.replace({(SEQUENCE_KEY,): size})
+    if backend := said("sp_backend", ("", "deepspeed")):
+        message = f"{show(backend.value)} is not legal here"
+        found.append(Problem(backend.origin.where, backend.origin.key, message, "Write deepspeed."))
     for name, why in _UNREAD.items():
-        unread = launch.get(SECTION, f"{_PREFIX}{name}")
-        if unread is not None and unread.value not in (None, AUTO, "", "None", True):
-            typed, message = f"{SECTION}.{_PREFIX}{name}", f"has no effect: {why}"
-            found.append(Problem(unread.origin.where, typed, message, "Delete it.", show(unread.value), "note"))
-    of_sequences = {path for path in launch if path[0] == SECTION and path[-1].startswith(f"{_PREFIX}sp_")}
-    return launch.where(lambda path, _: path not in of_sequences), deepspeed, found
+        if unread := said(name, ("", "None", True)):
+            value, origin = show(unread.value), unread.origin
+            found.append(Problem(origin.where, origin.key, f"has no effect: {why}", "Delete it.", value, "note"))
+    sequences = f"{_PREFIX}sp_"
+    return launch.where(lambda p, _: p[0] != SECTION or not p[-1].startswith(sequences)), deepspeed, found
 
 
 @dataclass

@@ -361,10 +361,7 @@ class Configurations:
     """
 
     def __init__(
-        self,
-        found: Document,
-        plugins: Mapping[str, DeepSpeedPlugin],
-        overlay: Callable[[Document], Document],
+        self, found: Document, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]
     ) -> None:
         documents = {name: lay_document(found, plugin.document) for name, plugin in plugins.items()} or {ONLY: found}
         self._documents = {name: _checked(overlay(document)) for name, document in documents.items()}

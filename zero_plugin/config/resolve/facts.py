@@ -356,10 +356,6 @@ class Draft:
             self.put(path, *found, logged=True)
         return found is not None
 
-    def drop(self, path: KeyPath) -> None:
-        """Take a leaf away."""
-        self.tree = self.tree.without(*path)
-
     def keys(self, *section: str) -> list[str]:
         """The keys written in a section that holds plain values; none where it is absent, null or empty."""
         return [path[-1] for path in self.tree if path[:-1] == section]

@@ -179,7 +179,7 @@ def _check_adam(draft: Draft) -> None:
         if not draft.value(*bias_correction, default=True):
             fix = "Remove torch_adam, or write true."
             draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
-        draft.drop(bias_correction)  # true is all that torch knows; it takes no such argument
+        draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
     elif draft.value(*amsgrad) and draft.on_deepspeed and (draft.facts.complete or draft.facts.optimizer is not None):
         fix = "Write torch_adam: true beside it, or remove it."
         draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)

@@ -25,9 +25,9 @@ from zero_plugin.config.resolve.facts import (
     is_passed_on,
 )
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
-from zero_plugin.config.rules.sections import unequal_expert_groups
-from zero_plugin.config.rules.training import Asked, check_one_precision, check_optimizing, check_precision
-from zero_plugin.config.rules.zero import check_offload, check_stages
+from zero_plugin.config.rules.sections import EXPERT_SIZES, unequal_expert_groups
+from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
+from zero_plugin.config.rules.zero import STAGES, check_offload
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, violations
 
@@ -86,7 +86,7 @@ def _check_planned(draft: Draft) -> None:
     settled = {path: entry for path in (*PLACEMENT, *_SWITCHES) if (entry := draft.get(*path)) is not None}
     if draft.on_deepspeed and any(path in PLACEMENT and settled[path].origin.kind == "rule" for path in settled):
         planned = replace(draft.document, deepspeed=draft.document.deepspeed.replace(settled))
-        for check in (check_precision, check_stages, check_offload, check_optimizing):
+        for check in (*PRECISION, *STAGES, check_offload, *OPTIMIZING):
             for problem in check(Asked(planned)):
                 if problem.severity == "error":
                     draft.add(problem)
@@ -288,8 +288,9 @@ def settle_precision(draft: Draft) -> None:
 def _check_settled(draft: Draft) -> None:
     """Hold the precision, with its reason, to the rules that the document was held to before it was settled."""
     was_open = Asked(draft.document).precision is None
-    check = check_precision if draft.on_deepspeed else check_one_precision
-    for problem in check(Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))):
+    asked = Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))
+    rules = PRECISION if draft.on_deepspeed else (check_one_precision,)
+    for problem in (problem for rule in rules for problem in rule(asked)):
         if problem.severity == "error":
             draft.add(problem)
         elif was_open:
@@ -436,9 +437,8 @@ def settle_engine(draft: Draft) -> None:
     ):
         if draft.is_unsettled(key):
             draft.put((key,), value, reason)
-    _require_gpu(draft)
-    _require_whole_expert_groups(draft)
-    _require_monitors(draft)
+    if draft.facts.complete:
+        _check_needs(draft)
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
@@ -468,39 +468,28 @@ _GPU_ALONE: Final[dict[KeyPath, str]] = {
 }
 
 
-def _require_gpu(draft: Draft) -> None:
-    """What runs by CUDA alone, also where the device was chosen by default."""
+def _check_needs(draft: Draft) -> None:
+    """What the engine needs of this run: a GPU, also where the device was chosen by default, a number of processes, and
+    packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
     for path, why in _GPU_ALONE.items():
-        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(*path):
+        if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
-
-
-def _require_whole_expert_groups(draft: Draft) -> None:
-    if draft.facts.complete and draft.value("expert_parallel", "enabled"):
-        found = unequal_expert_groups(
-            lambda key, default: draft.value(*key.split("."), default=default), draft.facts.machine.processes
-        )
-        if found is not None:
+    if draft.value("expert_parallel", "enabled"):
+        sizes = (draft.value("expert_parallel", name, default=1) for name in EXPERT_SIZES)
+        if (found := unequal_expert_groups(*sizes, draft.facts.machine.processes)) is not None:
             draft.refuse(("expert_parallel", "autoep_size"), f"{found[0]}.", found[1])
-
-
-def _require_monitors(draft: Draft) -> None:
-    """Packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
     for section, package, wanted in _MONITORS:
         missing = package not in sys.modules and importlib.util.find_spec(package) is None
-        if draft.facts.complete and draft.value(section, "enabled") and missing:
+        if draft.value(section, "enabled") and missing:
             fix = f"Install it (pip install '{wanted}'), or write enabled: false."
             draft.refuse((section, "enabled"), f"true, but {package} is not installed.", fix)
 
 
 def _settle_without_engine(draft: Draft) -> None:
     """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
-    reason = f"the {draft.facts.strategy} path has no ZeRO"
-    if draft.is_open(_ZERO, "stage"):
-        draft.put((_ZERO, "stage"), 0, reason)
-    for offload in _OFFLOADS:
-        if draft.is_open(_ZERO, offload, "device"):
-            draft.put((_ZERO, offload, "device"), "none", reason)
+    for path in PLACEMENT:
+        if draft.is_open(*path):
+            draft.put(path, 0 if path == _STAGE else "none", f"the {draft.facts.strategy} path has no ZeRO")
 
 
 def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:

@@ -5,48 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
 from zero_plugin.config.installed import NEWER_DEEPSPEED, refuse_deepspeed
-from zero_plugin.config.launch_settings import (
-    COMPILER_PREFIX,
-    LAUNCHERS,
-    REFUSED_KEYS,
-    SAYS_NOTHING,
-    UNTESTED_LAUNCHERS,
-    asked_compiler,
-    compiler_problems,
-)
+from zero_plugin.config.launch_settings import COMPILER_PREFIX, LAUNCHERS, UNTESTED_LAUNCHERS, asked_compiler
 from zero_plugin.config.rules.training import STAGE, Asked, is_count
-from zero_plugin.config.tree import AUTO, did_you_mean, dotted, show
+from zero_plugin.config.tree import AUTO, did_you_mean, show
 from zero_plugin.errors import Problem
 
 _NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
-
-
-def check_launch(asked: Asked) -> Iterator[Problem]:
-    """Ranks and machines, GPUs and CPU, and what has no effect in such a launch."""
-    yield from _machines(asked)
-    yield from _devices(asked)
-    yield from _of_several_machines(asked)
-    yield from _of_zero(asked)
-    yield from _of_deepspeed(asked)
-    yield from _of_a_plan(asked)
-    yield from _of_a_tpu(asked)
-    yield from _of_a_compiler(asked)
-
-
-def check_supported(asked: Asked) -> Iterator[Problem]:
-    """Keys whose effect this package does not have, amounts of memory that hold no model, and the compiler's keys."""
-    for path, entry in asked.launch.entries.items():
-        has_effect, fix = REFUSED_KEYS.get(path[0], (None, ""))
-        if has_effect is not None and entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
-            yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
-    for name in ("gpu_memory", "host_memory"):
-        size = read_bytes(asked.value(name))
-        if size is not None and size < LEAST_MEMORY:
-            message = f"{show(asked.value(name))} is {size} bytes, which holds no model"
-            yield asked.error(name, message, "Write the unit too, e.g. 24GiB.")
-    yield from compiler_problems(asked.launch)
 
 
 def _machines(asked: Asked) -> Iterator[Problem]:
@@ -266,3 +231,16 @@ def _of_a_compiler(asked: Asked) -> Iterator[Problem]:
         if entry.value not in (False, "default"):
             fix = "Write dynamo_backend: INDUCTOR, or delete it."
             yield Problem(entry.origin.where, COMPILER_PREFIX + name, why, fix, show(entry.value), "warning")
+
+
+# Ranks and machines, GPUs and CPU, and what has no effect in such a launch.
+LAUNCHING: Final = (
+    _machines,
+    _devices,
+    _of_several_machines,
+    _of_zero,
+    _of_deepspeed,
+    _of_a_plan,
+    _of_a_tpu,
+    _of_a_compiler,
+)
