@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema, refused_keys
@@ -13,7 +13,13 @@ from zero_plugin.config.rules.launching import LAUNCHING
 from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
 from zero_plugin.config.rules.zero import STAGES, check_offload, check_zenflow
-from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
+from zero_plugin.config.schema import (
+    RETIRED_KEYS,
+    RETIRED_OPTIMIZERS,
+    deepspeed_schema,
+    types_of,
+    walk_keys,
+)
 from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
 from zero_plugin.errors import ConfigError, Problem
 
@@ -50,33 +56,31 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
-def explain_launch_key(name: str, known: list[str], schema: Mapping[str, Any]) -> str:
+def explain_launch_key(name: str, known: list[str]) -> str:
     """What to write instead of an unknown key at the top of a launch YAML.
 
     Args:
         name: the key.
         known: the launch keys.
-        schema: the schema of the training configuration.
     """
-    training = [*SHORT_FIELDS, *schema["properties"]]
+    training = [*SHORT_FIELDS, *deepspeed_schema()["properties"]]
     if name in training:
         return f"Write it below deepspeed_config: {{{name}: …}}."
     near = did_you_mean(name, known)
     if near:
         return f"Did you mean {near}?"
-    homes = _homes(name, (), schema)
+    homes = _homes(name, ())
     if homes:
         return _belongs([("deepspeed_config", *home) for home in homes])
     near = did_you_mean(name, training)
     return f"Did you mean {near}, below deepspeed_config?" if near else _DELETE
 
 
-def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml: bool) -> tuple[str, str]:
+def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
     """What is wrong with an unknown key of the training configuration, and what to write instead.
 
     Args:
         found: the key, with the schema of its section.
-        schema: the schema of the document.
         in_yaml: whether the configuration is in a launch YAML, with its short fields.
     """
     path, key = found.path, found.path[-1]
@@ -88,13 +92,13 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     if is_top and key in LaunchSettings.model_fields:
         return "a key of the launch YAML", "Write it at the top level of the launch YAML."
     known = list(found.wanted.get("properties", {}))
-    if path[0] == "bf16" and key in schema["properties"]["fp16"]["properties"]:
+    if path[0] == "bf16" and key in deepspeed_schema()["properties"]["fp16"]["properties"]:
         return "only fp16 has it: bf16 needs no scaling of the loss", "Delete it."
     if _ELSEWHERE.get(key) in known:
         fix = f"Did you mean {_ELSEWHERE[key]}?"
-    elif types := _types_with(path, schema):
+    elif types := _types_with(path):
         fix = f"Delete it, or write another {path[0]}.type, that has it: {', '.join(types)}."
-    elif homes := _homes(key, path[:-1], schema):
+    elif homes := _homes(key, path[:-1]):
         fix = _belongs(homes)
     elif near := did_you_mean(key, [*known, *(_FIELDS_OF_YAML if is_top and in_yaml else ())]):
         fix = f"Did you mean {near}?"
@@ -105,18 +109,19 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     return "unknown key", fix
 
 
-def _types_with(path: KeyPath, schema: Mapping[str, Any]) -> list[str]:
+def _types_with(path: KeyPath) -> list[str]:
     """The optimizers or schedules whose parameters have the last key of `path`."""
     if path[1:2] != ("params",):
         return []
-    branches = schema["properties"][path[0]].get("allOf", ())
+    branches = deepspeed_schema()["properties"][path[0]].get("allOf", ())
     having = [branch for branch in branches if path[-1] in branch["then"]["properties"]["params"]["properties"]]
     return [name for branch in having for name in types_of(branch)]
 
 
-def _homes(key: str, section: KeyPath, schema: Mapping[str, Any]) -> list[KeyPath]:
+def _homes(key: str, section: KeyPath) -> list[KeyPath]:
     """The few sections that have `key`: those above and below `section` if there are any, else any."""
-    homes = list(dict.fromkeys(path[:-1] for path, _ in walk_keys(schema) if path[-1] == key and path[:-1] != section))
+    paths = [path for path, _ in walk_keys(deepspeed_schema()) if path[-1] == key]
+    homes = list(dict.fromkeys(path[:-1] for path in paths if path[:-1] != section))
     related = [home for home in homes if home[: len(section)] == section or home == section[: len(home)]]
     nearest = related if section and related else homes
     return nearest if len(nearest) <= _FEW else []
@@ -151,12 +156,11 @@ def check_document(document: Document) -> tuple[Problem, ...]:
 
 def find_problems(document: Document) -> list[Problem]:
     """Errors, warnings and notes of a document, in the order in which they are written."""
-    schema = deepspeed_schema()
     problems = [
         *document.problems,
         *document.notes,
-        *_launch_problems(document, schema),
-        *_training_problems(document, schema),
+        *_launch_problems(document),
+        *_training_problems(document),
         *_double_spellings(document),
         *contradictions(document),
     ]
@@ -172,7 +176,7 @@ def find_problems(document: Document) -> list[Problem]:
     return sorted(shown, key=lambda problem: _reading_order(problem, document))
 
 
-def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
+def _launch_problems(document: Document) -> Iterator[Problem]:
     for found in violations(document.launch, launch_schema()):
         if found.kind == "unknown" or found.value in (None, "auto"):  # what is unknown is looked at below
             continue
@@ -184,7 +188,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
     yield from refused_keys(document.launch)
     known = [*LAUNCH_KEYS, "deepspeed_config"]
     names = list(dict.fromkeys(path[0] for path in document.launch))
-    fixes = {name: explain_launch_key(name, known, schema) for name in names if name not in known}
+    fixes = {name: explain_launch_key(name, known) for name in names if name not in known}
     if len(names) > 1 and list(fixes.values()) == [_DELETE] * len(names) and not document.deepspeed:
         message = f"holds no key of a launch config or of a DeepSpeed configuration, but {', '.join(names)}"
         fix = "Give one of these: `zero-plugin config` writes a launch config, docs/configuration.md lists the keys."
@@ -194,11 +198,11 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
         yield Problem(document.place((name,)), name, "unknown key", fix)
 
 
-def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    for found in violations(document.deepspeed, schema):
+def _training_problems(document: Document) -> Iterator[Problem]:
+    for found in violations(document.deepspeed, deepspeed_schema()):
         where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
-            message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
+            message, fix = explain_training_key(found, in_yaml=bool(document.launch))
             yield Problem(where, _place(found, document.deepspeed), message, fix)
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."

@@ -142,18 +142,12 @@ def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
         fix = "Write adam_w_mode: false into optimizer.params, or use torch.optim.AdamW."
         if facts.name == "adamw":
             fix = "Write type AdamW, or use torch.optim.Adam."
-        draft.refuse(
-            ("optimizer", "type"),
-            f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless adam_w_mode is "
-            f"false), but the loop's optimizer is torch's {facts.name}.",
-            fix,
-        )
-        return False
-    draft.refuse(
-        ("optimizer", "type"),
-        f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}.",
-        "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's.",
-    )
+        described = f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless "
+        message = f"{described}adam_w_mode is false), but the loop's optimizer is torch's {facts.name}."
+    else:
+        message = f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}."
+        fix = "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's."
+    draft.refuse(("optimizer", "type"), message, fix)
     return False
 
 
@@ -189,9 +183,8 @@ def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None
     """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
     if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
-        draft.log(
-            "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
-        )
+        why = "none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
+        draft.log(f"optimizer.params.weight_decay = 0: {why}")
     decays = bool(decay is not None and decay.value)
     if kind == "adam" and decays and (facts is None or facts.placeholder) and draft.value(*_PARAMS, "adam_w_mode"):
         mode = draft.tree.get(*_PARAMS, "adam_w_mode")
@@ -226,13 +219,10 @@ def settle_scheduler(draft: Draft) -> None:
             draft.refuse(path, "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
         return
     if facts is not None and not facts.placeholder:
-        draft.refuse(
-            ("scheduler", "type"),
-            f"{kind}, but the loop brings a schedule of its own, and one of them would not run.",
-            "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule.",
-        )
-        return
-    _fill_scheduler_params(draft, kind, facts)
+        fix = "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule."
+        draft.refuse(path, f"{kind}, but the loop brings a schedule of its own, and one of them would not run.", fix)
+    else:
+        _fill_scheduler_params(draft, kind, facts)
 
 
 def _settle_counting(draft: Draft) -> None:
@@ -346,9 +336,7 @@ def _log_scheduler_defaults(draft: Draft, kind: str) -> None:
     peak, own = draft.get(*_SCHEDULER_PARAMS, "warmup_max_lr"), _peak_lr(draft)
     if peak is not None and own is not None and peak.origin.kind == "default" and not same_value(peak.value, own[0]):
         draft.log(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
-    total, warmup = (
-        draft.value(*_SCHEDULER_PARAMS, "total_num_steps"),
-        draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0),
-    )
+    total = draft.value(*_SCHEDULER_PARAMS, "total_num_steps")
+    warmup = draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0)
     if total is not None and total < warmup:
         draft.log(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")

@@ -157,11 +157,8 @@ def settle_batch(draft: Draft) -> None:
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
     elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
-        draft.refuse(
-            _GLOBAL,
-            f"{settled_global} is not {_arithmetic(draft)} = {product}.",
-            f'Write {product} or "auto", or change one of the three factors.',
-        )
+        fix = f'Write {product} or "auto", or change one of the three factors.'
+        draft.refuse(_GLOBAL, f"{settled_global} is not {_arithmetic(draft)} = {product}.", fix)
 
 
 def _leave_batch_open(draft: Draft) -> None:
@@ -208,10 +205,8 @@ def _use_loader_micro_batch(draft: Draft) -> None:
     loop, planned = draft.facts.loop, draft.facts.planned.get(MICRO_BATCH)
     planned_size = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
     if planned_size != loop.micro_batch:
-        draft.log(
-            f"the plan was made for {planned_size} samples per process; the loop trains on {loop.micro_batch} "
-            f"({loop.micro_batch_reason})"
-        )
+        loops = f"the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})"
+        draft.log(f"the plan was made for {planned_size} samples per process; {loops}")
     draft.put(MICRO_BATCH, loop.micro_batch, loop.micro_batch_reason)
 
 
@@ -229,11 +224,9 @@ def _agrees_with_loader(draft: Draft) -> bool:
     typed = draft.value(*MICRO_BATCH)
     if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
         return True
-    draft.refuse(
-        MICRO_BATCH,
-        f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
-        f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
-    )
+    message = f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})."
+    fix = f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.'
+    draft.refuse(MICRO_BATCH, message, fix)
     return False
 
 
@@ -252,15 +245,13 @@ def settle_clipping(draft: Draft) -> None:
         draft.put(path, 0.0, why, logged=draft.is_open(*path))
 
 
-Half = Literal["fp16", "bf16"]
-_HALVES: tuple[Half, Half] = ("fp16", "bf16")
+_HALVES: Final = ("fp16", "bf16")
 _LEGAL = "Write one of: no, fp16, bf16, auto."
 
 
 def expected_precision(document: Document, machine: MachineFacts) -> str:
     """`no`, `fp16` or `bf16`: what a model that is prepared now will compute in."""
-    draft = Draft(document, Facts(machine=machine))
-    return _choose(_asked(draft), _typed(draft), draft.facts)[0]
+    return _choose(Draft(document, Facts(machine=machine)))[0]
 
 
 def settle_precision(draft: Draft) -> None:
@@ -269,10 +260,10 @@ def settle_precision(draft: Draft) -> None:
     if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
         draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
         return
-    typed = _typed(draft)
-    precision, reason = _choose(asked, typed, draft.facts)
+    precision, reason = _choose(draft)
     by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
-    for half, section in typed.items():
+    for half in _HALVES:
+        section = draft.get(half, "enabled")
         if section is None:
             draft.put((half, "enabled"), half == precision, reason)
         elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
@@ -302,27 +293,24 @@ def _asked(draft: Draft) -> Entry | None:
     return None if asked is None or asked.value is None else asked
 
 
-def _typed(draft: Draft) -> dict[Half, Entry | None]:
-    """The configured `enabled` of each half precision; None if it is absent."""
-    return {half: draft.get(half, "enabled") for half in _HALVES}
-
-
-def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) -> tuple[str, str]:
+def _choose(draft: Draft) -> tuple[str, str]:
     """The precision and why: what was asked, else the section that is on, else what the hardware has."""
+    asked, facts = _asked(draft), draft.facts
     if asked is not None and asked.value is not AUTO:
         return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
+    typed = {half: entry for half in _HALVES if (entry := draft.get(half, "enabled")) is not None}
     for half, entry in typed.items():
-        if entry is not None and entry.value is True:
+        if entry.value is True:
             return half, f"{half}.enabled is true ({entry.origin.where})"
     if asked is None:
         return "no", "mixed_precision is not given"
-    machine, ruled_out = facts.machine, {half for half, entry in typed.items() if entry is not None}
+    machine = facts.machine
     computes = f"this {machine.accelerator} computes"
     if not facts.complete:
         computes = f"a {machine.accelerator} device is taken to compute"  # until a worker looks
-    if machine.bf16 and "bf16" not in ruled_out:
+    if machine.bf16 and "bf16" not in typed:
         return "bf16", f"mixed_precision is auto and {computes} in bf16"
-    if machine.fp16 and "fp16" not in ruled_out:
+    if machine.fp16 and "fp16" not in typed:
         return "fp16", f"mixed_precision is auto and {computes} in fp16, not in bf16"
     return "no", f"mixed_precision is auto and {computes} in neither bf16 nor fp16"
 
@@ -455,10 +443,8 @@ def settle_engine(draft: Draft) -> None:
     unchecked = draft.value("bf16", "enabled") and draft.value("bf16", "check_grad_overflow") is False
     flat = _stage(draft) == 2 or (_stage(draft) == 1 and draft.value(*path) != "fp32")
     if unchecked and not flat:
-        draft.log(
-            f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: a step whose "
-            "gradients are not finite is skipped all the same."
-        )
+        why = "a step whose gradients are not finite is skipped all the same."
+        draft.log(f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: {why}")
 
 
 _QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -667,13 +653,9 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
     origin = Origin("rule", "for scripts")
+    passed = Tree({p: Entry(v, origin) for p, v in values.items() if v is not None and is_passed_on(p, v)})
     of_accelerate = ("sequence_parallel_size", "data_parallel_size")  # which takes them from variables
-    passed = {
-        path: value
-        for path, value in values.items()
-        if value is not None and is_passed_on(path, value) and path[0] not in of_accelerate
-    }
-    return Tree({path: Entry(value, origin) for path, value in passed.items()}).nested(auto="auto")
+    return passed.where(lambda path, _: path[0] not in of_accelerate).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:

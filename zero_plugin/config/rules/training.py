@@ -286,10 +286,7 @@ _DYNAMIC_SCALING: Final = (
     "consecutive_hysteresis",
     "min_loss_scale",
 )
-_OF_SECTION: Final = {
-    "fp16": ("loss_scale", *_DYNAMIC_SCALING),
-    "bf16": ("immediate_grad_update",),
-}
+_OF_SECTION: Final = {"fp16": ("loss_scale", *_DYNAMIC_SCALING), "bf16": ("immediate_grad_update",)}
 # Casts of the engine that a model in fp32 does not go through.
 _OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
 _MASTERS: Final = {"fp16": "fp16.fp16_master_weights_and_grads", "bf16": "bf16.bf16_master_weights_and_grads"}
@@ -381,12 +378,10 @@ def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
     device = asked.offload("optimizer")
     if device == "none" and needed and asked.stage:
         message = "true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights"
-        yield asked.error(
-            key, message, f"Write {asked.name('zero_optimization.offload_optimizer.device')}: cpu, or delete it."
-        )
-    if device in ("cpu", "nvme") and (asked.is_on("optimizer.params.torch_adam") or asked.optimizer not in _ADAMS):
-        other = "torch_adam" if asked.is_on("optimizer.params.torch_adam") else "type"
-        culprit = f"optimizer.{'params.' if other == 'torch_adam' else ''}{other}"
+        device_key = asked.name("zero_optimization.offload_optimizer.device")
+        yield asked.error(key, message, f"Write {device_key}: cpu, or delete it.")
+    if device in ("cpu", "nvme") and (asked.is_on(f"{_PARAMS}.torch_adam") or asked.optimizer not in _ADAMS):
+        culprit = f"{_PARAMS}.torch_adam" if asked.is_on(f"{_PARAMS}.torch_adam") else "optimizer.type"
         message = f"{show(asked.value(culprit))}, but {key} at {asked.written(key)} needs DeepSpeed's CPU Adam"
         yield asked.error(culprit, message, f"Write type: AdamW or Adam without torch_adam, or delete {key}.")
 
