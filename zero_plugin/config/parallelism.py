@@ -105,6 +105,10 @@ class DeepSpeedSequenceParallelConfig:
             raise ValueError(f"Invalid sp_attn_implementation: {kernel}. Write one of {', '.join(_KERNELS)}.")
 
 
+def _is_above_one(size: str) -> property:
+    return property(lambda config: getattr(config, size) > 1, doc=f"Whether `{size}` is above 1.")
+
+
 @dataclass
 class ParallelismConfig:
     """Accelerate's record of how processes share work; the names and the defaults are its own.
@@ -162,30 +166,11 @@ class ParallelismConfig:
     def _size(self, name: str) -> int:
         return int(getattr(self, f"{name}_size"))
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether `dp_replicate_size` is above 1."""
-        return self._size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether `dp_shard_size` is above 1."""
-        return self._size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether `tp_size` is above 1."""
-        return self._size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether `cp_size` is above 1."""
-        return self._size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether `sp_size` is above 1."""
-        return self._size("sp") > 1
+    dp_replicate_enabled = _is_above_one("dp_replicate_size")
+    dp_shard_enabled = _is_above_one("dp_shard_size")
+    tp_enabled = _is_above_one("tp_size")
+    cp_enabled = _is_above_one("cp_size")
+    sp_enabled = _is_above_one("sp_size")
 
     @property
     def data_parallel_size(self) -> int:
