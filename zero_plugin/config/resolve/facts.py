@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
-from zero_plugin.config.schema import deepspeed_default, deepspeed_schema
+from zero_plugin.config.schema import deepspeed_default, deepspeed_schema, is_passed_on
 from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, holds_auto, plain, show
 from zero_plugin.errors import ConfigError, Problem
 
@@ -156,20 +156,6 @@ PLACEMENT: Final[tuple[KeyPath, ...]] = (
     ("zero_optimization", "offload_optimizer", "device"),
     ("zero_optimization", "offload_param", "device"),
 )
-
-
-# Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
-_LEFT_OUT: Final[Mapping[KeyPath, Any]] = {
-    ("torch_autocast", "dtype"): None,
-    ("torch_autocast", "lower_precision_safe_modules"): None,
-    ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
-    ("tensor_parallel", "dtype"): "float16",  # it takes an object of Python, which no file can hold
-}
-
-
-def is_passed_on(path: KeyPath, value: Any) -> bool:
-    """Whether DeepSpeed can be given a value, rather than that the key is left out."""
-    return path not in _LEFT_OUT or value != _LEFT_OUT[path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +334,14 @@ class Draft:
         self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
         if logged:
             self.log(f"{dotted(path)} = {_shown(value)}: {reason}")
+
+    def put_default(self, path: KeyPath, what: str, fix: str) -> None:
+        """Settle a parameter that no rule fills as DeepSpeed's default; without one it stays open, see `miss`."""
+        default = deepspeed_default(path, self.value(path[0], "type"))
+        if default is None:
+            self.miss(path, what, fix)
+        else:
+            self.put(path, default[0], "no rule fills it", "default")
 
     def put_planned(self, path: KeyPath) -> bool:
         """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""

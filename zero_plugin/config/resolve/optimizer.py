@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from zero_plugin.config.resolve.facts import Draft, OptimizerFacts, SchedulerFacts
-from zero_plugin.config.schema import (
-    OPTIMIZER_DEFAULTS,
-    SCHEDULER_DEFAULTS,
-    SCHEDULER_REQUIRED,
-    deepspeed_default,
-    key_schema,
-)
+from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED, key_schema
 from zero_plugin.config.tree import AUTO, KeyPath, Tree, freeze, holds_auto, same_value, show
 
 _PARAMS: Final = ("optimizer", "params")
@@ -88,7 +82,7 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
             draft.put(path, defaults[name], why, "default", logged=name == "lr")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
-            _put_default(draft, path, "argument of the optimizer that tells it", fix)
+            draft.put_default(path, "argument of the optimizer that tells it", fix)
 
 
 def _take(draft: Draft, path: KeyPath, value: Any, reason: str, said: str) -> None:
@@ -108,15 +102,6 @@ def _agrees(typed: Any, given: Any) -> bool:
     if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
         return all(map(_agrees, typed, given))
     return same_value(typed, given)
-
-
-def _put_default(draft: Draft, path: KeyPath, what: str, fix: str) -> None:
-    """Fill a parameter that no rule fills with DeepSpeed's default; without one it stays open, see `Draft.miss`."""
-    default = deepspeed_default(path, draft.value(path[0], "type"))
-    if default is None:
-        draft.miss(path, what, fix)
-    else:
-        draft.put(path, default[0], "no rule fills it", "default")
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
@@ -275,7 +260,7 @@ def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None
         elif name in _NEEDS:
             draft.miss(path, what.format(name), _NEEDS[name])
         else:
-            _put_default(draft, path, what.format(name), f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
+            draft.put_default(path, what.format(name), f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
     for name in sorted({*_given(draft, facts)} - {*given}):
         draft.log(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
     _log_scheduler_defaults(draft, kind)

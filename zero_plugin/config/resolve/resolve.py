@@ -14,21 +14,12 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import sequence_parallel_size
-from zero_plugin.config.resolve.facts import (
-    PLACEMENT,
-    Draft,
-    Facts,
-    MachineFacts,
-    ModelFacts,
-    Resolved,
-    StrategyName,
-    is_passed_on,
-)
+from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.rules.sections import EXPERT_SIZES, unequal_expert_groups
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
 from zero_plugin.config.rules.zero import STAGES, check_offload
-from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
+from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema, is_passed_on
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, violations
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
