@@ -13,13 +13,7 @@ from zero_plugin.config.rules.launching import LAUNCHING
 from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
 from zero_plugin.config.rules.zero import STAGES, check_offload, check_zenflow
-from zero_plugin.config.schema import (
-    RETIRED_KEYS,
-    RETIRED_OPTIMIZERS,
-    deepspeed_schema,
-    types_of,
-    walk_keys,
-)
+from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
 from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
 from zero_plugin.errors import ConfigError, Problem
 

@@ -98,12 +98,10 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     if device not in ("", "cpu") and re.fullmatch(r"cuda(:\d+)?", device) is None:
         refused[_DEVICE] = f"Write {_DEVICE}=cpu, or {_DEVICE}=cuda:0 for a GPU by its number."
     if refused:
-        problems = [
-            Problem(_where(name), "", f"{environ[name]} is not supported", fix) for name, fix in refused.items()
-        ]
-        raise ConfigError(problems)
+        messages = {name: f"{environ[name]} is not supported" for name in refused}
+        raise ConfigError([Problem(_where(name), "", messages[name], fix) for name, fix in refused.items()])
     launch = {name: key for name, key in _LAUNCH.items() if environ.get(name, "").lower() not in ("", *FALSE_WORDS)}
-    wanted = {**_TRAINING, **(_DEEPSPEED if on_deepspeed else {}), **(_SEQUENCES if shares else {})}
+    wanted = _TRAINING | (_DEEPSPEED if on_deepspeed else {}) | (_SEQUENCES if shares else {})
     training = {name: key for name, key in wanted.items() if environ.get(name, "") not in ("", "none")}
     if not launch and not training and not on_deepspeed and device != "cpu":
         return None

@@ -343,13 +343,6 @@ class Draft:
         else:
             self.put(path, default[0], "no rule fills it", "default")
 
-    def put_planned(self, path: KeyPath) -> bool:
-        """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
-        found = self.facts.planned.get(path)
-        if found is not None:
-            self.put(path, *found, logged=True)
-        return found is not None
-
     def keys(self, *section: str) -> list[str]:
         """The keys written in a section that holds plain values; none where it is absent, null or empty."""
         return [path[-1] for path in self.tree if path[:-1] == section]

@@ -134,10 +134,12 @@ def settle_batch(draft: Draft) -> None:
     if draft.get(*MICRO_BATCH) is None or _was_planned(draft):
         if draft.facts.loop.micro_batch is not None:
             _use_loader_micro_batch(draft)
-        elif not draft.put_planned(MICRO_BATCH):
-            if not draft.facts.complete:
-                _leave_batch_open(draft)
-                return
+        elif MICRO_BATCH in draft.facts.planned:
+            draft.put(MICRO_BATCH, *draft.facts.planned[MICRO_BATCH], logged=True)
+        elif not draft.facts.complete:
+            _leave_batch_open(draft)
+            return
+        else:
             processes = draft.facts.machine.processes
             draft.put(MICRO_BATCH, *unplanned_micro_batch(settled_global, draft.value(*_ACCUMULATION), processes))
     agreed = _agrees_with_loader(draft)
@@ -379,9 +381,9 @@ def settle_zero(draft: Draft) -> None:
     if not draft.on_deepspeed:
         _settle_without_engine(draft)
         return
-    for path in draft.facts.planned:
+    for path, chosen in draft.facts.planned.items():
         if path[0] == _ZERO and draft.is_unsettled(*path):
-            draft.put_planned(path)
+            draft.put(path, *chosen, logged=True)
     if draft.is_open(*_STAGE):
         fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
         draft.miss(_STAGE, _PLAN, fix)
