@@ -286,11 +286,7 @@ class DeepSpeedPlugin:
             ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
         """
         before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
-        changed = {
-            path: entry.value
-            for path, entry in now.entries.items()
-            if path not in before or not same_value(before.entries[path].value, entry.value)
-        }
+        changed = now.where(lambda path, entry: path not in before or not same_value(before.value(*path), entry.value))
         gone = [p for p in before if p not in now and not any(p == q[: len(p)] or q == p[: len(q)] for q in changed)]
         if not changed and not gone:
             return document
@@ -310,7 +306,7 @@ class DeepSpeedPlugin:
                 training = training.without(*path)
         if problems:
             raise ConfigError(problems)
-        said = {("deepspeed", *path): (_written(path), value) for path, value in changed.items()}
+        said = {("deepspeed", *path): (_written(path), entry.value) for path, entry in changed.entries.items()}
         return overlay_code(replace(document, deepspeed=training), said)
 
     def _ignored_offload(self) -> list[Problem]:
