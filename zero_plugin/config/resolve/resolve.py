@@ -454,8 +454,8 @@ def _check_needs(draft: Draft) -> None:
         if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
     if draft.value("expert_parallel", "enabled"):
-        sizes = (draft.value("expert_parallel", name, default=1) for name in EXPERT_SIZES)
-        if (found := unequal_expert_groups(*sizes, draft.facts.machine.processes)) is not None:
+        size, tensor = (draft.value("expert_parallel", name, default=1) for name in EXPERT_SIZES)
+        if (found := unequal_expert_groups(size, tensor, draft.facts.machine.processes)) is not None:
             draft.refuse(("expert_parallel", "autoep_size"), f"{found[0]}.", found[1])
     for section, package, wanted in _MONITORS:
         missing = package not in sys.modules and importlib.util.find_spec(package) is None

@@ -81,8 +81,8 @@ def _experts(asked: Asked) -> Iterator[Problem]:
     if not asked.is_on("expert_parallel.enabled"):
         return
     processes = asked.value("num_processes")
-    sizes = (asked.value(f"expert_parallel.{name}", default=1) for name in EXPERT_SIZES)
-    if is_count(processes) and (found := unequal_expert_groups(*sizes, processes)):
+    size, tensor = (asked.value(f"expert_parallel.{name}", default=1) for name in EXPERT_SIZES)
+    if is_count(processes) and (found := unequal_expert_groups(size, tensor, processes)):
         yield asked.error("expert_parallel.autoep_size", *found)
     if asked.stage != 3:
         return
