@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
-from zero_plugin.config.launch_settings import (
-    LAUNCH_KEYS,
-    REFUSED_KEYS,
-    REFUSED_VALUES,
-    SAYS_NOTHING,
-    LaunchSettings,
-    compiler_problems,
-    launch_schema,
-)
-from zero_plugin.config.rules.launching import check_launch
-from zero_plugin.config.rules.sections import check_parallel, check_sections, check_without_engine
-from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
-from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema, refused_keys
+from zero_plugin.config.rules.launching import LAUNCHING
+from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
+from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
+from zero_plugin.config.rules.zero import STAGES, check_offload, check_zenflow
 from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
-from zero_plugin.config.tree import (
-    AUTO,
-    KeyPath,
-    Tree,
-    Violation,
-    did_you_mean,
-    dotted,
-    legal,
-    show,
-    validator,
-    violations,
-)
+from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
 from zero_plugin.errors import ConfigError, Problem
 
-_TOPICS = (
-    check_precision,
-    check_stages,
-    check_offload,
-    check_zenflow,
-    check_batch,
-    check_optimizing,
-    check_launch,
-    check_parallel,
-    check_sections,
-    check_without_engine,
+_RULES: Final = (
+    *(*PRECISION, *STAGES, check_offload, check_zenflow, check_batch, *OPTIMIZING),
+    *(*LAUNCHING, *PARALLELISM, check_sections, check_without_engine),
 )
 
 
@@ -58,8 +29,8 @@ def contradictions(document: Document) -> Iterator[Problem]:
     An error is what DeepSpeed refuses, or what would train otherwise than written; checked against DeepSpeed 0.19.8.
     """
     asked = Asked(document)
-    for check in _TOPICS:
-        yield from check(asked)
+    for rule in _RULES:
+        yield from rule(asked)
 
 
 _MANY: Final = 12  # more legal keys than this are not listed in a message
@@ -79,33 +50,31 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
-def explain_launch_key(name: str, known: list[str], schema: Mapping[str, Any]) -> str:
+def explain_launch_key(name: str, known: list[str]) -> str:
     """What to write instead of an unknown key at the top of a launch YAML.
 
     Args:
         name: the key.
         known: the launch keys.
-        schema: the schema of the training configuration.
     """
-    training = [*SHORT_FIELDS, *schema["properties"]]
+    training = [*SHORT_FIELDS, *deepspeed_schema()["properties"]]
     if name in training:
         return f"Write it below deepspeed_config: {{{name}: …}}."
     near = did_you_mean(name, known)
     if near:
         return f"Did you mean {near}?"
-    homes = _homes(name, (), schema)
+    homes = _homes(name, ())
     if homes:
         return _belongs([("deepspeed_config", *home) for home in homes])
     near = did_you_mean(name, training)
     return f"Did you mean {near}, below deepspeed_config?" if near else _DELETE
 
 
-def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml: bool) -> tuple[str, str]:
+def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
     """What is wrong with an unknown key of the training configuration, and what to write instead.
 
     Args:
         found: the key, with the schema of its section.
-        schema: the schema of the document.
         in_yaml: whether the configuration is in a launch YAML, with its short fields.
     """
     path, key = found.path, found.path[-1]
@@ -117,13 +86,13 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     if is_top and key in LaunchSettings.model_fields:
         return "a key of the launch YAML", "Write it at the top level of the launch YAML."
     known = list(found.wanted.get("properties", {}))
-    if path[0] == "bf16" and key in schema["properties"]["fp16"]["properties"]:
+    if path[0] == "bf16" and key in deepspeed_schema()["properties"]["fp16"]["properties"]:
         return "only fp16 has it: bf16 needs no scaling of the loss", "Delete it."
     if _ELSEWHERE.get(key) in known:
         fix = f"Did you mean {_ELSEWHERE[key]}?"
-    elif types := _types_with(path, schema):
+    elif types := _types_with(path):
         fix = f"Delete it, or write another {path[0]}.type, that has it: {', '.join(types)}."
-    elif homes := _homes(key, path[:-1], schema):
+    elif homes := _homes(key, path[:-1]):
         fix = _belongs(homes)
     elif near := did_you_mean(key, [*known, *(_FIELDS_OF_YAML if is_top and in_yaml else ())]):
         fix = f"Did you mean {near}?"
@@ -134,18 +103,19 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     return "unknown key", fix
 
 
-def _types_with(path: KeyPath, schema: Mapping[str, Any]) -> list[str]:
+def _types_with(path: KeyPath) -> list[str]:
     """The optimizers or schedules whose parameters have the last key of `path`."""
     if path[1:2] != ("params",):
         return []
-    branches = schema["properties"][path[0]].get("allOf", ())
+    branches = deepspeed_schema()["properties"][path[0]].get("allOf", ())
     having = [branch for branch in branches if path[-1] in branch["then"]["properties"]["params"]["properties"]]
     return [name for branch in having for name in types_of(branch)]
 
 
-def _homes(key: str, section: KeyPath, schema: Mapping[str, Any]) -> list[KeyPath]:
+def _homes(key: str, section: KeyPath) -> list[KeyPath]:
     """The few sections that have `key`: those above and below `section` if there are any, else any."""
-    homes = list(dict.fromkeys(path[:-1] for path, _ in walk_keys(schema) if path[-1] == key and path[:-1] != section))
+    paths = [path for path, _ in walk_keys(deepspeed_schema()) if path[-1] == key]
+    homes = list(dict.fromkeys(path[:-1] for path in paths if path[:-1] != section))
     related = [home for home in homes if home[: len(section)] == section or home == section[: len(home)]]
     nearest = related if section and related else homes
     return nearest if len(nearest) <= _FEW else []
@@ -157,10 +127,6 @@ def _belongs(homes: list[KeyPath]) -> str:
     if () in homes:
         places.append("at the top level")
     return f"It belongs {' or '.join(places)}."
-
-
-_MEMORIES: Final = ("gpu_memory", "host_memory")
-_FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 
 
 def check_document(document: Document) -> tuple[Problem, ...]:
@@ -184,12 +150,11 @@ def check_document(document: Document) -> tuple[Problem, ...]:
 
 def find_problems(document: Document) -> list[Problem]:
     """Errors, warnings and notes of a document, in the order in which they are written."""
-    schema = deepspeed_schema()
     problems = [
         *document.problems,
         *document.notes,
-        *_launch_problems(document, schema),
-        *_training_problems(document, schema),
+        *_launch_problems(document),
+        *_training_problems(document),
         *_double_spellings(document),
         *contradictions(document),
     ]
@@ -205,32 +170,19 @@ def find_problems(document: Document) -> list[Problem]:
     return sorted(shown, key=lambda problem: _reading_order(problem, document))
 
 
-def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    settings = document.launch.where(
-        lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value not in (None, AUTO)
-    )
-    for found in violations(settings, validator(launch_schema())):
-        refused = REFUSED_VALUES.get((found.path[0], str(found.value)))
-        if refused:
+def _launch_problems(document: Document) -> Iterator[Problem]:
+    for found in violations(document.launch, launch_schema()):
+        if found.kind == "unknown" or found.value in (None, "auto"):  # what is unknown is looked at below
+            continue
+        if refused := REFUSED_VALUES.get((found.path[0], str(found.value))):
             message = f"{show(found.value)} is not supported"
             yield Problem(document.place(found.path), dotted(found.path), message, refused)
         else:
             yield _wrong_value(found, document.launch, document.place(found.path))
-    for path, entry in document.launch.entries.items():
-        if path[0] in REFUSED_KEYS:
-            has_effect, fix = REFUSED_KEYS[path[0]]
-            if entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
-                yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
-    for name in _MEMORIES:
-        memory = document.launch.get(name)
-        size = None if memory is None else read_bytes(memory.value)
-        if memory is not None and size is not None and size < LEAST_MEMORY:
-            message = f"{show(memory.value)} is {size} bytes, which holds no model"
-            yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
-    yield from compiler_problems(document.launch)
+    yield from refused_keys(document.launch)
     known = [*LAUNCH_KEYS, "deepspeed_config"]
     names = list(dict.fromkeys(path[0] for path in document.launch))
-    fixes = {name: explain_launch_key(name, known, schema) for name in names if name not in known}
+    fixes = {name: explain_launch_key(name, known) for name in names if name not in known}
     if len(names) > 1 and list(fixes.values()) == [_DELETE] * len(names) and not document.deepspeed:
         message = f"holds no key of a launch config or of a DeepSpeed configuration, but {', '.join(names)}"
         fix = "Give one of these: `zero-plugin config` writes a launch config, docs/configuration.md lists the keys."
@@ -240,11 +192,11 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
         yield Problem(document.place((name,)), name, "unknown key", fix)
 
 
-def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
-    for found in violations(document.deepspeed, validator(schema)):
+def _training_problems(document: Document) -> Iterator[Problem]:
+    for found in violations(document.deepspeed, deepspeed_schema()):
         where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
-            message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
+            message, fix = explain_training_key(found, in_yaml=bool(document.launch))
             yield Problem(where, _place(found, document.deepspeed), message, fix)
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
@@ -279,7 +231,7 @@ def _as_section(found: Violation) -> str:
     """The section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" where it fits no key."""
     for name in ("enabled", "device", "type", "stage"):
         wanted = found.wanted.get("properties", {}).get(name)
-        if wanted is not None and not isinstance(found.value, dict | list) and validator(wanted).is_valid(found.value):
+        if wanted is not None and not isinstance(found.value, dict | list) and is_valid(found.value, wanted):
             return json.dumps({found.path[-1]: {name: found.value}})[1:-1]
     return ""
 
@@ -292,7 +244,7 @@ def _place(found: Violation, tree: Tree) -> str:
 
 
 def _reading_order(problem: Problem, document: Document) -> tuple[int, int, int]:
-    place = _FILE_PLACE.fullmatch(problem.where)
-    if not place or place[1] not in document.sources:
+    file, line, column = problem.place
+    if not line or file not in document.sources:
         return len(document.sources), 0, 0
-    return document.sources.index(place[1]), int(place[2]), int(place[3])
+    return document.sources.index(file), line, column

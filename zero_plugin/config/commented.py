@@ -11,18 +11,12 @@ from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, accelerate_values, yaml_text
-from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
-    REFUSED_KEYS,
-    SAYS_NOTHING,
-    WITHOUT_MEANING,
-    LaunchSettings,
-)
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_nothing
 from zero_plugin.config.located import looks_like_json
 from zero_plugin.config.read import parse_file, read_document
 from zero_plugin.config.run_files import replace_text
 from zero_plugin.config.schema import yaml_schema
-from zero_plugin.config.tree import KeyPath, Tree
+from zero_plugin.config.tree import KeyPath
 from zero_plugin.errors import MachineError
 
 _FILE: Final = "deepspeed_config_file"
@@ -114,7 +108,7 @@ def _updated_text(document: Document, file: Path, old_text: str) -> str:
 
 def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any]:
     """The document in Accelerate's layout; what comes from the DeepSpeed JSON that `root` names stays there."""
-    launch = document.launch.where(lambda path, _: not _asks_for_nothing(document.launch, path[0]))
+    launch = document.launch.where(lambda path, _: not asks_for_nothing(document.launch, path[0]))
     named = (root.get("deepspeed_config") or {}).get(_FILE) or root.get(_FILE)
     if named in (None, "none", "None"):
         return accelerate_values(launch, document.deepspeed)
@@ -124,13 +118,6 @@ def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any
     if not typed_here.has_section("zero_optimization", "stage"):
         training.pop("zero_stage", None)  # the JSON says it
     return {**values, "deepspeed_config": training}
-
-
-def _asks_for_nothing(launch: Tree, name: str) -> bool:
-    if name in REFUSED_KEYS:
-        return name != "compute_environment"  # the check would have refused it, had it an effect
-    leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
-    return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
 
 
 def _free_name(file: Path) -> Path:

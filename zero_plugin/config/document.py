@@ -114,26 +114,6 @@ def _is_taken(tree: Tree, path: KeyPath) -> bool:
     return any(value is not None and value != {} for value in above)
 
 
-def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
-    """Accelerate's `fp16` at the top, from before there was `mixed_precision`, under that name, and what to tell of it.
-
-    Beside `mixed_precision` Accelerate passes over it; here it must agree.
-    """
-    switch, precision = launch.get("fp16"), launch.get("mixed_precision")
-    if switch is None or not isinstance(switch.value, bool):
-        return launch, []
-    where, shown, rest = switch.origin.where, show(switch.value), launch.without("fp16")
-    if precision is None or precision.value is None:
-        read = "fp16" if switch.value else "no"
-        fix = f"Write mixed_precision: {read}."
-        rest = rest.replace({("mixed_precision",): Entry(read, replace(switch.origin, key="fp16"))})
-        return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
-    if switch.value == (precision.value == "fp16"):
-        return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
-    message = f"{shown}, but mixed_precision is {show(precision.value)} at {precision.origin.where}"
-    return rest, [Problem(where, "fp16", message, "Delete it.")]
-
-
 _LINE: Final = 120  # columns; a comment that would end beyond is on its own line
 
 # Text that needs no quotes: it starts as no number, no date and no indicator of YAML's does, and ends in none.

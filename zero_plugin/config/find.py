@@ -24,18 +24,7 @@ from zero_plugin.config.parallelism import DATA_PARALLEL_ONLY, SEQUENCE_KEY
 from zero_plugin.config.read import document_from_code, document_from_mapping
 from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Origin,
-    OriginKind,
-    Tree,
-    read_as_wanted,
-    same_value,
-    show,
-    validator,
-)
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, OriginKind, Tree, read_as_wanted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
 CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"
@@ -99,45 +88,31 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     Raises:
         ConfigError: a variable asks for what this package does not have, or DeepSpeed's file cannot be read.
     """
-    refused = [
-        Problem(_where(name), "", f"{environ[name]} is not supported", fix)
-        for name, fix in _REFUSED.items()
-        if environ.get(name, "").lower() in TRUE_WORDS
-    ]
-    shares = environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in TRUE_WORDS
-    refused += [
-        Problem(_where(name), "", f"{environ[name]} is not supported", DATA_PARALLEL_ONLY)
-        for name in (f"{_PARALLELISM}TP_SIZE", f"{_PARALLELISM}CP_SIZE")
-        if shares and environ.get(name, "1") != "1"
-    ]
+    true = {name for name, value in environ.items() if value.lower() in TRUE_WORDS}
+    shares, on_deepspeed = "ACCELERATE_USE_PARALLELISM_CONFIG" in true, "ACCELERATE_USE_DEEPSPEED" in true
     device = environ.get(_DEVICE, "").lower()
+    refused = {name: fix for name, fix in _REFUSED.items() if name in true}
+    if shares:
+        sizes = (f"{_PARALLELISM}TP_SIZE", f"{_PARALLELISM}CP_SIZE")
+        refused |= {name: DATA_PARALLEL_ONLY for name in sizes if environ.get(name, "1") != "1"}
     if device not in ("", "cpu") and re.fullmatch(r"cuda(:\d+)?", device) is None:
-        fix = f"Write {_DEVICE}=cpu, or {_DEVICE}=cuda:0 for a GPU by its number."
-        refused.append(Problem(_where(_DEVICE), "", f"{environ[_DEVICE]} is not supported", fix))
+        refused[_DEVICE] = f"Write {_DEVICE}=cpu, or {_DEVICE}=cuda:0 for a GPU by its number."
     if refused:
-        raise ConfigError(refused)
-    on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS
-    launch = {
-        key: _read(value)
-        for name, key in _LAUNCH.items()
-        if (value := environ.get(name, "")).lower() not in ("", *FALSE_WORDS)
-    }
-    if device == "cpu":
-        launch["use_cpu"] = True
-    wanted = {**_TRAINING, **(_DEEPSPEED if on_deepspeed else {}), **(_SEQUENCES if shares else {})}
-    training = {
-        key: _read(value) for name, key in wanted.items() if (value := environ.get(name, "")) not in ("", "none")
-    }
-    if not launch and not training and not on_deepspeed:
+        messages = {name: f"{environ[name]} is not supported" for name in refused}
+        raise ConfigError([Problem(_where(name), "", messages[name], fix) for name, fix in refused.items()])
+    launch = {name: key for name, key in _LAUNCH.items() if environ.get(name, "").lower() not in ("", *FALSE_WORDS)}
+    wanted = _TRAINING | (_DEEPSPEED if on_deepspeed else {}) | (_SEQUENCES if shares else {})
+    training = {name: key for name, key in wanted.items() if environ.get(name, "") not in ("", "none")}
+    if not launch and not training and not on_deepspeed and device != "cpu":
         return None
-    asked: dict[str, Any] = {**launch, "deepspeed_config": training}
-    if on_deepspeed:
-        asked["distributed_type"] = "DEEPSPEED"
-    document = document_from_mapping(asked, _HERE)
-    names = {key: name for name, key in {**_LAUNCH, **wanted}.items()}
-    names["distributed_type"] = "ACCELERATE_USE_DEEPSPEED"
+    said: dict[str, Any] = {key: _read(environ[name]) for name, key in launch.items()}
+    names = {key: name for name, key in {**launch, **training}.items()}
     if device == "cpu":
-        names["use_cpu"] = _DEVICE
+        said["use_cpu"], names["use_cpu"] = True, _DEVICE
+    if on_deepspeed:
+        said["distributed_type"], names["distributed_type"] = "DEEPSPEED", "ACCELERATE_USE_DEEPSPEED"
+    said["deepspeed_config"] = {key: _read(environ[name]) for name, key in training.items()}
+    document = document_from_mapping(said, _HERE)
     return replace(document, launch=_marked(document.launch, names), deepspeed=_marked(document.deepspeed, names))
 
 
@@ -298,8 +273,8 @@ def _difference(key: str, new: Entry, old: Entry, prefer: Any) -> Problem:
 
 def _read_laid(document: Document) -> Document:
     """`document` with the values that were laid over it read as a file's are: `BF16`, `2.0` for an integer."""
-    launch, of_launch = read_as_wanted(document.launch, validator(launch_schema()))
-    deepspeed, of_deepspeed = read_as_wanted(document.deepspeed, validator(deepspeed_schema()))
+    launch, of_launch = read_as_wanted(document.launch, launch_schema())
+    deepspeed, of_deepspeed = read_as_wanted(document.deepspeed, deepspeed_schema())
     notes = tuple(dict.fromkeys([*document.notes, *of_launch, *of_deepspeed]))
     return replace(document, launch=launch, deepspeed=deepspeed, notes=notes)
 
@@ -314,7 +289,7 @@ def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem])
         if old.value is AUTO and new is not None and new.value is AUTO:
             kept[path] = old  # still open, where the file says so
             continue
-        if old.value is AUTO or _says_nothing(old.value):
+        if old.value in (None, AUTO, {}):
             continue
         if new is None:  # code wrote null or a scalar in place of a mapping, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
@@ -325,10 +300,6 @@ def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem])
             if prefer == "file":
                 kept[path] = old
     return after.replace(kept)
-
-
-def _says_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, Mapping) and not value)
 
 
 _BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may be before a training key, as in the YAML
@@ -357,10 +328,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> Said:
             raise ConfigError(problems)
         path = path_of(tuple(key.split(".")))
         if path[0] == "deepspeed":
-            nested: Any = read
-            for part in reversed(path[1:]):
-                nested = {part: nested}
-            tree, _ = one_spelling(Tree.from_nested(nested, lambda _, place=place: Origin("flag", place)))  # type: ignore[misc]
+            tree, _ = one_spelling(Document().overlay("flag", {path: (place, read)}).deepspeed)
             said |= {("deepspeed", *leaf): (place, entry.value) for leaf, entry in tree.entries.items()}
         else:
             said[path] = (place, read)

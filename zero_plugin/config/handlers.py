@@ -30,10 +30,8 @@ class KwargsHandler:
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
-        known = {}
-        for f in fields(cls):  # type: ignore[arg-type]  # subclasses are dataclasses
-            known[f.name] = f.default if f.default_factory is MISSING else f.default_factory()
-        return known
+        own = fields(cls)  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
 
 
 @dataclass

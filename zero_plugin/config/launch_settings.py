@@ -14,10 +14,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, read_bandwidth, read_bytes
+from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, LEAST_MEMORY, read_bandwidth, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document, offload_devices
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, is_valid, legal, show
 from zero_plugin.errors import Problem
 
 
@@ -272,11 +272,36 @@ def ignored_keys(launch: Tree) -> list[Problem]:
     return list(warnings.values())
 
 
+def refused_keys(launch: Tree) -> Iterator[Problem]:
+    """Keys whose effect this package does not have, amounts of memory that hold no model, and the compiler's keys."""
+    for path, entry in launch.entries.items():
+        has_effect, fix = REFUSED_KEYS.get(path[0], (None, ""))
+        if has_effect is not None and entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
+            yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
+    for name in ("gpu_memory", "host_memory"):
+        memory = launch.get(name)
+        size = None if memory is None else read_bytes(memory.value)
+        if memory is not None and size is not None and size < LEAST_MEMORY:
+            message = f"{show(memory.value)} is {size} bytes, which holds no model"
+            yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
+    yield from _compiler_problems(launch)
+
+
 COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
 COMPILER_PREFIX: Final = "dynamo_"
 
 # Every key that a launch config may have beside `deepspeed_config`.
 LAUNCH_KEYS: Final = (*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS)
+
+
+def asks_for_nothing(launch: Tree, name: str) -> bool:
+    """Whether a key of a checked document can go: an effect that is refused or not there, or a compiler's key, of which
+    nothing is requested."""
+    if name in REFUSED_KEYS:
+        return name != "compute_environment"  # the check would have refused it, had it an effect
+    leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
+    return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
+
 
 _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "backend": {
@@ -303,14 +328,14 @@ def asked_compiler(launch: Tree) -> dict[str, Entry]:
     return {name: Entry(_read(name, entry.value), entry.origin) for _, name, entry in _written(launch)}
 
 
-def compiler_problems(launch: Tree) -> Iterator[Problem]:
+def _compiler_problems(launch: Tree) -> Iterator[Problem]:
     """Names that `torch.compile` has no argument for, and values that it does not take."""
     for path, name, entry in _written(launch):
         if name not in _LEGAL:
             near = did_you_mean(path[-1], [COMPILER_PREFIX + known for known in _LEGAL])
             fix = f"Did you mean {near}?" if near else f"Legal here: {', '.join(COMPILER_PREFIX + n for n in _LEGAL)}."
             yield Problem(entry.origin.where, dotted(path), "unknown key", fix)
-        elif not validator(_LEGAL[name]).is_valid(_read(name, entry.value)):
+        elif not is_valid(_read(name, entry.value), _LEGAL[name]):
             near = did_you_mean(str(entry.value), _LEGAL[name].get("enum", []))
             fix = f"Did you mean {near}? Write" if near else "Write"
             message = f"{show(entry.value)} is not legal here"

@@ -45,29 +45,30 @@ def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Pr
         deepspeed: the training configuration; it gets `sequence_parallel_size`.
     """
     found: list[Problem] = []
-    size = launch.get(SECTION, f"{_PREFIX}sp_size")
-    if size is not None and size.value not in (None, AUTO, 1, "1"):
+
+    def said(name: str, nothing: tuple[Any, ...]) -> Entry | None:
+        """What is written for a key, which asks for something; its origin names the key as it is typed."""
+        entry = launch.get(SECTION, f"{_PREFIX}{name}")
+        if entry is None or entry.value in (None, AUTO, *nothing):
+            return None
+        return Entry(entry.value, replace(entry.origin, key=f"{SECTION}.{_PREFIX}{name}"))
+
+    if size := said("sp_size", (1, "1")):
         known = deepspeed.get(SEQUENCE_KEY)
-        typed = f"{SECTION}.{_PREFIX}sp_size"
         if known is not None and known.value not in (None, AUTO, size.value):
             message = f"{show(size.value)} here, but {SEQUENCE_KEY} is {show(known.value)} at {known.origin.where}"
-            found.append(Problem(size.origin.where, typed, message, "Keep one of the two."))
+            found.append(Problem(size.origin.where, size.origin.key, message, "Keep one of the two."))
         else:
-            entry = Entry(size.value, replace(size.origin, key=typed))
-            deepspeed = deepspeed.replace({(SEQUENCE_KEY,): entry})
-    backend = launch.get(SECTION, f"{_PREFIX}sp_backend")
-    if backend is not None and backend.value not in (None, AUTO, "", "deepspeed"):
-        typed = f"{SECTION}.{_PREFIX}sp_backend"
-        found.append(
-            Problem(backend.origin.where, typed, f"{show(backend.value)} is not legal here", "Write deepspeed.")
-        )
+            deepspeed = deepspeed.replace({(SEQUENCE_KEY,): size})
+    if backend := said("sp_backend", ("", "deepspeed")):
+        message = f"{show(backend.value)} is not legal here"
+        found.append(Problem(backend.origin.where, backend.origin.key, message, "Write deepspeed."))
     for name, why in _UNREAD.items():
-        unread = launch.get(SECTION, f"{_PREFIX}{name}")
-        if unread is not None and unread.value not in (None, AUTO, "", "None", True):
-            typed, message = f"{SECTION}.{_PREFIX}{name}", f"has no effect: {why}"
-            found.append(Problem(unread.origin.where, typed, message, "Delete it.", show(unread.value), "note"))
-    of_sequences = {path for path in launch if path[0] == SECTION and path[-1].startswith(f"{_PREFIX}sp_")}
-    return launch.where(lambda path, _: path not in of_sequences), deepspeed, found
+        if unread := said(name, ("", "None", True)):
+            value, origin = show(unread.value), unread.origin
+            found.append(Problem(origin.where, origin.key, f"has no effect: {why}", "Delete it.", value, "note"))
+    sequences = f"{_PREFIX}sp_"
+    return launch.where(lambda p, _: p[0] != SECTION or not p[-1].startswith(sequences)), deepspeed, found
 
 
 @dataclass
@@ -102,6 +103,10 @@ class DeepSpeedSequenceParallelConfig:
         kernel = self.sp_attn_implementation
         if kernel is not None and kernel not in _KERNELS and not ("/" in kernel and "flash-attn" in kernel):
             raise ValueError(f"Invalid sp_attn_implementation: {kernel}. Write one of {', '.join(_KERNELS)}.")
+
+
+def _is_above_one(size: str) -> property:
+    return property(lambda config: getattr(config, size) > 1, doc=f"Whether `{size}` is above 1.")
 
 
 @dataclass
@@ -161,30 +166,11 @@ class ParallelismConfig:
     def _size(self, name: str) -> int:
         return int(getattr(self, f"{name}_size"))
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether `dp_replicate_size` is above 1."""
-        return self._size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether `dp_shard_size` is above 1."""
-        return self._size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether `tp_size` is above 1."""
-        return self._size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether `cp_size` is above 1."""
-        return self._size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether `sp_size` is above 1."""
-        return self._size("sp") > 1
+    dp_replicate_enabled = _is_above_one("dp_replicate_size")
+    dp_shard_enabled = _is_above_one("dp_shard_size")
+    tp_enabled = _is_above_one("tp_size")
+    cp_enabled = _is_above_one("cp_size")
+    sp_enabled = _is_above_one("sp_size")
 
     @property
     def data_parallel_size(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import SHORT_FIELDS, Document
@@ -25,10 +25,6 @@ from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settin
 from zero_plugin.config.read import document_from_mapping, parse_file
 from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    pass
-
 
 _WHERE: Final = "DeepSpeedPlugin(…)"
 # What scripts look up whether or not it was written.
@@ -290,11 +286,7 @@ class DeepSpeedPlugin:
             ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
         """
         before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
-        changed = {
-            path: entry.value
-            for path, entry in now.entries.items()
-            if path not in before or not same_value(before.entries[path].value, entry.value)
-        }
+        changed = now.where(lambda path, entry: path not in before or not same_value(before.value(*path), entry.value))
         gone = [p for p in before if p not in now and not any(p == q[: len(p)] or q == p[: len(q)] for q in changed)]
         if not changed and not gone:
             return document
@@ -314,7 +306,7 @@ class DeepSpeedPlugin:
                 training = training.without(*path)
         if problems:
             raise ConfigError(problems)
-        said = {("deepspeed", *path): (_written(path), value) for path, value in changed.items()}
+        said = {("deepspeed", *path): (_written(path), entry.value) for path, entry in changed.entries.items()}
         return overlay_code(replace(document, deepspeed=training), said)
 
     def _ignored_offload(self) -> list[Problem]:
@@ -365,10 +357,7 @@ class Configurations:
     """
 
     def __init__(
-        self,
-        found: Document,
-        plugins: Mapping[str, DeepSpeedPlugin],
-        overlay: Callable[[Document], Document],
+        self, found: Document, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]
     ) -> None:
         documents = {name: lay_document(found, plugin.document) for name, plugin in plugins.items()} or {ONLY: found}
         self._documents = {name: _checked(overlay(document)) for name, document in documents.items()}

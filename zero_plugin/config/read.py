@@ -7,35 +7,16 @@ import math
 import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from zero_plugin.config.document import (
-    LAUNCH_FIELDS,
-    SHORT_FIELDS,
-    Document,
-    one_spelling,
-    precision_from_switch,
-    translate_short_fields,
-)
-from zero_plugin.config.launch_settings import LAUNCH_KEYS, LaunchSettings, ignored_keys, launch_schema
+from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, one_spelling, translate_short_fields
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, ignored_keys, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, parse_text, sections, syntax_error, text_place
 from zero_plugin.config.parallelism import read_parallelism
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Origin,
-    OriginKind,
-    Tree,
-    dotted,
-    read_as_wanted,
-    same_value,
-    show,
-    validator,
-)
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, read_as_wanted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
 STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's
@@ -189,7 +170,7 @@ def document_from_code(config: str | os.PathLike[str] | Mapping[str, Any] | None
 class _Reading:
     """What comes up while the files of one document are read."""
 
-    kind: OriginKind
+    kind: Literal["file", "code"]
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -285,14 +266,13 @@ class _Reading:
 
     def _training_layer(self, tree: Tree) -> Tree:
         tree, moved = one_spelling(tree)
-        tree, read = read_as_wanted(tree, validator(deepspeed_schema())) if tree else (tree, [])
+        tree, read = read_as_wanted(tree, deepspeed_schema())
         self.notes += [*moved, *read]
         return tree
 
     def _launch_tree(self, tree: Tree) -> Tree:
-        settings = tree.where(lambda path, _: path[0] in LaunchSettings.model_fields)
-        understood, read = read_as_wanted(settings, validator(launch_schema())) if settings else (settings, [])
-        tree, notes = precision_from_switch(tree.replace(understood.entries))
+        tree, read = read_as_wanted(tree, launch_schema())
+        tree, notes = _precision_from_switch(tree)
         self._sort([*notes, *read, *ignored_keys(tree)])
         return tree
 
@@ -311,6 +291,26 @@ class _Reading:
                     self.problems.append(Problem(entry.origin.where, layer.typed(*path), message, fix))
             merged = merged.replace(taken)
         return merged
+
+
+def _precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
+    """Accelerate's `fp16` at the top, from before there was `mixed_precision`, under that name, and what to tell of it.
+
+    Beside `mixed_precision` Accelerate passes over it; here it must agree.
+    """
+    switch, precision = launch.get("fp16"), launch.get("mixed_precision")
+    if switch is None or not isinstance(switch.value, bool):
+        return launch, []
+    where, shown, rest = switch.origin.where, show(switch.value), launch.without("fp16")
+    if precision is None or precision.value is None:
+        read = "fp16" if switch.value else "no"
+        fix = f"Write mixed_precision: {read}."
+        rest = rest.replace({("mixed_precision",): Entry(read, replace(switch.origin, key="fp16"))})
+        return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
+    if switch.value == (precision.value == "fp16"):
+        return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
+    message = f"{shown}, but mixed_precision is {show(precision.value)} at {precision.origin.where}"
+    return rest, [Problem(where, "fp16", message, "Delete it.")]
 
 
 def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:

@@ -170,6 +170,20 @@ def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | No
     return (node["default"],) if "default" in node else None
 
 
+# Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
+_LEFT_OUT: Final[Mapping[KeyPath, Any]] = {
+    ("torch_autocast", "dtype"): None,
+    ("torch_autocast", "lower_precision_safe_modules"): None,
+    ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
+    ("tensor_parallel", "dtype"): "float16",  # it takes an object of Python, which no file can hold
+}
+
+
+def is_passed_on(path: KeyPath, value: Any) -> bool:
+    """Whether DeepSpeed can be given a value, rather than that the key is left out."""
+    return path not in _LEFT_OUT or value != _LEFT_OUT[path]
+
+
 def _parameters(section: str, kind: str) -> dict[str, Mapping[str, Any]]:
     """What the schema says of the parameters of a type."""
     described = key_schema((section, "params"), kind)

@@ -11,39 +11,31 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from zero_plugin.config.amounts import as_number
+from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.errors import Problem
-
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
 
 KeyPath = tuple[str, ...]
 _SHOWS: Final = re.compile(r"[\w.*/$-]+", re.ASCII)
 OriginKind = Literal["file", "flag", "code", "rule", "default"]
 
 
-class Auto:
-    """Type of `AUTO`, the open field: a value that resolution has still to find. There is one instance."""
+class Auto(Enum):
+    """Type of `AUTO`, the open field: a value that resolution has still to find."""
 
-    __slots__ = ()
-    _instance: Auto | None = None
-
-    def __new__(cls) -> Auto:  # noqa: D102 - the class docstring says it
-        if cls._instance is None:
-            cls._instance = super().__new__(cls)
-        return cls._instance
+    AUTO = "the only one"
 
     def __repr__(self) -> str:
         return "AUTO"
 
-    def __reduce__(self) -> tuple[type[Auto], tuple[()]]:
-        return Auto, ()
+    __str__ = __repr__
 
 
-AUTO: Final = Auto()
+AUTO: Final = Auto.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +212,6 @@ def same_value(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-_SWITCHES: Final = {
-    **dict.fromkeys(("true", "yes", "on", "t", "y"), True),
-    **dict.fromkeys(("false", "no", "off", "f", "n"), False),
-}
 _LARGEST: Final = 2**63 - 1  # a float beyond, such as 1e30, is no integer that DeepSpeed or torch count with
 
 
@@ -246,14 +234,14 @@ class Violation:
     kind: str  # "value", "unknown" or "missing"
 
 
-def validator(schema: Mapping[str, Any]) -> Validator:
-    """A validator in which `2e8` is not yet an integer, so that it is found and read as one."""
-    by: Validator = _strict_validator()(schema)
-    return by
+def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a plain value is what a schema allows."""
+    return bool(_validator()(schema).is_valid(value))
 
 
 @functools.cache  # making the class takes longer than a check
-def _strict_validator() -> Any:
+def _validator() -> Any:
+    """jsonschema's, but that `2e8` is not yet an integer, so that it is found and read as one."""
     from jsonschema import Draft202012Validator, validators  # here, because a document made in code may need no check
 
     def is_integer(_: Any, value: Any) -> bool:
@@ -263,10 +251,9 @@ def _strict_validator() -> Any:
     return validators.extend(Draft202012Validator, type_checker=types)  # type: ignore[no-untyped-call]
 
 
-def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
-    """Every place where `tree` breaks the validator's schema."""
-    error: Any  # typed as a ValidationError, each of its attributes could be unset
-    for error in by.iter_errors(tree.nested(auto="auto")):
+def violations(tree: Tree, schema: Mapping[str, Any]) -> Iterator[Violation]:
+    """Every place where `tree` breaks a schema."""
+    for error in _validator()(schema).iter_errors(tree.nested(auto="auto")):
         steps = list(error.absolute_path)
         depth = next((n for n, step in enumerate(steps) if not isinstance(step, str)), len(steps))
         path, index = tuple(str(step) for step in steps[:depth]), tuple(steps[depth:])
@@ -283,7 +270,7 @@ def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
             yield Violation(path, index, error.instance, error.schema, "value")
 
 
-def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
+def read_as_wanted(tree: Tree, schema: Mapping[str, Any]) -> tuple[Tree, list[Problem]]:
     """Read values that are only written differently as what their keys want: `"true"`, `"5e8"`, `2e8`, `CPU`.
 
     Returns:
@@ -292,11 +279,10 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
     notes: list[Problem] = []
     for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
         changes: dict[KeyPath, Entry] = {}
-        for found in violations(tree, by):
+        for found in violations(tree, schema) if tree else ():
             if found.kind != "value" or found.path not in tree or found.index:
                 continue
-            wanted = by.evolve(schema=found.wanted)
-            reading = next((r for r in _readings(found.value, found.wanted) if wanted.is_valid(r[0])), None)
+            reading = next((r for r in _readings(found.value, found.wanted) if is_valid(r[0], found.wanted)), None)
             if reading is not None:
                 value, goes_without_saying = reading
                 origin = tree.entries[found.path].origin
@@ -336,8 +322,8 @@ def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool
 def as_switch(value: Any) -> bool | None:
     """A boolean, or what DeepSpeed's models read as one: `"true"`, `"y"`, `"1"`, 1, 1.0; None for anything else."""
     if isinstance(value, str):
-        text = value.strip().lower()
-        return _SWITCHES.get(text, {"1": True, "0": False}.get(text))
+        word = value.strip().lower()
+        return word in TRUE_WORDS if word in TRUE_WORDS + FALSE_WORDS else None
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 

@@ -13,21 +13,8 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
-from zero_plugin.config.schema import deepspeed_default, deepspeed_schema
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Origin,
-    OriginKind,
-    Tree,
-    dotted,
-    freeze,
-    holds_auto,
-    plain,
-    same_value,
-    show,
-)
+from zero_plugin.config.schema import deepspeed_default, deepspeed_schema, is_passed_on
+from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, holds_auto, plain, show
 from zero_plugin.errors import ConfigError, Problem
 
 Precision = Literal["no", "fp16", "bf16"]
@@ -169,20 +156,6 @@ PLACEMENT: Final[tuple[KeyPath, ...]] = (
     ("zero_optimization", "offload_optimizer", "device"),
     ("zero_optimization", "offload_param", "device"),
 )
-
-
-# Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
-_LEFT_OUT: Final[Mapping[KeyPath, Any]] = {
-    ("torch_autocast", "dtype"): None,
-    ("torch_autocast", "lower_precision_safe_modules"): None,
-    ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
-    ("tensor_parallel", "dtype"): "float16",  # it takes an object of Python, which no file can hold
-}
-
-
-def is_passed_on(path: KeyPath, value: Any) -> bool:
-    """Whether DeepSpeed can be given a value, rather than that the key is left out."""
-    return path not in _LEFT_OUT or value != _LEFT_OUT[path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,16 +335,13 @@ class Draft:
         if logged:
             self.log(f"{dotted(path)} = {_shown(value)}: {reason}")
 
-    def put_planned(self, path: KeyPath) -> bool:
-        """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
-        found = self.facts.planned.get(path)
-        if found is not None:
-            self.put(path, *found, logged=True)
-        return found is not None
-
-    def drop(self, path: KeyPath) -> None:
-        """Take a leaf away."""
-        self.tree = self.tree.without(*path)
+    def put_default(self, path: KeyPath, what: str, fix: str) -> None:
+        """Settle a parameter that no rule fills as DeepSpeed's default; without one it stays open, see `miss`."""
+        default = deepspeed_default(path, self.value(path[0], "type"))
+        if default is None:
+            self.miss(path, what, fix)
+        else:
+            self.put(path, default[0], "no rule fills it", "default")
 
     def keys(self, *section: str) -> list[str]:
         """The keys written in a section that holds plain values; none where it is absent, null or empty."""
@@ -436,15 +406,6 @@ class Draft:
     def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
         where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
         return Entry(freeze(value), Origin(kind, where, reason))
-
-
-def agrees(typed: Any, given: Any) -> bool:
-    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
-    if typed is AUTO:
-        return True
-    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
-        return all(map(agrees, typed, given))
-    return same_value(typed, given)
 
 
 def _shown(value: Any) -> str:

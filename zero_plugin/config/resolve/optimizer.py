@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zero_plugin.config.resolve.facts import Draft, OptimizerFacts, SchedulerFacts, agrees
-from zero_plugin.config.schema import (
-    OPTIMIZER_DEFAULTS,
-    SCHEDULER_DEFAULTS,
-    SCHEDULER_REQUIRED,
-    deepspeed_default,
-    deepspeed_schema,
-)
-from zero_plugin.config.tree import Tree, freeze, holds_auto, same_value, show
+from zero_plugin.config.resolve.facts import Draft, OptimizerFacts, SchedulerFacts
+from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED, key_schema
+from zero_plugin.config.tree import AUTO, KeyPath, Tree, freeze, holds_auto, same_value, show
 
 _PARAMS: Final = ("optimizer", "params")
 _ADAMS: Final = ("adam", "adamw")
@@ -65,7 +59,7 @@ def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
 
 
 def _type_names() -> list[str]:
-    wanted = deepspeed_schema()["properties"]["optimizer"]["properties"]["type"]
+    wanted = key_schema(("optimizer", "type")) or {}
     return [name for branch in (wanted, *wanted.get("anyOf", ())) for name in branch.get("enum", ())]
 
 
@@ -75,30 +69,39 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
     giver = "" if facts is None else facts.giver
     for name in sorted({*draft.keys(*_PARAMS), *given, *defaults}):
         path = (*_PARAMS, name)
-        entry = draft.tree.get(*path)
-        value = None if entry is None else entry.value
-        if name in given and entry is not None and not agrees(value, given[name]):
-            draft.refuse(
-                path,
-                f"{show(value)} here, but {giver} says {show(given[name])}.",
-                f'Write "auto" or {show(given[name])}, or drop the argument in the code.',
-            )
-        elif entry is not None and not holds_auto(value):
+        if name in given:
+            _take(draft, path, given[name], f"from {giver}", f"{giver} says {show(given[name])}")
+        elif not draft.is_unsettled(*path):
             continue
-        elif name in given:
-            draft.put(path, given[name], f"from {giver}")
-        elif name == "lr" and (not draft.facts.complete or (facts is None and entry is not None)):
+        elif name == "lr" and (not draft.facts.complete or (facts is None and path in draft.tree)):
             fix = "Write a number, or pass DummyOptim(params, lr=…) or an optimizer to prepare."
             draft.miss(path, "optimizer to tell the learning rate", fix)
         elif name in defaults:
             why = "the optimizer's default in DeepSpeed; none is given"
             why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
             draft.put(path, defaults[name], why, "default", logged=name == "lr")
-        elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
-            draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
-            draft.miss(path, "argument of the optimizer that tells it", fix)
+            draft.put_default(path, "argument of the optimizer that tells it", fix)
+
+
+def _take(draft: Draft, path: KeyPath, value: Any, reason: str, said: str) -> None:
+    """Fill an open parameter with what the loop gives; refuse one that is typed otherwise."""
+    entry = draft.tree.get(*path)
+    if entry is not None and not _agrees(entry.value, value):
+        fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
+        draft.refuse(path, f"{show(entry.value)} here, but {said}.", fix)
+    elif draft.is_unsettled(*path):
+        draft.put(path, value, reason)
+
+
+def _agrees(typed: Any, given: Any) -> bool:
+    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
+    if typed is AUTO:
+        return True
+    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
+        return all(map(_agrees, typed, given))
+    return same_value(typed, given)
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
@@ -124,18 +127,12 @@ def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
         fix = "Write adam_w_mode: false into optimizer.params, or use torch.optim.AdamW."
         if facts.name == "adamw":
             fix = "Write type AdamW, or use torch.optim.Adam."
-        draft.refuse(
-            ("optimizer", "type"),
-            f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless adam_w_mode is "
-            f"false), but the loop's optimizer is torch's {facts.name}.",
-            fix,
-        )
-        return False
-    draft.refuse(
-        ("optimizer", "type"),
-        f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}.",
-        "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's.",
-    )
+        described = f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless "
+        message = f"{described}adam_w_mode is false), but the loop's optimizer is torch's {facts.name}."
+    else:
+        message = f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}."
+        fix = "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's."
+    draft.refuse(("optimizer", "type"), message, fix)
     return False
 
 
@@ -161,7 +158,7 @@ def _check_adam(draft: Draft) -> None:
         if not draft.value(*bias_correction, default=True):
             fix = "Remove torch_adam, or write true."
             draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
-        draft.drop(bias_correction)  # true is all that torch knows; it takes no such argument
+        draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
     elif draft.value(*amsgrad) and draft.on_deepspeed and (draft.facts.complete or draft.facts.optimizer is not None):
         fix = "Write torch_adam: true beside it, or remove it."
         draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
@@ -171,9 +168,8 @@ def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None
     """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
     if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
-        draft.log(
-            "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
-        )
+        why = "none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
+        draft.log(f"optimizer.params.weight_decay = 0: {why}")
     decays = bool(decay is not None and decay.value)
     if kind == "adam" and decays and (facts is None or facts.placeholder) and draft.value(*_PARAMS, "adam_w_mode"):
         mode = draft.tree.get(*_PARAMS, "adam_w_mode")
@@ -208,13 +204,10 @@ def settle_scheduler(draft: Draft) -> None:
             draft.refuse(path, "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
         return
     if facts is not None and not facts.placeholder:
-        draft.refuse(
-            ("scheduler", "type"),
-            f"{kind}, but the loop brings a schedule of its own, and one of them would not run.",
-            "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule.",
-        )
-        return
-    _fill_scheduler_params(draft, kind, facts)
+        fix = "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule."
+        draft.refuse(path, f"{kind}, but the loop brings a schedule of its own, and one of them would not run.", fix)
+    else:
+        _fill_scheduler_params(draft, kind, facts)
 
 
 def _settle_counting(draft: Draft) -> None:
@@ -247,33 +240,27 @@ def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None
     defaults = SCHEDULER_DEFAULTS.get(kind, {})
     ours = draft.tree.get("scheduler", "type")
     described = ours is not None and not ours.origin.typed_by_user
+    what = "{} in the DummyScheduler" if facts is not None and facts.placeholder else "DummyScheduler to tell it"
     known = {*defaults, *SCHEDULER_REQUIRED.get(kind, ())}
     given = {name: found for name, found in _given(draft, facts).items() if name in known or name not in _NEEDS}
     for name in sorted({*draft.keys(*_SCHEDULER_PARAMS), *given, *known}):
         path = (*_SCHEDULER_PARAMS, name)
-        entry = draft.tree.get(*path)
-        if entry is not None and name in given and not agrees(entry.value, given[name][0]):
+        is_written = path in draft.tree
+        if name in given:
             value, reason = given[name]
-            fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
-            draft.refuse(path, f"{show(entry.value)} here, but the loop says {show(value)}: {reason}.", fix)
+            _take(draft, path, value, reason, f"the loop says {show(value)}: {reason}")
+        elif not draft.is_unsettled(*path):
             continue
-        if entry is not None and not holds_auto(entry.value):
-            continue
-        filled = given.get(name)
-        if filled is None and (entry is not None or described):
-            filled = _filled(draft, name, facts)
-        if filled is not None:
+        elif (is_written or described) and (filled := _filled(draft, name, facts)) is not None:
             draft.put(path, *filled)
-        elif entry is not None and name in _PEAKS and not draft.facts.complete:
+        elif is_written and name in _PEAKS and not draft.facts.complete:
             draft.miss(path, "optimizer to tell the learning rate", _NEEDS.get(name, _NEEDS["cycle_max_lr"]))
-        elif name in defaults and not (entry is not None and name in _NEEDS):
+        elif name in defaults and not (is_written and name in _NEEDS):
             draft.put(path, defaults[name], "the schedule's default in DeepSpeed", "default")
-        elif (default := deepspeed_default(path, kind)) is not None and name not in _NEEDS:
-            draft.put(path, default[0], "no rule fills it", "default")
+        elif name in _NEEDS:
+            draft.miss(path, what.format(name), _NEEDS[name])
         else:
-            fix = _NEEDS.get(name, f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
-            is_given = facts is not None and facts.placeholder
-            draft.miss(path, f"{name} in the DummyScheduler" if is_given else "DummyScheduler to tell it", fix)
+            draft.put_default(path, what.format(name), f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
     for name in sorted({*_given(draft, facts)} - {*given}):
         draft.log(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
     _log_scheduler_defaults(draft, kind)
@@ -334,9 +321,7 @@ def _log_scheduler_defaults(draft: Draft, kind: str) -> None:
     peak, own = draft.get(*_SCHEDULER_PARAMS, "warmup_max_lr"), _peak_lr(draft)
     if peak is not None and own is not None and peak.origin.kind == "default" and not same_value(peak.value, own[0]):
         draft.log(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
-    total, warmup = (
-        draft.value(*_SCHEDULER_PARAMS, "total_num_steps"),
-        draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0),
-    )
+    total = draft.value(*_SCHEDULER_PARAMS, "total_num_steps")
+    warmup = draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0)
     if total is not None and total < warmup:
         draft.log(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")

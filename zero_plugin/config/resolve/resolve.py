@@ -14,22 +14,13 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import sequence_parallel_size
-from zero_plugin.config.resolve.facts import (
-    PLACEMENT,
-    Draft,
-    Facts,
-    MachineFacts,
-    ModelFacts,
-    Resolved,
-    StrategyName,
-    is_passed_on,
-)
+from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
-from zero_plugin.config.rules.sections import unequal_expert_groups
-from zero_plugin.config.rules.training import Asked, check_one_precision, check_optimizing, check_precision
-from zero_plugin.config.rules.zero import check_offload, check_stages
-from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
+from zero_plugin.config.rules.sections import EXPERT_SIZES, unequal_expert_groups
+from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
+from zero_plugin.config.rules.zero import STAGES, check_offload
+from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema, is_passed_on
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, violations
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -86,7 +77,7 @@ def _check_planned(draft: Draft) -> None:
     settled = {path: entry for path in (*PLACEMENT, *_SWITCHES) if (entry := draft.get(*path)) is not None}
     if draft.on_deepspeed and any(path in PLACEMENT and settled[path].origin.kind == "rule" for path in settled):
         planned = replace(draft.document, deepspeed=draft.document.deepspeed.replace(settled))
-        for check in (check_precision, check_stages, check_offload, check_optimizing):
+        for check in (*PRECISION, *STAGES, check_offload, *OPTIMIZING):
             for problem in check(Asked(planned)):
                 if problem.severity == "error":
                     draft.add(problem)
@@ -94,7 +85,7 @@ def _check_planned(draft: Draft) -> None:
 
 def _check_found(draft: Draft) -> None:
     """Hold what the rules took from the loop to the same schema as what was typed."""
-    for found in violations(draft.tree, validator(deepspeed_schema())):
+    for found in violations(draft.tree, deepspeed_schema()):
         entry = draft.tree.get(*found.path)
         if entry is None or entry.origin.typed_by_user:
             continue
@@ -143,10 +134,12 @@ def settle_batch(draft: Draft) -> None:
     if draft.get(*MICRO_BATCH) is None or _was_planned(draft):
         if draft.facts.loop.micro_batch is not None:
             _use_loader_micro_batch(draft)
-        elif not draft.put_planned(MICRO_BATCH):
-            if not draft.facts.complete:
-                _leave_batch_open(draft)
-                return
+        elif MICRO_BATCH in draft.facts.planned:
+            draft.put(MICRO_BATCH, *draft.facts.planned[MICRO_BATCH], logged=True)
+        elif not draft.facts.complete:
+            _leave_batch_open(draft)
+            return
+        else:
             processes = draft.facts.machine.processes
             draft.put(MICRO_BATCH, *unplanned_micro_batch(settled_global, draft.value(*_ACCUMULATION), processes))
     agreed = _agrees_with_loader(draft)
@@ -157,11 +150,8 @@ def settle_batch(draft: Draft) -> None:
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
     elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
-        draft.refuse(
-            _GLOBAL,
-            f"{settled_global} is not {_arithmetic(draft)} = {product}.",
-            f'Write {product} or "auto", or change one of the three factors.',
-        )
+        fix = f'Write {product} or "auto", or change one of the three factors.'
+        draft.refuse(_GLOBAL, f"{settled_global} is not {_arithmetic(draft)} = {product}.", fix)
 
 
 def _leave_batch_open(draft: Draft) -> None:
@@ -208,10 +198,8 @@ def _use_loader_micro_batch(draft: Draft) -> None:
     loop, planned = draft.facts.loop, draft.facts.planned.get(MICRO_BATCH)
     planned_size = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
     if planned_size != loop.micro_batch:
-        draft.log(
-            f"the plan was made for {planned_size} samples per process; the loop trains on {loop.micro_batch} "
-            f"({loop.micro_batch_reason})"
-        )
+        loops = f"the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})"
+        draft.log(f"the plan was made for {planned_size} samples per process; {loops}")
     draft.put(MICRO_BATCH, loop.micro_batch, loop.micro_batch_reason)
 
 
@@ -229,11 +217,9 @@ def _agrees_with_loader(draft: Draft) -> bool:
     typed = draft.value(*MICRO_BATCH)
     if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
         return True
-    draft.refuse(
-        MICRO_BATCH,
-        f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
-        f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
-    )
+    message = f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})."
+    fix = f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.'
+    draft.refuse(MICRO_BATCH, message, fix)
     return False
 
 
@@ -252,15 +238,13 @@ def settle_clipping(draft: Draft) -> None:
         draft.put(path, 0.0, why, logged=draft.is_open(*path))
 
 
-Half = Literal["fp16", "bf16"]
-_HALVES: tuple[Half, Half] = ("fp16", "bf16")
+_HALVES: Final = ("fp16", "bf16")
 _LEGAL = "Write one of: no, fp16, bf16, auto."
 
 
 def expected_precision(document: Document, machine: MachineFacts) -> str:
     """`no`, `fp16` or `bf16`: what a model that is prepared now will compute in."""
-    draft = Draft(document, Facts(machine=machine))
-    return _choose(_asked(draft), _typed(draft), draft.facts)[0]
+    return _choose(Draft(document, Facts(machine=machine)))[0]
 
 
 def settle_precision(draft: Draft) -> None:
@@ -269,10 +253,10 @@ def settle_precision(draft: Draft) -> None:
     if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
         draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
         return
-    typed = _typed(draft)
-    precision, reason = _choose(asked, typed, draft.facts)
+    precision, reason = _choose(draft)
     by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
-    for half, section in typed.items():
+    for half in _HALVES:
+        section = draft.get(half, "enabled")
         if section is None:
             draft.put((half, "enabled"), half == precision, reason)
         elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
@@ -288,8 +272,9 @@ def settle_precision(draft: Draft) -> None:
 def _check_settled(draft: Draft) -> None:
     """Hold the precision, with its reason, to the rules that the document was held to before it was settled."""
     was_open = Asked(draft.document).precision is None
-    check = check_precision if draft.on_deepspeed else check_one_precision
-    for problem in check(Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))):
+    asked = Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))
+    rules = PRECISION if draft.on_deepspeed else (check_one_precision,)
+    for problem in (problem for rule in rules for problem in rule(asked)):
         if problem.severity == "error":
             draft.add(problem)
         elif was_open:
@@ -301,27 +286,24 @@ def _asked(draft: Draft) -> Entry | None:
     return None if asked is None or asked.value is None else asked
 
 
-def _typed(draft: Draft) -> dict[Half, Entry | None]:
-    """The configured `enabled` of each half precision; None if it is absent."""
-    return {half: draft.get(half, "enabled") for half in _HALVES}
-
-
-def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) -> tuple[str, str]:
+def _choose(draft: Draft) -> tuple[str, str]:
     """The precision and why: what was asked, else the section that is on, else what the hardware has."""
+    asked, facts = _asked(draft), draft.facts
     if asked is not None and asked.value is not AUTO:
         return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
+    typed = {half: entry for half in _HALVES if (entry := draft.get(half, "enabled")) is not None}
     for half, entry in typed.items():
-        if entry is not None and entry.value is True:
+        if entry.value is True:
             return half, f"{half}.enabled is true ({entry.origin.where})"
     if asked is None:
         return "no", "mixed_precision is not given"
-    machine, ruled_out = facts.machine, {half for half, entry in typed.items() if entry is not None}
+    machine = facts.machine
     computes = f"this {machine.accelerator} computes"
     if not facts.complete:
         computes = f"a {machine.accelerator} device is taken to compute"  # until a worker looks
-    if machine.bf16 and "bf16" not in ruled_out:
+    if machine.bf16 and "bf16" not in typed:
         return "bf16", f"mixed_precision is auto and {computes} in bf16"
-    if machine.fp16 and "fp16" not in ruled_out:
+    if machine.fp16 and "fp16" not in typed:
         return "fp16", f"mixed_precision is auto and {computes} in fp16, not in bf16"
     return "no", f"mixed_precision is auto and {computes} in neither bf16 nor fp16"
 
@@ -399,9 +381,9 @@ def settle_zero(draft: Draft) -> None:
     if not draft.on_deepspeed:
         _settle_without_engine(draft)
         return
-    for path in draft.facts.planned:
+    for path, chosen in draft.facts.planned.items():
         if path[0] == _ZERO and draft.is_unsettled(*path):
-            draft.put_planned(path)
+            draft.put(path, *chosen, logged=True)
     if draft.is_open(*_STAGE):
         fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
         draft.miss(_STAGE, _PLAN, fix)
@@ -436,9 +418,8 @@ def settle_engine(draft: Draft) -> None:
     ):
         if draft.is_unsettled(key):
             draft.put((key,), value, reason)
-    _require_gpu(draft)
-    _require_whole_expert_groups(draft)
-    _require_monitors(draft)
+    if draft.facts.complete:
+        _check_needs(draft)
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
@@ -455,10 +436,8 @@ def settle_engine(draft: Draft) -> None:
     unchecked = draft.value("bf16", "enabled") and draft.value("bf16", "check_grad_overflow") is False
     flat = _stage(draft) == 2 or (_stage(draft) == 1 and draft.value(*path) != "fp32")
     if unchecked and not flat:
-        draft.log(
-            f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: a step whose "
-            "gradients are not finite is skipped all the same."
-        )
+        why = "a step whose gradients are not finite is skipped all the same."
+        draft.log(f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: {why}")
 
 
 _QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -468,39 +447,28 @@ _GPU_ALONE: Final[dict[KeyPath, str]] = {
 }
 
 
-def _require_gpu(draft: Draft) -> None:
-    """What runs by CUDA alone, also where the device was chosen by default."""
+def _check_needs(draft: Draft) -> None:
+    """What the engine needs of this run: a GPU, also where the device was chosen by default, a number of processes, and
+    packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
     for path, why in _GPU_ALONE.items():
-        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(*path):
+        if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
-
-
-def _require_whole_expert_groups(draft: Draft) -> None:
-    if draft.facts.complete and draft.value("expert_parallel", "enabled"):
-        found = unequal_expert_groups(
-            lambda key, default: draft.value(*key.split("."), default=default), draft.facts.machine.processes
-        )
-        if found is not None:
+    if draft.value("expert_parallel", "enabled"):
+        size, tensor = (draft.value("expert_parallel", name, default=1) for name in EXPERT_SIZES)
+        if (found := unequal_expert_groups(size, tensor, draft.facts.machine.processes)) is not None:
             draft.refuse(("expert_parallel", "autoep_size"), f"{found[0]}.", found[1])
-
-
-def _require_monitors(draft: Draft) -> None:
-    """Packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
     for section, package, wanted in _MONITORS:
         missing = package not in sys.modules and importlib.util.find_spec(package) is None
-        if draft.facts.complete and draft.value(section, "enabled") and missing:
+        if draft.value(section, "enabled") and missing:
             fix = f"Install it (pip install '{wanted}'), or write enabled: false."
             draft.refuse((section, "enabled"), f"true, but {package} is not installed.", fix)
 
 
 def _settle_without_engine(draft: Draft) -> None:
     """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
-    reason = f"the {draft.facts.strategy} path has no ZeRO"
-    if draft.is_open(_ZERO, "stage"):
-        draft.put((_ZERO, "stage"), 0, reason)
-    for offload in _OFFLOADS:
-        if draft.is_open(_ZERO, offload, "device"):
-            draft.put((_ZERO, offload, "device"), "none", reason)
+    for path in PLACEMENT:
+        if draft.is_open(*path):
+            draft.put(path, 0 if path == _STAGE else "none", f"the {draft.facts.strategy} path has no ZeRO")
 
 
 def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:
@@ -678,13 +646,9 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
     origin = Origin("rule", "for scripts")
+    passed = Tree({p: Entry(v, origin) for p, v in values.items() if v is not None and is_passed_on(p, v)})
     of_accelerate = ("sequence_parallel_size", "data_parallel_size")  # which takes them from variables
-    passed = {
-        path: value
-        for path, value in values.items()
-        if value is not None and is_passed_on(path, value) and path[0] not in of_accelerate
-    }
-    return Tree({path: Entry(value, origin) for path, value in passed.items()}).nested(auto="auto")
+    return passed.where(lambda path, _: path[0] not in of_accelerate).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:

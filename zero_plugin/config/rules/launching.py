@@ -14,18 +14,6 @@ from zero_plugin.errors import Problem
 _NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
 
 
-def check_launch(asked: Asked) -> Iterator[Problem]:
-    """Ranks and machines, GPUs and CPU, and what has no effect in such a launch."""
-    yield from _machines(asked)
-    yield from _devices(asked)
-    yield from _of_several_machines(asked)
-    yield from _of_zero(asked)
-    yield from _of_deepspeed(asked)
-    yield from _of_a_plan(asked)
-    yield from _of_a_tpu(asked)
-    yield from _of_a_compiler(asked)
-
-
 def _machines(asked: Asked) -> Iterator[Problem]:
     machines, processes = asked.value("num_machines", default=1), asked.value("num_processes")
     rank, backend = asked.value("machine_rank"), asked.value("rdzv_backend")
@@ -243,3 +231,16 @@ def _of_a_compiler(asked: Asked) -> Iterator[Problem]:
         if entry.value not in (False, "default"):
             fix = "Write dynamo_backend: INDUCTOR, or delete it."
             yield Problem(entry.origin.where, COMPILER_PREFIX + name, why, fix, show(entry.value), "warning")
+
+
+# Ranks and machines, GPUs and CPU, and what has no effect in such a launch.
+LAUNCHING: Final = (
+    _machines,
+    _devices,
+    _of_several_machines,
+    _of_zero,
+    _of_deepspeed,
+    _of_a_plan,
+    _of_a_tpu,
+    _of_a_compiler,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from zero_plugin.config.launch_settings import asked_compiler
@@ -12,18 +12,7 @@ from zero_plugin.config.rules.training import Asked, is_count
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
-_OTHER_DIMENSIONS: Final = (
-    "tensor_parallel.autotp_size",
-    "tensor_parallel.tp.tp_size",
-    "pipeline.stages",
-)
-
-
-def check_parallel(asked: Asked) -> Iterator[Problem]:
-    """Parallelism of other kinds than data."""
-    yield from _not_only_data(asked)
-    yield from _sequences(asked)
-    yield from _experts(asked)
+_OTHER_DIMENSIONS: Final = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages")
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:
@@ -68,17 +57,16 @@ def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None
     )
 
 
-EXPERT_GROUP: Final = "expert_parallel.autoep_size"
+EXPERT_SIZES: Final = ("autoep_size", "expert_tensor_parallel_size")  # keys of `expert_parallel`, each 1 if absent
 
 
-def unequal_expert_groups(value: Callable[..., Any], processes: int) -> tuple[str, str] | None:
+def unequal_expert_groups(size: Any, tensor: Any, processes: int) -> tuple[str, str] | None:
     """Experts are divided among groups of processes of one size: message and fix where the processes do not divide.
 
     Args:
-        value: the value of a dotted key, or the default that is given with it.
+        size, tensor: the values of `EXPERT_SIZES`.
         processes: of the run.
     """
-    size, tensor = value(EXPERT_GROUP, 1), value("expert_parallel.expert_tensor_parallel_size", 1)
     if not (is_count(size) and is_count(tensor)) or processes % (size * tensor) == 0:
         return None
     divisors = [str(divisor) for divisor in range(1, processes + 1) if processes % divisor == 0]
@@ -93,8 +81,9 @@ def _experts(asked: Asked) -> Iterator[Problem]:
     if not asked.is_on("expert_parallel.enabled"):
         return
     processes = asked.value("num_processes")
-    if is_count(processes) and (found := unequal_expert_groups(asked.value, processes)):
-        yield asked.error(EXPERT_GROUP, *found)
+    size, tensor = (asked.value(f"expert_parallel.{name}", default=1) for name in EXPERT_SIZES)
+    if is_count(processes) and (found := unequal_expert_groups(size, tensor, processes)):
+        yield asked.error("expert_parallel.autoep_size", *found)
     if asked.stage != 3:
         return
     for key, harmless in (
@@ -107,6 +96,9 @@ def _experts(asked: Asked) -> Iterator[Problem]:
             message = f"does not go with expert_parallel at ZeRO stage 3, and {asked.stage_said}"
             fix = f"Write {str(harmless).lower()} here, or zero_optimization.stage: 1 or 2."
             yield asked.error(key, message, fix)
+
+
+PARALLELISM: Final = (_not_only_data, _sequences, _experts)  # of other kinds than data
 
 
 # Sections that do nothing without `enabled: true`, which is not their default.

@@ -208,12 +208,6 @@ _NEVER: Final = {
 }
 
 
-def check_optimizing(asked: Asked) -> Iterator[Problem]:
-    """Optimizers that ZeRO or offload cannot run, Adam's two spellings, schedules."""
-    yield from _optimizer(asked)
-    yield from _schedule(asked)
-
-
 def _optimizer(asked: Asked) -> Iterator[Problem]:
     kind, name = asked.optimizer, asked.value("optimizer.type")
     if kind in _OF_WHOLE_TENSORS and asked.stage and not asked.is_on("zero_allow_untested_optimizer"):
@@ -279,6 +273,10 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
         yield asked.no_effect(rate, why, f"Write {asked.value(top)}, or auto for warmup_max_lr.")
 
 
+# Optimizers that ZeRO or offload cannot run, Adam's two spellings, schedules.
+OPTIMIZING: Final = (_optimizer, _schedule)
+
+
 _CASTS_ALL_THE_SAME: Final = "true, but fp16 is off, and DeepSpeed rounds the model's inputs to fp16 all the same"
 
 _DYNAMIC_SCALING: Final = (
@@ -288,23 +286,11 @@ _DYNAMIC_SCALING: Final = (
     "consecutive_hysteresis",
     "min_loss_scale",
 )
-_OF_SECTION: Final = {
-    "fp16": ("loss_scale", *_DYNAMIC_SCALING),
-    "bf16": ("immediate_grad_update",),
-}
+_OF_SECTION: Final = {"fp16": ("loss_scale", *_DYNAMIC_SCALING), "bf16": ("immediate_grad_update",)}
 # Casts of the engine that a model in fp32 does not go through.
 _OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
 _MASTERS: Final = {"fp16": "fp16.fp16_master_weights_and_grads", "bf16": "bf16.bf16_master_weights_and_grads"}
 _STATES: Final = "bf16.bf16_optimizer_states"
-
-
-def check_precision(asked: Asked) -> Iterator[Problem]:
-    """fp16 against bf16 against `mixed_precision`, loss scaling, 16-bit master weights, data types."""
-    yield from check_one_precision(asked)
-    yield from _of_the_other(asked)
-    yield from _loss_scale(asked)
-    yield from _master_weights(asked)
-    yield from _data_types(asked)
 
 
 def check_one_precision(asked: Asked) -> Iterator[Problem]:
@@ -392,12 +378,10 @@ def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
     device = asked.offload("optimizer")
     if device == "none" and needed and asked.stage:
         message = "true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights"
-        yield asked.error(
-            key, message, f"Write {asked.name('zero_optimization.offload_optimizer.device')}: cpu, or delete it."
-        )
-    if device in ("cpu", "nvme") and (asked.is_on("optimizer.params.torch_adam") or asked.optimizer not in _ADAMS):
-        other = "torch_adam" if asked.is_on("optimizer.params.torch_adam") else "type"
-        culprit = f"optimizer.{'params.' if other == 'torch_adam' else ''}{other}"
+        device_key = asked.name("zero_optimization.offload_optimizer.device")
+        yield asked.error(key, message, f"Write {device_key}: cpu, or delete it.")
+    if device in ("cpu", "nvme") and (asked.is_on(f"{_PARAMS}.torch_adam") or asked.optimizer not in _ADAMS):
+        culprit = f"{_PARAMS}.torch_adam" if asked.is_on(f"{_PARAMS}.torch_adam") else "optimizer.type"
         message = f"{show(asked.value(culprit))}, but {key} at {asked.written(key)} needs DeepSpeed's CPU Adam"
         yield asked.error(culprit, message, f"Write type: AdamW or Adam without torch_adam, or delete {key}.")
 
@@ -425,3 +409,7 @@ def _data_types(asked: Asked) -> Iterator[Problem]:
     if asked.stage == 2 and sums in ("fp16", "bf16") and sums != model:
         message = f"{sums} with a model in {model}, but stage 2 sums gradients in fp32 or in the model's type"
         yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose stage 1 or 3.")
+
+
+# fp16 against bf16 against `mixed_precision`, loss scaling, 16-bit master weights, data types.
+PRECISION: Final = (check_one_precision, _of_the_other, _loss_scale, _master_weights, _data_types)

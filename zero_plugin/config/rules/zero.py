@@ -46,16 +46,6 @@ _READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
 _SUM: Final = "gradient_allreduce_op"
 
 
-def check_stages(asked: Asked) -> Iterator[Problem]:
-    """Keys of another stage, reduction, unused parameters, ZeRO++, the gradient norm."""
-    yield from _keys_of_another_stage(asked)
-    yield from _reduction(asked)
-    yield from _unused_parameters(asked)
-    yield from _muon(asked)
-    yield from _zero_plus_plus(asked)
-    yield from _gradient_norm(asked)
-
-
 def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
     for name, stages in _READ_AT.items():
         key = f"{_ZERO}.{name}"
@@ -142,6 +132,9 @@ def _gradient_norm(asked: Asked) -> Iterator[Problem]:
     ):
         if holds:
             yield asked.error(key, f"false {against}", "Delete it.")
+
+
+STAGES: Final = (_keys_of_another_stage, _reduction, _unused_parameters, _muon, _zero_plus_plus, _gradient_norm)
 
 
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
