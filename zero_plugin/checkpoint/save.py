@@ -14,14 +14,12 @@ import torch
 
 from zero_plugin.checkpoint.folders import (
     Manifest,
-    StoredModel,
     checksum_of_file,
     discard_draft,
     open_draft,
     publish_draft,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
-from zero_plugin.checkpoint.pieces import decode_rows, encode_rows
 from zero_plugin.checkpoint.tensor_files import (
     CHECKSUMS,
     Layout,
@@ -81,9 +79,9 @@ class OpenCheckpoint:
                 sum(size for layout in self.layouts for size in layout.sizes.values()) // collectives.num_processes()
             )
             with working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work:
-                written = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
-                texts = peers.gather(encode_rows(written))
-                all_or_none(lambda: self._complete(texts) if peers.is_main else None, peers)
+                own = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
+                written = peers.gather(own)
+                all_or_none(lambda: self._complete(written) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
             raise
@@ -94,7 +92,7 @@ class OpenCheckpoint:
             discard_draft(self.draft)
 
     def _complete(self, written: Sequence[str | None]) -> None:
-        complete_draft(self.draft, self.about, self.layouts, decode_rows(written), self.trees)
+        complete_draft(self.draft, self.about, self.layouts, written, self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -182,7 +180,7 @@ def complete_draft(
     draft: Path,
     about: Mapping[str, Any],
     layouts: Sequence[Layout],
-    written: Any,
+    written: Sequence[str | None],
     trees: Mapping[str, EncodedTree],
 ) -> None:
     """Write what is small, and the manifest last, into a draft that has the models' tensors.
@@ -191,7 +189,7 @@ def complete_draft(
         draft: the folder.
         about: for the manifest.
         layouts: of each model.
-        written: what all processes wrote, as `decode_rows` returns it.
+        written: what `write_fragments` returned on each process.
         trees: file's path without ending → what goes into it.
 
     Raises:
@@ -199,7 +197,6 @@ def complete_draft(
     """
     pieces = {file: torch.from_numpy(own.encode()) for file, own in complete_pieces(layouts, written).items()}
     trees = {**trees, CHECKSUMS: encode_nested(pieces, what=CHECKSUMS)}
-    stored = [StoredModel(layout.model_class, layout.folder, layout.tied, layout.places) for layout in layouts]
     sizes = {file: size for layout in layouts for file, size in layout.sizes.items()}
     for stem, tree in trees.items():
         tree.write(draft / stem)
@@ -209,7 +206,7 @@ def complete_draft(
         if size != sizes.get(name, size):
             raise CheckpointError(f"{path} has {size:,} bytes instead of {sizes[name]:,}.")
         files[name] = size, None if name in sizes else checksum_of_file(path)
-    Manifest(about, stored, files).write(draft)
+    Manifest(about, layouts, files).write(draft)
 
 
 def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -38,9 +38,8 @@ from zero_plugin.checkpoint.load import (
 )
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
-from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
-from zero_plugin.checkpoint.tensor_files import session_fragments
+from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.run_files import RECORD_NAME, write_record
