@@ -228,12 +228,12 @@ def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | No
 
 
 def refuse_separate_folders(draft: Path) -> None:
-    """Refuse a folder that is not `is_one_folder`. Collective.
+    """Refuse a folder in which marks are missing, see `missing_marks`. Collective.
 
     Raises:
         CheckpointError: on every process; which processes' marks are missing.
     """
-    missing, why = _missing_marks(draft)
+    missing, why = missing_marks(draft)
     if missing:
         raise CheckpointError(
             f"{draft.parent} is not the same folder on all processes: process 0 does not read there what processes "
@@ -242,18 +242,16 @@ def refuse_separate_folders(draft: Path) -> None:
         )
 
 
-def is_one_folder(draft: Path) -> bool:
+def missing_marks(draft: Path) -> tuple[list[int], str]:
     """Have every process write a mark into one file, and the main process read them all. Collective.
 
     It is done when the folder that `draft` is in is used for the first time. A file system that every machine has for
     itself is found, one that is not mounted everywhere, and one that keeps the file of the process that closed it last,
     as mounted object stores do.
+
+    Returns:
+        The processes whose marks are missing, and why as far as one knows.
     """
-    return not _missing_marks(draft)[0]
-
-
-def _missing_marks(draft: Path) -> tuple[list[int], str]:
-    """The processes whose marks are missing, and why as far as one knows."""
     if collectives.num_processes() == 1 or draft.parent in _found_shared:
         return [], ""
     file = draft / _PROBE

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync
-from zero_plugin.checkpoint.save import agree_on, is_one_folder
+from zero_plugin.checkpoint.save import agree_on, missing_marks
 from zero_plugin.checkpoint.tensor_files import (
     Description,
     Layout,
@@ -207,7 +207,7 @@ def write_model(
     draft = Path(on_main(lambda: str(open_draft(target / "weights", sum(layout.sizes.values())))))
     try:
         on_main(lambda: create_files(draft, [layout]))
-        is_shared = not weights.in_ranges or is_one_folder(draft)
+        is_shared = not weights.in_ranges or not missing_marks(draft)[0]
         if not is_shared:
             announce(
                 f"save_model: {target} is on no file system that all processes share, so the main process writes alone"

@@ -142,20 +142,14 @@ class Checkpoints:
             claim_place=lambda: self._claim(target),
             replaces=not project.automatic_checkpoint_naming,
         )
-        copies = self._run.background.copy(opened, sessions) if asynchronous else None
-        if copies is None:
+        rotate = partial(self._rotate, target, keep)
+        is_beside = asynchronous and self._run.background.start(opened, sessions, rotate)
+        if not is_beside:
             opened.write(map(session_fragments, sessions), SCRIPT)
-        else:
-
-            def write(peers: Peers) -> None:
-                opened.write(copies, peers)
-                self._rotate(target, keep, peers)
-
-            self._run.background.start(opened, write)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
-        if copies is None:
-            self._rotate(target, keep, SCRIPT)
+        if not is_beside:
+            rotate(SCRIPT)
         return target
 
     @collective("wait_for_save", waits_for_all=True)
