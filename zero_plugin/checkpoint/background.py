@@ -335,19 +335,21 @@ class BackgroundWriter:
             self._disconnect()
             self.memory.release()
 
-    def forget(self) -> None:
-        """The script has dropped what saves by this: give memory back, once nothing is being written. Not collective.
+    def forget(self, then: Callable[[], None]) -> None:
+        """The script has dropped what saves by this: call `then` and give memory back, once nothing is being written.
 
-        A save that is running is waited for, and its failure raised, by `close`.
+        A save that is running is waited for, and its failure raised, by `close`. Not collective.
         """
-        if self.running is None:
-            self._release()
-        else:
-            self.running[1].add_done_callback(lambda _: self._release())
 
-    def _release(self) -> None:
-        self._let_go()
-        self.memory.release()
+        def release(_: object = None) -> None:
+            then()
+            self._let_go()
+            self.memory.release()
+
+        if self.running is None:
+            release()
+        else:
+            self.running[1].add_done_callback(release)
 
     def _let_go(self, copied: Event | None = None) -> None:
         """Let the sessions change what was copied, once it is."""
