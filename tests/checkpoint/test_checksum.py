@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from zero_plugin.checkpoint.folders import checksum
-from zero_plugin.checkpoint.pieces import PIECE_BYTES, Pieces, cut, decode_rows, encode_rows
-from zero_plugin.checkpoint.tensor_files import RangeReader
+from zero_plugin.checkpoint.tensor_files import PIECE_BYTES, Pieces, RangeReader, cut, decode_rows, encode_rows
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import WEIGHT, Fragment
 from zero_plugin.tensors.safetensors_files import Place

@@ -269,10 +269,10 @@ def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
     assert len(notes) == 1
     whole = {"state": state, "param_groups": [{"lr": 1, "params": [0, 1]}]}
     (group,) = plain_groups({"module": module, "optimizer": whole}, notes)
-    assert group.states["b"]["exp_avg"].unpartitioned().tolist() == [[1, 1], [1, 1]]
+    assert group.tensors["exp_avg", "b"].unpartitioned().tolist() == [[1, 1], [1, 1]]
     named = [{**entry, "param_names": [name]} for entry, name in zip(split["param_groups"], "ba", strict=True)]
     first, second = plain_groups({"module": module, "optimizer": {"state": state, "param_groups": named}}, notes)
-    assert (list(first.master_weights), list(second.master_weights)) == (["b"], ["a"])
+    assert (first.parameters, second.parameters) == (["b"], ["a"])
     assert len(notes) == 1
 
 
@@ -297,11 +297,11 @@ def test_copies_of_fp16_weights_are_told_by_their_values(joined: bool) -> None:
     saved |= {"fp32_groups_flat": flat} if joined else {"fp32_groups": parts}
     notes: list[str] = []
     found = plain_groups({"module": module, "optimizer": saved}, notes)
-    assert [(group.settings["lr"], sorted(group.master_weights)) for group in found] == [(1, ["a", "c"]), (2, ["b"])]
+    assert [(group.settings["lr"], sorted(group.parameters)) for group in found] == [(1, ["a", "c"]), (2, ["b"])]
     for group in found:
-        for name, master in group.master_weights.items():
-            assert torch.equal(master.unpartitioned(), copies[name])
-            assert torch.equal(group.states[name]["exp_avg"].unpartitioned(), 10 * copies[name])
+        for name in group.parameters:
+            assert torch.equal(group.tensors[MASTER_WEIGHT, name].unpartitioned(), copies[name])
+            assert torch.equal(group.tensors["exp_avg", name].unpartitioned(), 10 * copies[name])
             assert group.scalars[name]["step"] == 4
     assert notes == []
 

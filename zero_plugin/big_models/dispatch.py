@@ -81,7 +81,20 @@ def dispatch_model(
         layout = Layout(places, main, offload_buffers)
         plan = list(plan_stops(model, layout, preload_module_classes or ()))
         weights = _collect(model, plan, layout, state_dict or {}, offload_dir, offload_index)
-        _attach(plan, weights, offload_buffers, skip_keys)
+        shared = SharedTensors()
+        for stop, device in plan:
+            leaves = any(name in weights for name in stop.slots)
+            hook = AlignDevicesHook(
+                device,
+                offload=leaves,
+                io_same_device=not stop.name,
+                weights_map=under(weights, stop.name) if leaves else None,
+                offload_buffers=offload_buffers,
+                place_submodules=stop.is_whole,
+                skip_keys=skip_keys,
+                tied_params_map=shared,
+            )
+            add_hook_to_module(stop.module, hook, append=True)
         if weights:
             _logger.info(f"{len(weights)} tensors of {type(model).__name__} are off their device between forwards.")
         held.to = functools.partial(_move, model, "to")
@@ -111,10 +124,10 @@ def _collect(
     written: dict[str, Any] = {}
     copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself, lest another gets its id
     leaving = (
-        (join_names(stop.name, slot.name), slot.tensor)
+        (name, slot.tensor)
         for stop, device in plan
-        for slot in stop.slots
-        if layout.leaves(join_names(stop.name, slot.name), slot, device)
+        for name, slot in stop.slots.items()
+        if layout.leaves(name, slot, device)
     )
     for name, tensor in leaving:
         names = [name, *tied.get(name, ())]
@@ -142,28 +155,6 @@ def _collect(
     if offload_dir is not None:
         save_offload_index(written, offload_dir)
     return OffloadedWeightsLoader(in_memory, offload_dir, on_disk)
-
-
-def _attach(
-    plan: list[tuple[Stop, torch.device]],
-    weights: OffloadedWeightsLoader,
-    offload_buffers: bool,
-    skip_keys: str | list[str] | None,
-) -> None:
-    shared = SharedTensors()
-    for stop, device in plan:
-        leaves = any(join_names(stop.name, slot.name) in weights for slot in stop.slots)
-        hook = AlignDevicesHook(
-            device,
-            offload=leaves,
-            io_same_device=not stop.name,
-            weights_map=under(weights, stop.name) if leaves else None,
-            offload_buffers=offload_buffers,
-            place_submodules=stop.is_whole,
-            skip_keys=skip_keys,
-            tied_params_map=shared,
-        )
-        add_hook_to_module(stop.module, hook, append=True)
 
 
 def _refuse_empty(model: nn.Module) -> None:
@@ -372,12 +363,12 @@ _READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Stop(NamedTuple):
-    """A module that gets a hook, and the tensors which that brings in: of all modules inside if it `is_whole`."""
+    """A module that gets a hook, and by full name the tensors which that brings in: all inside if it `is_whole`."""
 
     name: str
     module: nn.Module
     is_whole: bool
-    slots: list[Slot]
+    slots: dict[str, Slot]
 
 
 def find_stops(
@@ -399,9 +390,14 @@ def find_stops(
         return
     seen.add(module)
     whole = is_whole(name, module)
-    yield Stop(name, module, whole, list(tensor_slots(module, recurse=whole)))
+    yield Stop(name, module, whole, named_slots(name, module, recurse=whole))
     for child_name, child in () if whole else module.named_children():
         yield from find_stops(child, is_whole, join_names(name, child_name), seen)
+
+
+def named_slots(name: str, module: nn.Module, *, recurse: bool) -> dict[str, Slot]:
+    """The `tensor_slots` of the module `name`, by full name."""
+    return {join_names(name, slot.name): slot for slot in tensor_slots(module, recurse=recurse)}
 
 
 def reads_inside(module: nn.Module, preloaded: Collection[str]) -> bool:
@@ -433,13 +429,13 @@ class Layout:
         place: torch.device | str | None = lookup(self._places, name)
         return self._main if place is None else place
 
-    def runs_on(self, name: str, slots: list[Slot]) -> torch.device | None:
+    def runs_on(self, name: str, slots: Collection[str]) -> torch.device | None:
         """The device that a module runs on; None if the map names only its submodules and it has no tensor itself."""
         place = lookup(self._places, name)
         if place is not None:
             return self._running(place)
         if slots:
-            return self._running(self.home(join_names(name, slots[0].name)))
+            return self._running(self.home(next(iter(slots))))
         return None if name else self._main
 
     def leaves(self, name: str, slot: Slot, device: torch.device) -> bool:
@@ -455,12 +451,11 @@ def plan_stops(model: nn.Module, layout: Layout, preload: Collection[str]) -> It
     """The modules that get a hook, with where they run: all that hold tensors, and the model itself."""
 
     def is_whole(name: str, module: nn.Module) -> bool:
-        device = layout.runs_on(name, [])
+        device = layout.runs_on(name, ())
         if device is None or not reads_inside(module, preload):
             return False
-        return any(
-            layout.leaves(join_names(name, slot.name), slot, device) for slot in tensor_slots(module, recurse=True)
-        )
+        slots = named_slots(name, module, recurse=True)
+        return any(layout.leaves(full_name, slot, device) for full_name, slot in slots.items())
 
     for stop in find_stops(model, is_whole):
         device = layout.runs_on(stop.name, stop.slots)

@@ -229,7 +229,8 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place what stays, and take out what is offloaded."""
         slots = list(tensor_slots(module, recurse=self.place_submodules))
-        leaving = {slot.name: slot.tensor for slot in slots if self.offload and self._may_leave(slot)}
+        may_leave = (slot for slot in slots if slot.is_persistent and (self.offload_buffers or not slot.is_buffer))
+        leaving = {slot.name: slot.tensor for slot in may_leave} if self.offload else {}
         if self.weights_map is None:
             self.weights_map = {name: tensor.to("cpu") for name, tensor in leaving.items()}
         for slot in slots:
@@ -279,9 +280,6 @@ class AlignDevicesHook(ModelHook):
                 assert self.weights_map is not None
                 slot.tensor = self.tied_params_map.move(slot.tensor, device, self.weights_map[slot.name])
         return module
-
-    def _may_leave(self, slot: Slot) -> bool:
-        return slot.is_persistent and (self.offload_buffers or not slot.is_buffer)
 
     def _bring_in(self, module: nn.Module) -> None:
         if self.weights_map is None or self.execution_device is None:

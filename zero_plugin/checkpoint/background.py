@@ -11,9 +11,8 @@ import atexit
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -98,17 +97,12 @@ class GlooPeers:
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        with self._connected() as group:
-            group.allgather([gathered], [tensor]).wait()
-        return gathered
-
-    @contextmanager
-    def _connected(self) -> Iterator[Any]:
         try:
-            yield self._group
+            self._group.allgather([gathered], [tensor]).wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise CheckpointError(f"another process was interrupted or has ended ({reason}).") from error
+        return gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,45 +257,44 @@ class BackgroundWriter:
         self._held: Sequence[Session] = ()  # whose states are being copied
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
-    def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
-        """What `Snapshot.take` copies; None, which is logged, where it does not fit.
+    def start(self, opened: OpenCheckpoint, sessions: Sequence[Session], then: Callable[[Peers], None]) -> bool:
+        """Copy what a checkpoint needs, and write it in another thread; nothing is being written.
+
+        Args:
+            opened: the checkpoint.
+            sessions: of its models.
+            then: called in the other thread once it is written; it reaches the other processes by the `Peers` that it
+                gets.
+
+        Returns:
+            False, which is logged, where the copy does not fit: `opened` is still to be written.
 
         Raises:
             CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.
         """
+        assert self.running is None, "one at a time"
+        copied = Event()
         try:
             if self._peers is None:
                 self._peers = all_or_none(GlooPeers.connect)  # where one fails, the others' time is over soon
                 atexit.register(self._disconnect_at_exit)
             copies = self.memory.take(opened, sessions)
-        except BaseException:
-            self._abandon(opened)
-            raise
-        if isinstance(copies, str):
-            announce(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
-            return None
-        self._held = sessions
-        return copies
-
-    def start(self, opened: OpenCheckpoint, write: Callable[[Peers], None]) -> None:
-        """Write a checkpoint; nothing is being written.
-
-        Args:
-            opened: the checkpoint, copied.
-            write: called in another thread; it reaches the other processes by the `Peers` that it gets.
-        """
-        assert self.running is None, "one at a time"
-        assert self._peers is not None, "`copy` connects"
-        copied = Event()
-        try:
+            if isinstance(copies, str):
+                announce(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
+                return False
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(1, "zero_plugin save")
-            for session in self._held:
+            self._held = sessions
+            for session in sessions:
                 session.before_change = partial(self._let_go, copied)
-            self.running = opened.target, self._threads.submit(self._run, opened, copied, self._peers, write)
-        except BaseException:
-            self._abandon(opened)
+            run = self._threads.submit(self._run, opened, copies, copied, self._peers, then)
+            self.running = opened.target, run
+        except BaseException:  # before another thread has it; the others' threads hear of it
+            self._let_go()
+            opened.discard(SCRIPT)
+            self._disconnect()
             raise
+        return True
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the checkpoint that was, if any.
@@ -342,19 +335,21 @@ class BackgroundWriter:
             self._disconnect()
             self.memory.release()
 
-    def forget(self) -> None:
-        """The script has dropped what saves by this: give memory back, once nothing is being written. Not collective.
+    def forget(self, then: Callable[[], None]) -> None:
+        """The script has dropped what saves by this: call `then` and give memory back, once nothing is being written.
 
-        A save that is running is waited for, and its failure raised, by `close`.
+        A save that is running is waited for, and its failure raised, by `close`. Not collective.
         """
-        if self.running is None:
-            self._release()
-        else:
-            self.running[1].add_done_callback(lambda _: self._release())
 
-    def _release(self) -> None:
-        self._let_go()
-        self.memory.release()
+        def release(_: object = None) -> None:
+            then()
+            self._let_go()
+            self.memory.release()
+
+        if self.running is None:
+            release()
+        else:
+            self.running[1].add_done_callback(release)
 
     def _let_go(self, copied: Event | None = None) -> None:
         """Let the sessions change what was copied, once it is."""
@@ -363,12 +358,6 @@ class BackgroundWriter:
         for session in self._held:
             session.before_change = None
         self._held = ()
-
-    def _abandon(self, opened: OpenCheckpoint) -> None:
-        """Drop what is begun in the script's thread, before another thread has it; the others' threads hear of it."""
-        self._let_go()
-        opened.discard(SCRIPT)
-        self._disconnect()
 
     def _disconnect_at_exit(self) -> None:
         """Wait for the writing and disconnect at the exit of the process, also if the script fails."""
@@ -381,7 +370,14 @@ class BackgroundWriter:
             self._peers.close()
             self._peers = None
 
-    def _run(self, opened: OpenCheckpoint, copied: Event, peers: Peers, write: Callable[[Peers], None]) -> None:
+    def _run(
+        self,
+        opened: OpenCheckpoint,
+        copies: list[list[Fragment]],
+        copied: Event,
+        peers: Peers,
+        then: Callable[[Peers], None],
+    ) -> None:
         def finish() -> None:
             try:
                 self.memory.finish()
@@ -390,7 +386,8 @@ class BackgroundWriter:
 
         try:
             all_or_none(finish, peers)
-            write(peers)
+            opened.write(copies, peers)
+            then(peers)
         except Exception as error:
             opened.discard(SCRIPT)  # where it did not come to `write`
             message = f"saving {opened.target} in the background: {describe_error(error)}"

@@ -48,7 +48,7 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredModel:
     """One model's tensors in a checkpoint.
 
@@ -62,7 +62,7 @@ class StoredModel:
     kind: str
     folder: str
     tied: Mapping[str, str]
-    places: Mapping[tuple[str, str], Place]
+    places: dict[tuple[str, str], Place]
 
 
 @dataclass(frozen=True, slots=True)

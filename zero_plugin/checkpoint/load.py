@@ -18,8 +18,7 @@ from zero_plugin.checkpoint.folders import (
     read_manifest,
 )
 from zero_plugin.checkpoint.objects import read_nested
-from zero_plugin.checkpoint.pieces import Pieces
-from zero_plugin.checkpoint.tensor_files import CHECKSUMS, RangeReader, session_fragments, tensor_at
+from zero_plugin.checkpoint.tensor_files import CHECKSUMS, Pieces, RangeReader, session_fragments, tensor_at
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none
 from zero_plugin.distributed.messages import working

@@ -30,6 +30,7 @@ from torch import Tensor
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import CheckpointError, DamagedError
+from zero_plugin.tensors.modules import as_dtype
 from zero_plugin.tensors.nested import map_leaves
 from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
@@ -279,17 +280,10 @@ def _typed(name: str, content: Any) -> dict[str, Any]:
     return {_TYPE: name, "value": content}
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
-    return found
-
-
 # Name, class, what JSON has in its place, and back; a Counter is a dict, so that the order matters.
 _FORMS: Final[tuple[tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]], ...]] = (
     ("torch.Size", torch.Size, list, torch.Size),
-    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype_of),
+    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), as_dtype),
     ("torch.device", torch.device, str, torch.device),
     ("complex", complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
     ("bytes", bytes | bytearray, lambda data: base64.b64encode(data).decode("ascii"), base64.b64decode),
@@ -323,7 +317,8 @@ def random_state() -> dict[str, Any]:
         "python": (version, np.array(words, dtype=np.uint64), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
+        # Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too.
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
     }
 
@@ -351,11 +346,6 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
     seed = zlib.crc32(other.numpy().tobytes()) + rank
     set_seed(seed)
     return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
-
-
-def _uses_cuda() -> bool:
-    """Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _restore(state: Mapping[str, Any]) -> None:

@@ -14,14 +14,12 @@ import torch
 
 from zero_plugin.checkpoint.folders import (
     Manifest,
-    StoredModel,
     checksum_of_file,
     discard_draft,
     open_draft,
     publish_draft,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
-from zero_plugin.checkpoint.pieces import decode_rows, encode_rows
 from zero_plugin.checkpoint.tensor_files import (
     CHECKSUMS,
     Layout,
@@ -81,9 +79,9 @@ class OpenCheckpoint:
                 sum(size for layout in self.layouts for size in layout.sizes.values()) // collectives.num_processes()
             )
             with working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work:
-                written = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
-                texts = peers.gather(encode_rows(written))
-                all_or_none(lambda: self._complete(texts) if peers.is_main else None, peers)
+                own = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
+                written = peers.gather(own)
+                all_or_none(lambda: self._complete(written) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
             raise
@@ -94,7 +92,7 @@ class OpenCheckpoint:
             discard_draft(self.draft)
 
     def _complete(self, written: Sequence[str | None]) -> None:
-        complete_draft(self.draft, self.about, self.layouts, decode_rows(written), self.trees)
+        complete_draft(self.draft, self.about, self.layouts, written, self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -182,7 +180,7 @@ def complete_draft(
     draft: Path,
     about: Mapping[str, Any],
     layouts: Sequence[Layout],
-    written: Any,
+    written: Sequence[str | None],
     trees: Mapping[str, EncodedTree],
 ) -> None:
     """Write what is small, and the manifest last, into a draft that has the models' tensors.
@@ -191,7 +189,7 @@ def complete_draft(
         draft: the folder.
         about: for the manifest.
         layouts: of each model.
-        written: what all processes wrote, as `decode_rows` returns it.
+        written: what `write_fragments` returned on each process.
         trees: file's path without ending → what goes into it.
 
     Raises:
@@ -199,7 +197,6 @@ def complete_draft(
     """
     pieces = {file: torch.from_numpy(own.encode()) for file, own in complete_pieces(layouts, written).items()}
     trees = {**trees, CHECKSUMS: encode_nested(pieces, what=CHECKSUMS)}
-    stored = [StoredModel(layout.model_class, layout.folder, layout.tied, layout.places) for layout in layouts]
     sizes = {file: size for layout in layouts for file, size in layout.sizes.items()}
     for stem, tree in trees.items():
         tree.write(draft / stem)
@@ -209,7 +206,7 @@ def complete_draft(
         if size != sizes.get(name, size):
             raise CheckpointError(f"{path} has {size:,} bytes instead of {sizes[name]:,}.")
         files[name] = size, None if name in sizes else checksum_of_file(path)
-    Manifest(about, stored, files).write(draft)
+    Manifest(about, layouts, files).write(draft)
 
 
 def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -231,12 +228,12 @@ def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | No
 
 
 def refuse_separate_folders(draft: Path) -> None:
-    """Refuse a folder that is not `is_one_folder`. Collective.
+    """Refuse a folder in which marks are missing, see `missing_marks`. Collective.
 
     Raises:
         CheckpointError: on every process; which processes' marks are missing.
     """
-    missing, why = _missing_marks(draft)
+    missing, why = missing_marks(draft)
     if missing:
         raise CheckpointError(
             f"{draft.parent} is not the same folder on all processes: process 0 does not read there what processes "
@@ -245,18 +242,16 @@ def refuse_separate_folders(draft: Path) -> None:
         )
 
 
-def is_one_folder(draft: Path) -> bool:
+def missing_marks(draft: Path) -> tuple[list[int], str]:
     """Have every process write a mark into one file, and the main process read them all. Collective.
 
     It is done when the folder that `draft` is in is used for the first time. A file system that every machine has for
     itself is found, one that is not mounted everywhere, and one that keeps the file of the process that closed it last,
     as mounted object stores do.
+
+    Returns:
+        The processes whose marks are missing, and why as far as one knows.
     """
-    return not _missing_marks(draft)[0]
-
-
-def _missing_marks(draft: Path) -> tuple[list[int], str]:
-    """The processes whose marks are missing, and why as far as one knows."""
     if collectives.num_processes() == 1 or draft.parent in _found_shared:
         return [], ""
     file = draft / _PROBE

@@ -6,7 +6,7 @@ Or, of a model with PEFT adapters, what PEFT stores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync
-from zero_plugin.checkpoint.pieces import Row, decode_rows, encode_rows
-from zero_plugin.checkpoint.save import agree_on, is_one_folder
+from zero_plugin.checkpoint.save import agree_on, missing_marks
 from zero_plugin.checkpoint.tensor_files import (
     Description,
     Layout,
@@ -208,7 +207,7 @@ def write_model(
     draft = Path(on_main(lambda: str(open_draft(target / "weights", sum(layout.sizes.values())))))
     try:
         on_main(lambda: create_files(draft, [layout]))
-        is_shared = not weights.in_ranges or is_one_folder(draft)
+        is_shared = not weights.in_ranges or not missing_marks(draft)[0]
         if not is_shared:
             announce(
                 f"save_model: {target} is on no file system that all processes share, so the main process writes alone"
@@ -216,8 +215,8 @@ def write_model(
         fragments = weights.fragments() if is_shared else weights.unpartitioned()
         total = sum(layout.sizes.values()) // (collectives.num_processes() if weights.in_ranges and is_shared else 1)
         with working(f"saving {target.name}", total) as work:
-            rows = all_or_none(lambda: _write(draft, fragments, layout, work.advance))
-            written = decode_rows(SCRIPT.gather(encode_rows(rows)))
+            own = all_or_none(lambda: _write(draft, fragments, layout, work.advance))
+            written = SCRIPT.gather(own)
             on_main(lambda: _complete(draft, target, layout, written, write_more))
     finally:
         if collectives.process_index() == 0:
@@ -245,17 +244,19 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
-def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> list[Row]:
+def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> str:
     """What this process wrote, as `write_fragments` returns it."""
     try:
-        return write_fragments(draft, [(fragments, layout)], progress, summed=False)
+        return write_fragments(draft, [(fragments, layout)], progress)
     except Exception:
         for _ in fragments:  # to the last: other processes may be sending theirs
             pass
         raise
 
 
-def _complete(draft: Path, target: Path, layout: Layout, written: Any, write_more: Callable[[Path], None]) -> None:
+def _complete(
+    draft: Path, target: Path, layout: Layout, written: Sequence[str | None], write_more: Callable[[Path], None]
+) -> None:
     complete_pieces([layout], written)  # every byte is there
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]

@@ -2,27 +2,31 @@
 
 Every process writes and reads just the ranges of them that it owns or needs, and verifies the bytes that it reads. The
 layout is the same on every process, because it is computed from the tensors' descriptions.
+
+A file consists of pieces, each with its checksum: it is cut where ranges of it were written, and at multiples of a
+size, so that a process can verify the very bytes that it uses, and reads none of them twice.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import checksum, reserve, start_writing
-from zero_plugin.checkpoint.pieces import PIECE_BYTES, Pieces, Row, cut
+from zero_plugin.checkpoint.folders import StoredModel, checksum, reserve, start_writing
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
@@ -32,10 +36,11 @@ from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPE_
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _STAGING_BYTES: Final = 2**25  # what is on a GPU, of another dtype or not contiguous passes through so much CPU memory
 
-_Opened = TypeVar("_Opened", bound="_Files")
-
 CHECKSUMS: Final = "checksums"  # the file, without its ending, with the pieces of all tensor files
 ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
+
+# The largest piece. A process that needs a part of one reads all of it; 16 bytes are kept of each.
+PIECE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +59,15 @@ class Description:
 
 
 @dataclass(slots=True)
-class Layout:
-    """The tensor files of one model.
+class Layout(StoredModel):
+    """One model's tensors, and the files that are made for them.
 
     Attributes:
-        model_class: its name.
-        folder: below the checkpoint's, with a slash at its end, or empty.
-        tied: name → the weight whose tensor it shares.
-        places: (kind, name) → place.
         headers: file → its first bytes.
         sizes: file → bytes.
         index: path and text of the weights' index file; None where one file holds all.
     """
 
-    model_class: str
-    folder: str
-    tied: Mapping[str, str]
-    places: dict[tuple[str, str], Place] = field(default_factory=dict)
     headers: dict[str, bytes] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     index: tuple[str, str] | None = None
@@ -105,11 +102,11 @@ def plan_layout(
         descriptions: the same on every process.
         max_shard_bytes: of a weight file; a larger tensor has one to itself.
         tied: see `Layout`; kept in the files' metadata too.
-        folder: see `Layout`.
-        model_class: see `Layout`.
+        folder: see `Layout`; not empty, it ends with a slash.
+        model_class: name of the model's class.
         notes: further metadata of the weight files.
     """
-    layout = Layout(model_class, folder, tied)
+    layout = Layout(model_class, folder, tied, {})
     shards = _cut_into_shards([d for d in descriptions if d.kind == WEIGHT], max_shard_bytes)
     total = len(shards)
     weight_map: dict[str, str] = {}
@@ -153,6 +150,94 @@ def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadat
     for tensor in tensors:
         place = Place(file, TYPE_NAMES[str(tensor.dtype)], tensor.shape, ranges[tensor.name][0])
         layout.places[tensor.kind, tensor.name] = place
+
+
+Row = tuple[int, int, int, int]  # number of a file, first byte, end, checksum
+
+
+def cut(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The pieces of a range of a file: cut at the multiples of `PIECE_BYTES`."""
+    while start < end:
+        stop = min(end, start - start % PIECE_BYTES + PIECE_BYTES)
+        yield start, stop
+        start = stop
+
+
+def encode_rows(rows: Sequence[Row]) -> str:
+    """What a process has written, as a text for the others."""
+    return base64.b64encode(np.array(rows, np.uint64).tobytes()).decode("ascii")
+
+
+def decode_rows(texts: Iterable[str | None]) -> Any:
+    """All processes' rows, uint64 of shape (rows, 4), from the texts of `encode_rows`."""
+    data = b"".join(base64.b64decode(text or "") for text in texts)
+    return np.frombuffer(data, np.uint64).reshape(-1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The pieces of one file, of which each begins where the one before it ends.
+
+    Attributes:
+        ends: int64, ascending.
+        sums: uint64, as many.
+    """
+
+    ends: Any
+    sums: Any
+
+    @classmethod
+    def of(cls, header: bytes, rows: Any, size: int, refuse: Callable[[int, bool], CheckpointError]) -> Pieces:
+        """What was written of a file, where that is all of it, and nothing twice.
+
+        Args:
+            header: the file's first bytes.
+            rows: of all processes, uint64 of shape (rows, 4), in any order.
+            size: of the file.
+            refuse: the error for a byte that was written by nobody, or (True) more than once.
+
+        Raises:
+            CheckpointError: of `refuse`.
+        """
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]
+        first = list(cut(0, len(header)))
+        starts = np.concatenate([[start for start, _ in first], rows[:, 1].astype(np.int64)]).astype(np.int64)
+        ends = np.concatenate([[end for _, end in first], rows[:, 2].astype(np.int64)]).astype(np.int64)
+        expected = np.concatenate([[0], ends])
+        for place in np.flatnonzero(np.append(starts, size) != expected)[:1].tolist():
+            found = starts[place] if place < len(starts) else size
+            raise refuse(int(min(found, expected[place])), bool(found < expected[place]))
+        own = np.array([checksum(header[start:end]) for start, end in first], np.uint64)
+        return cls(ends, np.concatenate([own, rows[:, 3]]))
+
+    @classmethod
+    def decode(cls, table: Any, size: int) -> Pieces:
+        """Of int64 of shape (pieces, 2), as `encode` makes it.
+
+        Raises:
+            DamagedError: these are no pieces of a file of `size` bytes.
+        """
+        if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
+            raise DamagedError("the checksums are no table of pieces")
+        ends = np.ascontiguousarray(table[:, 0])
+        if bool((np.diff(ends, prepend=0) <= 0).any()) or (ends[-1] if ends.size else 0) != size:
+            raise DamagedError("the checksums are not of pieces of this file")
+        return cls(ends, np.ascontiguousarray(table[:, 1]).view(np.uint64))
+
+    def encode(self) -> Any:
+        """End and checksum of each piece, int64 of shape (pieces, 2)."""
+        return np.stack([self.ends, self.sums.view(np.int64)], axis=1)
+
+    def covering(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """First byte, end and checksum of the pieces that hold the bytes from `start` to `end`."""
+        first, last = np.searchsorted(self.ends, [start, end], side="right").tolist()
+        last = min(last + 1, len(self.ends))
+        before = int(self.ends[first - 1]) if first else 0
+        for stop, found in zip(self.ends[first:last].tolist(), self.sums[first:last].tolist(), strict=True):
+            if before >= end:
+                return
+            yield before, stop, found
+            before = stop
 
 
 def session_fragments(
@@ -219,41 +304,39 @@ def write_fragments(
     draft: Path,
     parts: Iterable[tuple[Iterable[Fragment], Layout]],
     progress: Callable[[int], None],
-    *,
-    summed: bool = True,
-) -> list[Row]:
+) -> str:
     """Write what of some models' fragments is this process' to write; the disk has it at the return.
 
     Args:
         draft: the folder, with the tensor files.
         parts: of each model, its fragments and their layout.
         progress: called with the bytes written since its last call.
-        summed: whether checksums are computed; else they are zeros.
 
     Returns:
-        The pieces that were written, a row each; files are numbered through all layouts.
+        The pieces that were written, as a text for `complete_pieces`.
     """
     number: dict[str, int] = {}
     with RangeWriter(draft, progress) as writer:
         for fragments, layout in parts:
             number.update((file, len(number)) for file in layout.headers)
             for fragment in placed_fragments(fragments, layout):
-                writer.write(fragment, layout.places[fragment.kind, fragment.name], summed=summed)
+                writer.write(fragment, layout.places[fragment.kind, fragment.name])
         writer.sync()
-    return [(number[file], start, end, own) for file, start, end, own in writer.written]
+    return encode_rows([(number[file], start, end, own) for file, start, end, own in writer.written])
 
 
-def complete_pieces(layouts: Iterable[Layout], rows: Any) -> dict[str, Pieces]:
+def complete_pieces(layouts: Iterable[Layout], written: Iterable[str | None]) -> dict[str, Pieces]:
     """The pieces of each tensor file of a draft in which every byte was written once.
 
     Args:
         layouts: of all models.
-        rows: what all processes wrote, as `decode_rows` returns it.
+        written: what `write_fragments` returned on each process.
 
     Raises:
         CheckpointError: a part of a tensor is missing, or was written twice; it names the tensor.
     """
     found: dict[str, Pieces] = {}
+    rows = decode_rows(written)
     for layout in layouts:
         for file, header in layout.headers.items():
             own = rows[rows[:, 0] == len(found)]
@@ -275,7 +358,7 @@ def tensor_at(places: Mapping[tuple[str, str], Place], file: str, byte: int) -> 
     return "the header"
 
 
-class _Files:
+class _Files(ExitStack):
     """The files below a folder, each opened once, inside `with`.
 
     Args:
@@ -286,16 +369,10 @@ class _Files:
     _flags = os.O_RDONLY
 
     def __init__(self, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__()
         self.folder = folder
         self._progress = progress
         self.open: dict[str, int] = {}
-
-    def __enter__(self: _Opened) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self.open.values():
-            os.close(descriptor)
 
     def descriptor(self, file: str) -> int:
         if file not in self.open:
@@ -306,6 +383,7 @@ class _Files:
                     f"The main process can see {self.folder / file}, but this process cannot. Checkpoints need a file "
                     "system that all machines share."
                 ) from None
+            self.callback(os.close, self.open[file])
         return self.open[file]
 
     @contextmanager
@@ -331,13 +409,12 @@ class RangeWriter(_Files):
         super().__init__(folder, progress)
         self.written: list[tuple[str, int, int, int]] = []
 
-    def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> None:
+    def write(self, fragment: Fragment, place: Place) -> None:
         """Write what of a fragment is this process' to write, in the dtype of `place`.
 
         Args:
             fragment: whose values are in memory, on any device and of any dtype.
             place: of the unpartitioned tensor.
-            summed: whether checksums are wanted; else they are zeros.
 
         Raises:
             CheckpointError: they are not in memory.
@@ -349,8 +426,7 @@ class RangeWriter(_Files):
             first = fragment.start + fragment.written[0] + offset
             data, position = _bytes_of(chunk), place.start + first * chunk.element_size()
             for start, end in cut(position, position + chunk.nbytes):
-                own = checksum(data[start - position : end - position]) if summed else 0
-                self.written.append((place.file, start, end, own))
+                self.written.append((place.file, start, end, checksum(data[start - position : end - position])))
             with self.named(place.file) as descriptor:
                 _write_all(descriptor, data, position)
                 start_writing(descriptor, position, chunk.nbytes)

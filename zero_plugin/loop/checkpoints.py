@@ -22,9 +22,8 @@ from zero_plugin.checkpoint.folders import Manifest
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
-from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
-from zero_plugin.checkpoint.tensor_files import session_fragments
+from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
@@ -119,20 +118,14 @@ class Checkpoints:
             claim_place=lambda: self._claim(target),
             replaces=not project.automatic_checkpoint_naming,
         )
-        copies = self._run.background.copy(opened, sessions) if asynchronous else None
-        if copies is None:
+        rotate = partial(self._rotate, target, keep)
+        is_beside = asynchronous and self._run.background.start(opened, sessions, rotate)
+        if not is_beside:
             opened.write(map(session_fragments, sessions), SCRIPT)
-        else:
-
-            def write(peers: Peers) -> None:
-                opened.write(copies, peers)
-                self._rotate(target, keep, peers)
-
-            self._run.background.start(opened, write)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
-        if copies is None:
-            self._rotate(target, keep, SCRIPT)
+        if not is_beside:
+            rotate(SCRIPT)
         return target
 
     @collective("wait_for_save", waits_for_all=True)

@@ -312,11 +312,7 @@ class Run(ProcessCalls):
 
     def _forget_dropped(self) -> None:
         """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
-        if self.background.running is None:
-            self.give_up_locks()
-        else:
-            self.background.running[1].add_done_callback(lambda _: self.give_up_locks())
-        self.background.forget()
+        self.background.forget(self.give_up_locks)
         self.strategy.forget_dropped()
 
     def give_up_locks(self) -> None:

@@ -38,8 +38,14 @@ def reading_names() -> Iterator[None]:
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The type that `bfloat16` or `torch.bfloat16` names."""
-    found: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    """The type that `bfloat16` or `torch.bfloat16` names.
+
+    Raises:
+        AttributeError, ValueError: it names none.
+    """
+    found = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{dtype} is no dtype")
     return found
 
 
@@ -86,13 +92,10 @@ class Slot(NamedTuple):
 def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
     """Every place of a tensor in the module, with `recurse` also in its submodules; a shared tensor has several."""
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=False, is_persistent=True)
-        for key, buffer in owner._buffers.items():
-            if buffer is not None:
-                persistent = key not in owner._non_persistent_buffers_set
-                yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=True, is_persistent=persistent)
+        for is_buffer, held in ((False, owner._parameters), (True, owner._buffers)):
+            for key in (key for key, tensor in held.items() if tensor is not None):
+                is_persistent = key not in owner._non_persistent_buffers_set
+                yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer, is_persistent)
 
 
 def parameter_like(old: nn.Parameter, data: Tensor, *, requires_grad: bool | None = None) -> nn.Parameter:

@@ -27,13 +27,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     """
     if is_leaf(tree):
         return function(tree)
-    if isinstance(tree, MutableMapping):
-        mapped = copy.copy(tree)  # keeps a defaultdict's factory and a BatchEncoding's other attributes
-        for key, value in tree.items():
-            mapped[key] = map_leaves(function, value, is_leaf)
-        return mapped
     if isinstance(tree, Mapping):
-        return type(tree)({key: map_leaves(function, value, is_leaf) for key, value in tree.items()})  # type: ignore[call-arg]
+        return _with_values(tree, {key: map_leaves(function, value, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
     if isinstance(tree, (list, tuple)):
@@ -42,6 +37,16 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
         names = [field.name for field in dataclasses.fields(tree) if field.init]
         return dataclasses.replace(tree, **{name: map_leaves(function, getattr(tree, name), is_leaf) for name in names})
     return function(tree)
+
+
+def _with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+    """A mapping of the same type with other values under its keys."""
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(values)  # type: ignore[call-arg]
+    same = copy.copy(mapping)  # keeps a defaultdict's factory and a BatchEncoding's other attributes
+    for key, value in values.items():  # transformers' outputs have no `update`
+        same[key] = value
+    return same
 
 
 def list_leaves(tree: Any, is_leaf: Callable[[Any], bool] = _only_plain_leaves) -> list[Any]:
@@ -144,12 +149,7 @@ def send_to_device(
         return tensor
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     moved = {k: v if k in skipped else send_to_device(v, device, non_blocking, skip_keys) for k, v in tensor.items()}
-    if not isinstance(tensor, MutableMapping):
-        return type(tensor)(moved)  # type: ignore[call-arg]
-    same = copy.copy(tensor)  # keeps a defaultdict's factory and a BatchEncoding's other attributes
-    for key, value in moved.items():  # transformers' outputs have no `update`
-        same[key] = value
-    return same
+    return _with_values(tensor, moved)
 
 
 def get_data_structure(data: Any) -> Any:

@@ -11,8 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -189,10 +190,10 @@ class MLflowTracker(KnownTracker):
         """See `GeneralTracker.store_init_configuration`; values too long for MLflow are cut, and end with …."""
         import mlflow
 
-        texts = {key: _cut(str(value), _LONGEST) for key, value in values.items()}
-        names = list(texts)
-        for start in range(0, len(names), _BATCH):
-            mlflow.log_params({name: texts[name] for name in names[start : start + _BATCH]})
+        texts = [(name, str(value)) for name, value in values.items()]
+        cut = [(name, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…") for name, text in texts]
+        for start in range(0, len(cut), _BATCH):
+            mlflow.log_params(dict(cut[start : start + _BATCH]))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -219,10 +220,6 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat.update(_flat(value, f"{above}{key}/") if isinstance(value, Mapping) else {f"{above}{key}": value})
     return flat
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 class TensorBoardTracker(KnownTracker):
@@ -317,13 +314,21 @@ class WandBTracker(KnownTracker):
         self.run.finish()
 
 
-class AccelerateTracker(KnownTracker):
-    """A tracker of Accelerate's; keyword arguments go to its class there, and so do further methods (`log_images`)."""
+@dataclass(frozen=True)
+class _OfAccelerate:
+    """A tracker of Accelerate's by its name there, which is its package's too; called as a known tracker's class is.
 
-    requires_logging_directory = False
+    Keyword arguments go to Accelerate's class.
+    """
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(run_name, logging_dir)
+    name: str
+    requires_logging_directory: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.name, "accelerate"
+
+    def __call__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
         from accelerate import tracking  # type: ignore[import-untyped]
 
         # Its logger, and trackers that it runs on the main process only, are for a state that its Accelerator sets up;
@@ -331,25 +336,7 @@ class AccelerateTracker(KnownTracker):
         tracking.logger = _OnceLogger(logging.getLogger(tracking.__name__), {})
         kind: Any = tracking.LOGGER_TYPE_TO_CLASS[self.name]
         folder = (logging_dir,) if self.requires_logging_directory else ()
-        self.theirs: Any = type(kind.__name__, (kind,), {"main_process_only": False})(run_name, *folder, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "theirs":  # before it is set
-            raise AttributeError(name)
-        return getattr(self.theirs, name)
-
-    def start(self) -> None:
-        self.theirs.start()
-        self.tracker = self.theirs.tracker
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.theirs.store_init_configuration(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.theirs.log(values, step=step, **kwargs)
-
-    def finish(self) -> None:
-        self.theirs.finish()
+        return type(kind.__name__, (kind,), {"main_process_only": False})(run_name, *folder, **kwargs)
 
 
 class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
@@ -360,18 +347,11 @@ class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic f
         self.warning(message)
 
 
-def _of_accelerate(name: str, *, writes_files: bool = False) -> type[KnownTracker]:
-    """The class of the tracker that Accelerate knows by `name`, which is its package's too."""
-    return type(
-        name,
-        (AccelerateTracker,),
-        {"name": name, "needs": (name, "accelerate"), "requires_logging_directory": writes_files},
-    )
-
-
-_KNOWN: Final[tuple[type[KnownTracker], ...]] = (
-    *(JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker, _of_accelerate("aim", writes_files=True)),
-    *map(_of_accelerate, ("clearml", "comet_ml", "dvclive", "swanlab", "trackio")),
+Known: TypeAlias = type[KnownTracker] | _OfAccelerate
+_KNOWN: Final[tuple[Known, ...]] = (
+    *(JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker),
+    _OfAccelerate("aim", requires_logging_directory=True),
+    *map(_OfAccelerate, ("clearml", "comet_ml", "dvclive", "swanlab", "trackio")),
 )
 _TRACKERS: Final = {kind.name: kind for kind in _KNOWN}
 
@@ -381,10 +361,8 @@ def get_available_trackers() -> list[LoggerType]:
     return [LoggerType(name) for name, kind in _TRACKERS.items() if not _missing(kind)]
 
 
-def choose_trackers(
-    log_with: Any, logging_dir: str | os.PathLike[str] | None
-) -> list[type[KnownTracker] | GeneralTracker]:
-    """The trackers that `log_with` names: classes of known ones, and objects as they are.
+def choose_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Known | GeneralTracker]:
+    """The trackers that `log_with` names: what builds the known ones, and objects as they are.
 
     Args:
         log_with: names, `LoggerType`s or `GeneralTracker`s, one or several; `all` for every one that is installed and,
@@ -421,7 +399,7 @@ def _find_problem(name: str, logging_dir: Any) -> Problem | None:
     return None
 
 
-def _missing(kind: type[KnownTracker]) -> list[str]:
+def _missing(kind: Known) -> list[str]:
     """The modules that are not installed."""
     return [module for module in kind.needs if importlib.util.find_spec(module) is None]
 
@@ -444,7 +422,7 @@ class Trackers:
 
     def start(
         self,
-        log_with: list[type[KnownTracker] | GeneralTracker],
+        log_with: list[Known | GeneralTracker],
         project_name: str,
         config: dict[str, Any] | None,
         init_kwargs: Mapping[str, dict[str, Any]],

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,13 +64,7 @@ class _Files:
     optimizers: tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of one parameter in the flat buffer of a rank: `count` elements from `start`."""
-
-    rank: int
-    start: int
-    count: int
+_Piece: TypeAlias = tuple[int, slice]  # a rank, and where in its flat buffer a part of one parameter is
 
 
 @dataclass(slots=True)
@@ -79,15 +73,18 @@ class _TrainedGroup:
 
     Attributes:
         settings: as DeepSpeed has them: `lr`, `betas`, …
-        master_weights: parameter → what the optimizer steps.
-        states: parameter → state → tensor.
+        tensors: (kind, parameter) → what the optimizer steps, the master weight, and each state that is a tensor.
         scalars: parameter → state that is a number → its value.
     """
 
     settings: Mapping[str, Any]
-    master_weights: dict[str, Stored] = field(default_factory=dict)
-    states: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], Stored] = field(default_factory=dict)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Their names."""
+        return [name for kind, name in self.tensors if kind == MASTER_WEIGHT]
 
     def add(
         self,
@@ -98,11 +95,10 @@ class _TrainedGroup:
         pieces: Sequence[_Piece],
     ) -> None:
         """Add a parameter: of each rank its flat buffer, and that buffer's states."""
-        self.master_weights[name] = _join_pieces(name, shape, flats, pieces)
+        self.tensors[MASTER_WEIGHT, name] = _join_pieces(name, shape, flats, pieces)
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.ndim:
-                own = self.states.setdefault(name, {})
-                own[key] = _join_pieces(name, shape, [state[key] for state in states], pieces)
+                self.tensors[key, name] = _join_pieces(name, shape, [state[key] for state in states], pieces)
             elif isinstance(first, Tensor | int | float):
                 number = first.item() if isinstance(first, Tensor) else first
                 self.scalars.setdefault(name, {})[key] = number
@@ -122,12 +118,13 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
     if found is None:
         raise CheckpointError(f"{folder} has no *_model_states.pt, so it is no checkpoint of DeepSpeed.")
     files = _open_files(found, trust_pickle=trust_pickle)
-    model = files.models[0]
+    model, optimizers = files.models[0], files.optimizers
     if not isinstance(model.get("module"), Mapping):
         raise CheckpointError(f"{found} has no module in its model file: it is not of DeepSpeed's save_checkpoint.")
     notes: list[str] = []
-    groups = _trained_groups(files) if files.optimizers else plain_groups(model, notes)
-    tied = _tied_names(model)
+    groups = _trained_groups(files) if optimizers else plain_groups(model, notes)
+    # The tied names that DeepSpeed has recorded, and those of tensors that share memory in the file.
+    tied = {**names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
     return Source(
         folder=found,
         model_class="model",  # DeepSpeed keeps no name of it
@@ -135,7 +132,7 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
         tied=tied,
         origin={
             "format": "DeepSpeed",
-            "zero_stage": _zero_stage(files),
+            "zero_stage": int(optimizers[0]["optimizer_state_dict"].get("zero_stage", 0)) if optimizers else 0,
             "processes": model.get("dp_world_size", 1),
             "versions": {"deepspeed": model.get("ds_version")},
         },
@@ -154,35 +151,27 @@ def _tensors(files: _Files, groups: Iterable[_TrainedGroup], tied: Mapping[str, 
     module = files.models[0]["module"]
     tensors: dict[tuple[str, str], Stored] = {}
     for group in groups:
-        for name, master_weight in group.master_weights.items():
-            weight: Tensor = module[name]
-            is_complete = weight.numel() == math.prod(master_weight.shape)  # else partitioned, and not here
+        tensors |= group.tensors
+        for name in group.parameters:
+            weight, master_weight = module[name], group.tensors[MASTER_WEIGHT, name]
             if weight.dtype == master_weight.dtype:
-                tensors[WEIGHT, name] = master_weight
-            else:
-                tensors[WEIGHT, name] = Stored.of(weight) if is_complete else master_weight.cast(weight.dtype)
-                tensors[MASTER_WEIGHT, name] = master_weight
-        for name, states in group.states.items():
-            tensors |= {(key, name): state for key, state in states.items()}
+                tensors[WEIGHT, name] = tensors.pop((MASTER_WEIGHT, name))
+            elif weight.numel() == math.prod(master_weight.shape):
+                tensors[WEIGHT, name] = Stored.of(weight)
+            else:  # partitioned, and not here
+                tensors[WEIGHT, name] = master_weight.cast(weight.dtype)
     frozen = files.models[0].get("frozen_param_shapes") or {}
     for name, tensor in module.items():
         if (WEIGHT, name) in tensors or name in tied or not isinstance(tensor, Tensor):
             continue
         shape = tuple(frozen.get(name, tensor.shape))
-        is_complete = tensor.numel() == math.prod(shape)
-        tensors[WEIGHT, name] = Stored.of(tensor) if is_complete else _frozen(files, name, shape)
+        if tensor.numel() == math.prod(shape):
+            tensors[WEIGHT, name] = Stored.of(tensor)
+        else:  # frozen, at stage 3
+            [(_, _, pieces)] = _equal_pieces({name: shape}, len(files.models))
+            fragments = [model["frozen_param_fragments"][name] for model in files.models]
+            tensors[WEIGHT, name] = _join_pieces(name, shape, fragments, pieces)
     return tensors
-
-
-def _frozen(files: _Files, name: str, shape: tuple[int, ...]) -> Stored:
-    """A frozen parameter of stage 3."""
-    [(_, _, pieces)] = _equal_pieces({name: shape}, len(files.models))
-    return _join_pieces(name, shape, [model["frozen_param_fragments"][name] for model in files.models], pieces)
-
-
-def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
-    """The tied names that DeepSpeed has recorded, and those of tensors that share memory in the file."""
-    return {**names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
 
 
 def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, Any]:
@@ -192,7 +181,7 @@ def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, A
         "algorithm": _algorithm(groups[0].settings, model.get("ds_config") or {}),
         "groups": [
             {
-                "params": list(group.master_weights),
+                "params": group.parameters,
                 "settings": {key: value for key, value in group.settings.items() if is_setting(key, value)},
             }
             for group in groups
@@ -231,10 +220,6 @@ def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     if "last_batch_iteration" in state and "last_epoch" not in state:
         return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
     return dict(state)
-
-
-def _zero_stage(files: _Files) -> int:
-    return int(files.optimizers[0]["optimizer_state_dict"].get("zero_stage", 0)) if files.optimizers else 0
 
 
 def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
@@ -354,7 +339,7 @@ def _in_order(
             first = rank * sizes[0]
             start, stop = max(begin, first), min(end, first + sizes[rank])
             if start < stop:
-                pieces.append(_Piece(rank, start - first, stop - start))
+                pieces.append((rank, slice(start - first, stop - first)))
         yield name, tuple(shape), pieces
         begin = end + padding
 
@@ -364,11 +349,8 @@ def _as_mapped(
 ) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
     """Parameters where each rank's file says that they are."""
     for name in dict.fromkeys(name for mapping in mappings for name in mapping):
-        pieces = [
-            _Piece(rank, mapping[name].start, mapping[name].numel)
-            for rank, mapping in enumerate(mappings)
-            if name in mapping
-        ]
+        found = [(rank, mapping[name]) for rank, mapping in enumerate(mappings) if name in mapping]
+        pieces = [(rank, slice(part.start, part.start + part.numel)) for rank, part in found]
         yield name, tuple(module[name].shape), pieces
 
 
@@ -390,8 +372,8 @@ def _equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[
     for name, shape in shapes.items():
         count = math.prod(shape)
         size = -(-count // world_size)
-        pieces = [_Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
-        yield name, tuple(shape), pieces
+        counts = [max(0, min(size, count - rank * size)) for rank in range(world_size)]
+        yield name, tuple(shape), [(rank, slice(offset, offset + own)) for rank, own in enumerate(counts)]
         offset += size
 
 
@@ -404,7 +386,7 @@ def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[
 
 def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[_Piece]) -> Stored:
     """The unpartitioned tensor; raises CheckpointError where elements are missing."""
-    parts = tuple(flats[piece.rank].detach().reshape(-1)[piece.start : piece.start + piece.count] for piece in pieces)
+    parts = tuple(flats[rank].detach().reshape(-1)[where] for rank, where in pieces)
     found, wanted = sum(part.numel() for part in parts), math.prod(shape)
     if found != wanted:
         raise CheckpointError(f"the ranks' files hold {found:,} elements of {name}, which has {wanted:,}.")
@@ -459,10 +441,10 @@ def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
         group = _TrainedGroup(settings)
         for index in settings["params"]:
             name, tensor = names[index], parameters[names[index]]
-            group.master_weights[name] = Stored.of(tensor)
+            group.tensors[MASTER_WEIGHT, name] = Stored.of(tensor)
             for key, value in saved["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.ndim and key != "step":
-                    group.states.setdefault(name, {})[key] = Stored.of(value)
+                    group.tensors[key, name] = Stored.of(value)
                 elif isinstance(value, Tensor | int | float):
                     group.scalars.setdefault(name, {})[key] = value.item() if isinstance(value, Tensor) else value
         groups.append(group)
@@ -511,7 +493,7 @@ def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -
                 if name is None:
                     return None
                 tensor = left.pop(name)
-                group.add(name, tuple(tensor.shape), [flat], states, [_Piece(0, offset, tensor.numel())])
+                group.add(name, tuple(tensor.shape), [flat], states, [(0, slice(offset, offset + tensor.numel()))])
                 offset += tensor.numel()
         groups.append(group)
     return groups

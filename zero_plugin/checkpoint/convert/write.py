@@ -20,7 +20,6 @@ import torch
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync
 from zero_plugin.checkpoint.objects import encode_nested
-from zero_plugin.checkpoint.pieces import Row, decode_rows, encode_rows
 from zero_plugin.checkpoint.save import complete_draft
 from zero_plugin.checkpoint.summary import recognise
 from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments
@@ -96,9 +95,7 @@ def _plan(source: Source, tensors: Mapping[tuple[str, str], Stored], max_shard_b
     return plan_layout(described, max_shard_bytes=max_shard_bytes, tied=tied, model_class=kind)
 
 
-def _write_tensors(
-    draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress, *, summed: bool
-) -> list[Row]:
+def _write_tensors(draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress) -> str:
     """Make the tensor files; no more than a staging buffer of them is ever in memory. Returns as `write_fragments`."""
 
     def fragments() -> Iterator[Fragment]:
@@ -109,7 +106,7 @@ def _write_tensors(
                 start += part.numel()
 
     create_files(draft, [layout])
-    return write_fragments(draft, [(fragments(), layout)], progress, summed=summed)
+    return write_fragments(draft, [(fragments(), layout)], progress)
 
 
 def copy_configuration(source: Path, draft: Path) -> None:
@@ -144,7 +141,7 @@ def write_model(
     tensors = {(WEIGHT, name): stored for name, stored in source.weights(dtype).items()}
     layout = _plan(source, tensors, max_shard_bytes)
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
-        _write_tensors(draft, layout, tensors, progress, summed=False)
+        _write_tensors(draft, layout, tensors, progress)
         copy_configuration(source.folder, draft)
         if dtype is not None and (draft / "config.json").is_file():
             _name_dtype(draft / "config.json", str(dtype).removeprefix("torch."))
@@ -199,7 +196,7 @@ def write_checkpoint(
         "iteration": 0,
     }
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
-        written = _write_tensors(draft, layout, source.tensors, progress, summed=True)
+        written = _write_tensors(draft, layout, source.tensors, progress)
         copy_configuration(source.folder, draft)
         about = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -208,7 +205,7 @@ def write_checkpoint(
         }
         trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
         encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
-        complete_draft(draft, about, [layout], decode_rows([encode_rows(written)]), encoded)
+        complete_draft(draft, about, [layout], [written], encoded)
 
 
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
