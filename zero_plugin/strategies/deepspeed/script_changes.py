@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS
-from zero_plugin.strategies.deepspeed.gradients import EngineGradients
-from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loading, precede_setting, unreachable_by
+from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
+from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
+from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -278,15 +280,20 @@ class WrittenWeights:
         self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
         self._has_warned = False
 
-    def watch(self) -> list[Any]:
-        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns handles."""
+    def watch(self) -> list[Callable[[], Any]]:
+        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns what undoes this."""
         if not self._trains:
             return []
-        module, wrapper = self._engine.module, self._engine.optimizer
-        return [
-            *follow_loading(module, self.note),
-            *precede_setting([wrapper, *self._trained], self._note_set_master_weights),
-        ]
+        hook = OwnHook(lambda *_: self.note())
+        parts: Iterable[Any] = self._engine.module.modules()
+        undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
+        # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
+        for owner in (self._engine.optimizer, *self._trained):
+            for name in ("set_full_hp_param", "set_local_hp_param"):
+                if (method := getattr(owner, name, None)) is not None:
+                    undo.append(partial(setattr, owner, name, method))
+                    setattr(owner, name, preceded(method, self._note_set_master_weights))
+        return undo
 
     def note(self) -> None:
         """Record that the weights were written."""
@@ -341,7 +348,7 @@ class WrittenWeights:
                 by_each=True,
             )
 
-    def _note_set_master_weights(self) -> None:
+    def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
         self._before_change()
         self._are_rounded = False  # until the next step
 

@@ -27,7 +27,13 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, first_nonfinite, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
-from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
+from zero_plugin.strategies.deepspeed.partitioned_models import (
+    PartitionedStates,
+    fetch_empty,
+    refuse_engine_copy,
+    refuse_forwards,
+    whole_weights,
+)
 from zero_plugin.strategies.deepspeed.script_changes import (
     GradientWatch,
     WrittenWeights,
@@ -41,7 +47,6 @@ from zero_plugin.strategies.deepspeed.script_changes import (
     runs_forward,
     second_backward,
 )
-from zero_plugin.strategies.deepspeed.state_dicts import PartitionedStates, refuse_engine_copy
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
@@ -49,14 +54,12 @@ from zero_plugin.strategies.deepspeed.states import (
     fetched_weights,
     gather_persistent,
     loading_into_engine,
-    refuse_forwards,
     refuse_unreachable,
     release_gathered,
-    whole_weights,
 )
-from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts
+from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
-from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, LossScale, Measured, compute_in
+from zero_plugin.strategies.precision import LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
@@ -65,7 +68,7 @@ _GATHER_ELEMENTS = 2**26
 
 
 class EngineSession(Session):
-    """ZeRO 0-3.
+    """ZeRO 0-3. Stages 0 and 1 reduce gradients in the step, 2 and 3 in every backward.
 
     Args:
         engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
@@ -95,7 +98,6 @@ class EngineSession(Session):
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
-        self.most_skips = DEFAULT_MOST_SKIPS if self._scale is None else self._scale.most_skips
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
@@ -112,14 +114,14 @@ class EngineSession(Session):
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
         self._written = WrittenWeights(engine, self._trained, self._await_copy)
-        self._hooks: list[Any] = self._written.watch()
+        self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
-        self._hooks.append(self._guard)
+        self._undo.append(self._guard.remove)
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
-            self._hooks.append(self._parts)
+            self._undo.append(self._parts.remove)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
@@ -187,15 +189,7 @@ class EngineSession(Session):
             return explained
         return explain_sparse_gradients(error, self.module)
 
-    def refuse_foreign_gradients(self) -> None:
-        """See `Session.refuse_foreign_gradients`: those that a script has set are refused by the step."""
-
-    def drop_applied(self) -> bool | None:
-        """See `Session.drop_applied`: the engine's step clears them."""
-        return None
-
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
-        """See `Session.open_backward`; stages 0 and 1 reduce in the step, 2 and 3 in every backward."""
         if not is_first:
             refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
@@ -265,9 +259,6 @@ class EngineSession(Session):
             wrapper = self.engine.optimizer
             scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
             scaler.cur_scale = self._scale.value
-
-    def follow_window(self, ends_window: Callable[[], bool]) -> None:
-        """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
         if norm_type != 2.0:
@@ -348,13 +339,6 @@ class EngineSession(Session):
         self._gradients.drop()
         self._begin_window()
 
-    def drop_foreign_gradients(self, *, in_window: bool) -> None:
-        """See `Session.drop_foreign_gradients`: an engine refuses them."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See `Session.no_sync`: at stages 0 and 1 no backward reduces gradients, at 2 and 3 every backward must."""
-        return nullcontext()
-
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
         batch: list[tuple[str, Tensor]] = []
@@ -403,13 +387,9 @@ class EngineSession(Session):
     def loading_state_dicts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dicts is None else self._state_dicts.loading()
 
-    def scale_state(self) -> dict[str, float]:
-        return {} if self._scale is None else self._scale.state()
-
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        if self._scale is not None and state:
-            self._scale.restore(state)
-            self._pass_scale()
+        super().restore_scale(state)
+        self._pass_scale()
 
     @property
     def loss_scale(self) -> float:
@@ -418,8 +398,8 @@ class EngineSession(Session):
     def close(self) -> None:
         if self.engine is None:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         release_failed_backward()
         states = self.optimizer.state if self.optimizer is not None else {}
         named = {key: states.pop(key) for key in list(states) if not isinstance(states[key], Mapping)}
@@ -493,13 +473,11 @@ class EngineSession(Session):
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
         self._state_dicts = PartitionedStates(self.module)
-        self._hooks += self._state_dicts.handles
+        self._undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
-        self._hooks.append(self.engine.register_forward_pre_hook(self._note_fetch))
-        renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine
-        # A script may also call the module itself.
-        hook = self.module.register_forward_pre_hook(lambda *_: (method := renew()) and method(), prepend=True)
-        self._hooks.append(hook)
+        self._undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
+        # A script may also call the module itself; a copy of the module is not to copy the engine.
+        self._undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _watch_parameters(self) -> None:
         """Make a backward that the session did not start raise at the first parameter that it reaches."""
@@ -508,16 +486,9 @@ class EngineSession(Session):
             # DeepSpeed's own hook on each parameter calls this method first.
             wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
             return
-        reference = weakref.WeakMethod(
-            self._refuse_unopened
-        )  # the hook's reference is in C++, where Python's GC cannot see it
-
-        def refuse(p: Tensor) -> None:
-            if (refuse_unopened := reference()) is not None:
-                refuse_unopened(p)
-
-        for p in self._trained:
-            self._hooks.append(p.register_post_accumulate_grad_hook(refuse))
+        refuse = weakly(self._refuse_unopened)
+        trained: list[Any] = self._trained
+        self._undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
 
     def _refuse_unopened(self, *_: Tensor) -> None:
         if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):
@@ -568,7 +539,7 @@ def break_reference_cycles(engine: Any) -> None:
     for handle in getattr(engine.optimizer, "_grad_acc_hooks", ()):
         hooks = handle.hooks_dict_ref()
         kept.append(hooks[handle.id])
-        hooks[handle.id] = _weakly(hooks[handle.id])
+        hooks[handle.id] = weakly(hooks[handle.id])
     if kept:
         engine.optimizer._zero_plugin_hooks = kept
 
@@ -592,16 +563,6 @@ def clear_caches() -> None:
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def _weakly(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    reference = weakref.ref(hook)
-
-    def call(p: Tensor) -> None:
-        if (hook := reference()) is not None:
-            hook(p)
-
-    return call
 
 
 def _forget(dead: Any) -> None:

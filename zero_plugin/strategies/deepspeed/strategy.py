@@ -11,7 +11,13 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+import deepspeed
 import torch
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +36,20 @@ from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
-from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
+from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
+from zero_plugin.strategies.deepspeed.partitioned_models import (
+    BuildConfig,
+    adapt_pretrained_methods,
+    allocate_partitions,
+    broadcasting_any_shape,
+    building_pretrained,
+    gathered_parameters,
+    is_pretrained,
+    partition_any_shape,
+    partition_when_built,
+)
+from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
+from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
@@ -94,11 +113,6 @@ class DeepSpeedStrategy(Strategy):
         self._processes = processes
         self._chosen_stage: int | None = None  # for the model prepared last, where the configuration leaves it open
 
-    def refuse(self) -> str | None:
-        if self._processes.device.type not in ("cpu", "cuda"):
-            return f"DeepSpeed does not run on {self._processes.device.type}"
-        return None
-
     def accept(self, handlers: Handlers) -> list[str]:
         """See `Strategy.accept`: there is no DDP and no autocast, and the loss scale is only doubled and halved."""
         super().accept(handlers)
@@ -143,11 +157,7 @@ class DeepSpeedStrategy(Strategy):
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
         described = resolved.optimizer if request.optimizer is not None else None
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
-        deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
-
-        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
-        from zero_plugin.strategies.deepspeed.session import EngineSession
-
+        _set_up_deepspeed(processes, resolved.tree, kind.lower())
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
         # `engine_optimizer` implements these two keys; the engine would refuse classes of this package.
         obeyed = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
@@ -176,7 +186,7 @@ class DeepSpeedStrategy(Strategy):
                     del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
-        engine = self._initialize(deepspeed, request, optimizer, parameters, config)
+        engine = self._initialize(request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
@@ -189,13 +199,8 @@ class DeepSpeedStrategy(Strategy):
                 raise
         return session
 
-    def _initialize(
-        self, deepspeed: Any, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]
-    ) -> Any:
+    def _initialize(self, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]) -> Any:
         """Build the engine; DeepSpeed builds an optimizer of `parameters` if `optimizer` is None."""
-        from zero_plugin.strategies.deepspeed.optimizers import share_groups
-        from zero_plugin.strategies.deepspeed.partitioned_models import broadcasting_any_shape
-
         resolved = request.resolved
         with (
             showing_refusals(),
@@ -227,10 +232,7 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        _import_deepspeed(self._processes, self._document.deepspeed)
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, partition_when_built
-
+        _set_up_deepspeed(self._processes, self._document.deepspeed)
         with partition_when_built(BuildConfig(self._document, self._processes)):
             yield
 
@@ -242,40 +244,27 @@ class DeepSpeedStrategy(Strategy):
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allocate_unpartitioned(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
-            _import_deepspeed(self._processes, self._document.deepspeed)
-
-            from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, allocate_partitions
-
+            _set_up_deepspeed(self._processes, self._document.deepspeed)
             allocate_partitions(module, BuildConfig(self._document, self._processes))
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
             return super().fragments_to_fill(module, names)
-        from zero_plugin.strategies.deepspeed.states import partitions_to_fill
-
         return partitions_to_fill(module, names)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
         partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-        if not partitioned:
-            return nullcontext()
-        from zero_plugin.strategies.deepspeed.partitioned_models import gathered_parameters
-
-        return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
+        return gathered_parameters(partitioned, modifier_rank=0, forward_of=None) if partitioned else nullcontext()
 
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
-        if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-            from zero_plugin.strategies.deepspeed.session import clear_caches, weaken_module_stack
-
-            weaken_module_stack()
-            clear_caches()
+        weaken_module_stack()
+        clear_caches()
 
     def destroy_process_group(self) -> None:
         """See `Strategy.destroy_process_group`: DeepSpeed caches groups for its next engine."""
         super().destroy_process_group()
-        if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
-            groups._release_process_group_references()
+        groups._release_process_group_references()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
         """See `Strategy.load_pretrained`; has an effect only if transformers is already imported."""
@@ -285,19 +274,8 @@ class DeepSpeedStrategy(Strategy):
         integration = sys.modules.get("transformers.integrations.deepspeed")
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
-        _import_deepspeed(self._processes, self._document.deepspeed)
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import (
-            BuildConfig,
-            partition_pretrained,
-            unpartitioned_pretrained,
-        )
-
-        return (
-            partition_pretrained(BuildConfig(self._document, self._processes))
-            if partitions
-            else unpartitioned_pretrained()
-        )
+        _set_up_deepspeed(self._processes, self._document.deepspeed)
+        return building_pretrained(BuildConfig(self._document, self._processes) if partitions else None)
 
     @property
     def partitions_parameters(self) -> bool:
@@ -320,10 +298,6 @@ class DeepSpeedStrategy(Strategy):
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
         """Partition parameters that are not partitioned yet, and adapt the methods of transformers models."""
-        from deepspeed import zero
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import adapt_pretrained_methods, is_pretrained
-
         model = request.model
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
             if is_pretrained(model) and self._settings.zero3_init_flag is not False:
@@ -341,8 +315,6 @@ class DeepSpeedStrategy(Strategy):
 
     def _tie_experts(self, request: SessionRequest) -> None:
         """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
-        from deepspeed.utils import set_z3_leaf_module
-
         names = self._settings.deepspeed_moe_layer_cls_names or ()
         layers = list(find_expert_layers(request.model, names))
         at_stage3 = request.resolved.zero_stage == 3
@@ -362,8 +334,8 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
-    """Import DeepSpeed, set up for this process's device and process group, with fewer log messages.
+def _set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> None:
+    """Set up DeepSpeed for this process's device and process group, with fewer log messages.
 
     Args:
         processes: this process and its peers.
@@ -378,10 +350,6 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     ops = needed_ops(training, optimizer, on_gpu=kind == "cuda")
     refuse_stale_build_locks(ops, build_folder(os.environ, torch.version.cuda))
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
     watch_builders(OpBuilder)
     found = get_accelerator().device_name()
     if found != kind:
@@ -402,11 +370,7 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
         compatible.update(own)
-
-    from zero_plugin.strategies.deepspeed.partitioned_models import partition_any_shape
-
     partition_any_shape()
-    return deepspeed
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
@@ -417,8 +381,6 @@ def _is_not_of_untested(record: logging.LogRecord) -> bool:
 @contextmanager
 def _quiet_construction() -> Iterator[None]:
     """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
-    from deepspeed.runtime import bf16_optimizer
-
     own = bf16_optimizer.see_memory_usage
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         bf16_optimizer.see_memory_usage = lambda *_, **__: None
