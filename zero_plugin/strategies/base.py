@@ -208,7 +208,7 @@ class Session(ABC):
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """Make `zero_grad()` of the model call `zero_grad`, that of its optimizer."""
-        _route_zero_grad(self.model, zero_grad)
+        route(self.model, "zero_grad", lambda set_to_none=True: zero_grad())  # noqa: ARG005 - as torch's
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
@@ -554,14 +554,12 @@ def release_failed_backward() -> None:
         torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
 
 
-def _route_zero_grad(model: nn.Module, zero_grad: Callable[[], None]) -> None:
-    own = type(model).zero_grad
+def route(model: nn.Module, name: str, call: Callable[..., Any]) -> None:
+    """Replace a method of a model by `call`; in a deep copy of the model it is that of its class."""
+    own = getattr(type(model), name)
 
     @functools.wraps(own)
-    def routed(this: nn.Module, set_to_none: bool = True) -> None:
-        if this is model:
-            zero_grad()
-        else:  # a copy
-            own(this, set_to_none)
+    def routed(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if this is model else own(this, *args, **kwargs)
 
-    model.zero_grad = MethodType(routed, model)  # type: ignore[method-assign]
+    setattr(model, name, MethodType(routed, model))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import route
 
 
 class DdpReducer:
@@ -39,7 +39,7 @@ class DdpReducer:
         self._names = self._trained_names()
         self._is_ready = False  # whether DDP will reduce in the next backward
         self._hook: RemovableHandle | None = None
-        _route_no_sync(ddp, no_sync)
+        route(ddp, "no_sync", no_sync)
 
     def close(self) -> None:
         """Remove the hook of `follow`."""
@@ -180,12 +180,3 @@ class DdpReducer:
         # Inside `Join`, a process that has run out of batches follows the others without a forward.
         if not self._ddp._join_config.enable:
             pass_together()
-
-
-def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
-    own = type(model).no_sync
-
-    def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
-        return no_sync() if this is model else own(this)  # `this` may be a deep copy of the model
-
-    model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]

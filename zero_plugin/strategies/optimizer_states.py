@@ -418,23 +418,23 @@ def _refuse_unequal(names: Sequence[str], given: GivenStates) -> None:
     first = names[0]
     for name in names[1:]:
         here, there = given.keys_of(first), given.keys_of(name)
+        numbers, others = given.scalars.get(first, {}), given.scalars.get(name, {})
+        unequal = [kind for kind in numbers if here == there and numbers[kind] != others[kind]]
         if here != there:
             lacks, has, kinds = (name, first, here - there) if here - there else (first, name, there - here)
-            what = "no state" if not given.keys_of(lacks) else f"no {', '.join(sorted(kinds))}"
-            raise _unequal(f"{lacks} has {what}, and {has} of the same parameter group has {', '.join(sorted(kinds))}")
-        numbers, others = given.scalars.get(first, {}), given.scalars.get(name, {})
-        for kind, number in numbers.items():
-            if number != others[kind]:
-                raise _unequal(
-                    f"{kind!r} is {number:g} for {first} and {others[kind]:g} for {name} of the same parameter group"
-                )
-
-
-def _unequal(what: str) -> LoopError:
-    return LoopError(
-        f"prepare() got an optimizer with a state that ZeRO cannot continue from: {what}. ZeRO steps the parameters of "
-        f"a group as one tensor, with one state.\nGive such parameters groups of their own. {_ELSEWHERE}"
-    )
+            missing = ", ".join(sorted(kinds))
+            none = missing if given.keys_of(lacks) else "state"
+            what = f"{lacks} has no {none}, and {has} of the same parameter group has {missing}"
+        elif unequal:
+            values = f"{numbers[unequal[0]]:g} for {first} and {others[unequal[0]]:g} for {name}"
+            what = f"{unequal[0]!r} is {values} of the same parameter group"
+        else:
+            continue
+        raise LoopError(
+            f"prepare() got an optimizer with a state that ZeRO cannot continue from: {what}. ZeRO steps the "
+            "parameters of a group as one tensor, with one state.\nGive such parameters groups of their own. "
+            f"{_ELSEWHERE}"
+        )
 
 
 def _unfitting(name: str, what: str) -> LoopError:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
@@ -83,6 +83,17 @@ class BuildConfig:
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute has another value."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+@contextmanager
 def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
     """Context manager: transformers models constructed inside are partitioned (zero.Init); unpartitioned for None.
 
@@ -90,16 +101,13 @@ def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
     """
     from transformers.integrations import deepspeed as integration
 
-    before = integration._hf_deepspeed_config_weak_ref
-    if build is None:
-        integration.unset_hf_deepspeed_config()
-    else:
-        integration.set_hf_deepspeed_config(build)
-    try:
-        with nullcontext() if build is None else build.counted_by_gpu():
+    with replaced(integration, "_hf_deepspeed_config_weak_ref", None):
+        if build is None:
             yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = before
+            return
+        integration.set_hf_deepspeed_config(build)
+        with build.counted_by_gpu():
+            yield
 
 
 @contextmanager
@@ -182,7 +190,6 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         yield
         return
     plain_initialize = modeling.PreTrainedModel._initialize_weights
-    was_called = modeling._is_ds_init_called
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
         # A module's own function may also initialize the parameters of its direct children. Every process draws the
@@ -191,13 +198,12 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         with zero.GatheredParameters(reached, modifier_rank=0):
             plain_initialize(self, module, *args)
 
-    modeling.PreTrainedModel._initialize_weights = initialize
-    modeling._is_ds_init_called = True  # else from_config partitions by itself, and initializes on rank 0 alone
-    try:
+    with (
+        replaced(modeling.PreTrainedModel, "_initialize_weights", initialize),
+        # Else from_config partitions by itself, and initializes on rank 0 alone.
+        replaced(modeling, "_is_ds_init_called", True),
+    ):
         yield
-    finally:
-        modeling.PreTrainedModel._initialize_weights = plain_initialize
-        modeling._is_ds_init_called = was_called
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -262,8 +268,7 @@ def gathered_parameters(
         modifier_rank: the rank whose changes are kept; None if the parameters are only read.
         forward_of: the module in whose forward this is called, or None.
     """
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    context: AbstractContextManager[Any] = zero.GatheredParameters(partitioned, modifier_rank, forward_of)
+    context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank, forward_of)
     return context
 
 
@@ -289,15 +294,10 @@ def fetch_empty(engine: Any) -> None:
     coordinator.fetch_sub_module = fetch_with_empty
 
 
-@contextmanager
-def broadcasting_any_shape() -> Iterator[None]:
+def broadcasting_any_shape() -> AbstractContextManager[None]:
     """Inside, a new engine can broadcast parameters of any shape and memory format, which become contiguous."""
-    own = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = _wrapped(own, lambda engine: engine.module.parameters())
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._broadcast_model = own
+    broadcast = _wrapped(DeepSpeedEngine._broadcast_model, lambda engine: engine.module.parameters())
+    return replaced(DeepSpeedEngine, "_broadcast_model", broadcast)
 
 
 @functools.cache  # once in a process

@@ -318,7 +318,9 @@ class WrittenWeights:
             self._before_change()
             self._is_written = False
             if self._has_master_weights:
-                follow_written_weights(self._engine)
+                # A weight that equals its rounded master weight was not written: that one keeps its precision.
+                for _, master, weight in self._master_weights_and_weights():
+                    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
             else:
                 self.copy_to_master_weights()
 
@@ -339,7 +341,9 @@ class WrittenWeights:
             return
         if not self._has_master_weights or self._is_partitioned:  # at stage 3 p.data is empty
             return
-        if lost := find_written_weights(self._engine):
+        # After a step every weight equals its rounded master weight.
+        pairs = self._master_weights_and_weights()
+        if lost := [name for name, master, weight in pairs if not torch.equal(master.to(weight.dtype), weight)]:
             self._has_warned = True
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
@@ -352,31 +356,14 @@ class WrittenWeights:
         self._before_change()
         self._are_rounded = False  # until the next step
 
-
-def follow_written_weights(engine: Any) -> None:
-    """Copy the weights that a script has written to the master weights, and no others.
-
-    If a weight equals its rounded master weight, it was not written, and the master weight keeps its precision.
-    """
-    for _, master, weight in _pairs_of_master_and_weight(engine):
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-
-
-def find_written_weights(engine: Any) -> list[str]:
-    """The names of weights that differ from this process's rounded master weights, which they equal after a step."""
-    beside = _pairs_of_master_and_weight(engine)
-    return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
-
-
-def _pairs_of_master_and_weight(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, flat master weights and flat weights of each piece of this process, both on the master weights' device."""
-    parameters: dict[str, Any] = dict(engine.module.named_parameters())
-    for piece in engine_pieces(engine):
-        parameter = parameters[piece.name]
-        is_partitioned = hasattr(parameter, "ds_id")
-        start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
-        master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
-        yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
+    def _master_weights_and_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, flat master weights and flat weights of each piece of this process, both on the former's device."""
+        parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
+        for piece in engine_pieces(self._engine):
+            parameter = parameters[piece.name]
+            start, values = (0, parameter.ds_tensor) if self._is_partitioned else (piece.start, parameter)
+            master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
+            yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
 
 
 def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
+from zero_plugin.strategies.deepspeed import script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, first_nonfinite, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import (
@@ -33,29 +34,6 @@ from zero_plugin.strategies.deepspeed.partitioned_models import (
     refuse_engine_copy,
     refuse_forwards,
     whole_weights,
-)
-from zero_plugin.strategies.deepspeed.script_changes import (
-    GradientWatch,
-    WrittenWeights,
-    explain_empty_weights,
-    explain_sparse_gradients,
-    names_with_hooks,
-    refuse_engine_backward,
-    refuse_engine_step,
-    refuse_frozen,
-    refuse_hooks_on_sums,
-    runs_forward,
-    second_backward,
-)
-from zero_plugin.strategies.deepspeed.states import (
-    engine_blocks,
-    engine_pieces,
-    engine_weights,
-    fetched_weights,
-    gather_persistent,
-    loading_into_engine,
-    refuse_unreachable,
-    release_gathered,
 )
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
@@ -109,11 +87,11 @@ class EngineSession(Session):
         steps_by_grad = stage == 0 or not (
             stage > 1 or getattr(wrapper, "overlap_comm", False) or getattr(wrapper, "use_grad_accum_attribute", True)
         )
-        self._hooked = [] if steps_by_grad else names_with_hooks(self.module)
-        self._watch = GradientWatch(
+        self._hooked = [] if steps_by_grad else script_changes.names_with_hooks(self.module)
+        self._watch = script_changes.GradientWatch(
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
-        self._written = WrittenWeights(engine, self._trained, self._await_copy)
+        self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
@@ -164,34 +142,34 @@ class EngineSession(Session):
         if self._scale is not None:
             # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
             # they are halved. The session moves it after the step, on every stage alike.
-            engine.optimizer._update_scale = _keep_scale
-        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
+            engine.optimizer._update_scale = lambda *_: None
+        engine.backward, engine.step = script_changes.refuse_engine_backward, script_changes.refuse_engine_step
         engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 
-    def load_given_states(self, states: GivenStates) -> None:
+    def load_given_states(self, given: GivenStates) -> None:
         """Load the states that the optimizer had before it was partitioned. Collective.
 
         Raises:
             CheckpointError: the engine's states are not accessible by parameter name.
             LoopError: a flat partition cannot have these states.
         """
-        refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
+        states.refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
         with self.loading():
-            fill_states(self.blocks(changing=True), states)
+            fill_states(self.blocks(changing=True), given)
 
     def explain(self, error: BaseException) -> LoopError | None:
         partitioned = self.engine.zero_optimization_partition_weights()
-        if partitioned and (explained := explain_empty_weights(error, self.module)) is not None:
+        if partitioned and (explained := script_changes.explain_empty_weights(error, self.module)) is not None:
             return explained
         if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
-        return explain_sparse_gradients(error, self.module)
+        return script_changes.explain_sparse_gradients(error, self.module)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
         if not is_first:
-            refuse_hooks_on_sums(self.module, self._hooked)
+            script_changes.refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
         self._gradients.before_backward(is_first=is_first)
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
@@ -292,7 +270,7 @@ class EngineSession(Session):
 
     def complete_gradients(self) -> Measured:
         self._watch.refuse_lost(has_gradients=True)
-        refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
+        script_changes.refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
         self._watch.warn_of_changed()
         pass_together()
         with self._thawed():
@@ -352,24 +330,24 @@ class EngineSession(Session):
         yield from _gathered(batch)
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        refuse_unreachable(self.engine)
-        return engine_weights(self.engine)
+        states.refuse_unreachable(self.engine)
+        return states.engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        refuse_unreachable(self.engine)
+        states.refuse_unreachable(self.engine)
         self._written.follow()
-        return engine_pieces(self.engine)
+        return states.engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
         self._written.follow()
-        return engine_blocks(self.engine, changing=changing)
+        return states.engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
-        return fetched_weights(self.engine, fragments, changing=changing)
+        return states.fetched_weights(self.engine, fragments, changing=changing)
 
     def loading(self) -> AbstractContextManager[None]:
         self._written.follow()  # now: at the next step it would overwrite what is loaded
-        return loading_into_engine(self.engine)
+        return states.loading_into_engine(self.engine)
 
     def update_master_weights(self) -> None:
         self._written.copy_to_master_weights()
@@ -401,10 +379,10 @@ class EngineSession(Session):
         for undo in self._undo:
             undo()
         release_failed_backward()
-        states = self.optimizer.state if self.optimizer is not None else {}
-        named = {key: states.pop(key) for key in list(states) if not isinstance(states[key], Mapping)}
+        held = self.optimizer.state if self.optimizer is not None else {}
+        named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
         self.engine.destroy()  # which takes all that is in there for the states of tensors
-        states.update(named)
+        held.update(named)
         forget_module(self.module)
         if self._partitioned:
             refuse_forwards(self.module)
@@ -428,8 +406,8 @@ class EngineSession(Session):
         if torch.is_inference_mode_enabled():
             return
         if any(p.is_inference() and p.ds_status is not ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
-            release_gathered(self.engine)
-            gather_persistent(self.engine)
+            states.release_gathered(self.engine)
+            states.gather_persistent(self.engine)
 
     def _await_copy(self) -> None:
         if self.before_change is not None:
@@ -467,7 +445,7 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
-            raise second_backward(self.module)
+            raise script_changes.second_backward(self.module)
         return gradient
 
     def _watch_fetches(self) -> None:
@@ -491,7 +469,7 @@ class EngineSession(Session):
         self._undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
 
     def _refuse_unopened(self, *_: Tensor) -> None:
-        if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):
+        if not self.engine.__dict__["_running_engine_backward"] and not script_changes.runs_forward(self.engine):
             if self.on_failure is not None:
                 self.on_failure()
             raise LoopError(DIRECT_BACKWARD)
@@ -505,14 +483,9 @@ class EngineSession(Session):
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    partitioned = [tensor for _, tensor in batch if hasattr(tensor, "ds_id")]
-    with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+    with zero.GatheredParameters([tensor for _, tensor in batch]):
         for name, tensor in batch:
             yield name, tensor.detach()
-
-
-def _keep_scale(*_: Any) -> None:
-    """In place of the method that moves an engine's loss scale."""
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:

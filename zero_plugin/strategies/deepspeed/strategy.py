@@ -47,48 +47,19 @@ from zero_plugin.strategies.deepspeed.partitioned_models import (
     is_pretrained,
     partition_any_shape,
     partition_when_built,
+    replaced,
 )
 from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
-from zero_plugin.strategies.precision import LossScale, cast_buffers, compute_in
+from zero_plugin.strategies.precision import LossScale, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
 from zero_plugin.tensors.wrappers import compile_in_place
 
 _log = logging.getLogger(__name__)
-
-
-def unused_handlers(handlers: Handlers) -> list[str]:
-    """Lines about the script's arguments of torch's own objects that have no effect with an engine.
-
-    Raises:
-        ConfigError: an argument would change the training, and an engine does not support it.
-    """
-    problems, lines = [], []
-    if (ddp := handlers.ddp) is not None:
-        hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
-        if hooks:
-            where, fix = "DistributedDataParallelKwargs(comm_hook=…)", "Write communication_data_type: fp16 or bf16."
-            problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
-        elif ddp.to_kwargs():
-            lines.append(
-                f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): has no effect: ZeRO does not use DDP"
-            )
-    if (scaler := handlers.scaler) is not None:
-        for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
-            if scaler.enabled and getattr(scaler, name) != fixed:
-                where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
-                problems.append(Problem(where, "", f"DeepSpeed only supports {fixed}", "Leave it out."))
-    if handlers.autocast is not None and handlers.autocast.to_kwargs():
-        lines.append(
-            "AutocastKwargs: has no effect, since ZeRO does not use autocast: the weights are in the 16-bit dtype"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return lines
 
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,7 +87,31 @@ class DeepSpeedStrategy(Strategy):
     def accept(self, handlers: Handlers) -> list[str]:
         """See `Strategy.accept`: there is no DDP and no autocast, and the loss scale is only doubled and halved."""
         super().accept(handlers)
-        return unused_handlers(handlers)
+        problems, lines = [], []
+        if (ddp := handlers.ddp) is not None:
+            hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
+            if hooks:
+                where, fix = (
+                    "DistributedDataParallelKwargs(comm_hook=…)",
+                    "Write communication_data_type: fp16 or bf16.",
+                )
+                problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
+            elif ddp.to_kwargs():
+                lines.append(
+                    f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): has no effect: ZeRO does not use DDP"
+                )
+        if (scaler := handlers.scaler) is not None:
+            for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+                if scaler.enabled and getattr(scaler, name) != fixed:
+                    where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
+                    problems.append(Problem(where, "", f"DeepSpeed only supports {fixed}", "Leave it out."))
+        if handlers.autocast is not None and handlers.autocast.to_kwargs():
+            lines.append(
+                "AutocastKwargs: has no effect, since ZeRO does not use autocast: the weights are in the 16-bit dtype"
+            )
+        if problems:
+            raise ConfigError(problems)
+        return lines
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:
         stage: Literal[0, 1, 2, 3] = resolved.zero_stage  # type: ignore[assignment]  # it has no other
@@ -253,8 +248,7 @@ class DeepSpeedStrategy(Strategy):
         return partitions_to_fill(module, names)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-        return gathered_parameters(partitioned, modifier_rank=0, forward_of=None) if partitioned else nullcontext()
+        return gathered_parameters(tensors, modifier_rank=0, forward_of=None)
 
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
@@ -290,7 +284,9 @@ class DeepSpeedStrategy(Strategy):
         if request.is_placed:
             module.to(processes.device)
         if (dtype := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
-            cast_buffers(module, _DTYPES[dtype])
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(_DTYPES[dtype])
         compute_in(module, _DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
@@ -378,16 +374,11 @@ def _is_not_of_untested(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-@contextmanager
-def _quiet_construction() -> Iterator[None]:
+def _quiet_construction() -> AbstractContextManager[None]:
     """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
-    own = bf16_optimizer.see_memory_usage
-    if "ZERO_PLUGIN_DEBUG" not in os.environ:
-        bf16_optimizer.see_memory_usage = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        bf16_optimizer.see_memory_usage = own
+    if "ZERO_PLUGIN_DEBUG" in os.environ:
+        return nullcontext()
+    return replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
 
 
 def _undo_first_step(engine: Any) -> None:
