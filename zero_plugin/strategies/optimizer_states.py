@@ -187,10 +187,7 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
         Which numbers are not those of the checkpoint.
     """
     changed: list[str] = []
-    joined: dict[int, list[OptimizedPiece]] = {}
-    for piece in pieces:
-        joined.setdefault(id(piece.stepped), []).append(piece)
-    for together in joined.values():
+    for together in _by_stepped(pieces):
         stepped, optimizer = together[0].stepped, together[0].optimizer
         present = optimizer.state.pop(stepped, {})
         shapes = {key: found for piece in together for key, found in stored.get(piece.name, {}).items()}
@@ -220,6 +217,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
                 state[key] = value
         optimizer.state[stepped] = state
     return changed
+
+
+def _by_stepped(pieces: Iterable[OptimizedPiece]) -> Iterable[list[OptimizedPiece]]:
+    """Lists of the pieces that are in one tensor which the optimizer steps."""
+    joined: dict[int, list[OptimizedPiece]] = {}
+    for piece in pieces:
+        joined.setdefault(id(piece.stepped), []).append(piece)
+    return joined.values()
 
 
 def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:
@@ -383,11 +388,8 @@ def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> N
     }
     with torch.no_grad():
         for pieces in blocks:
-            joined: dict[int, list[str]] = {}
-            for piece in pieces:
-                joined.setdefault(id(piece.stepped), []).append(piece.name)
-            for together in joined.values():
-                _refuse_unequal(together, given)
+            for together in _by_stepped(pieces):
+                _refuse_unequal([piece.name for piece in together], given)
             create_states(pieces, shapes, given.scalars)
             for fragment in state_fragments(pieces):
                 source, values = given.tensors[fragment.name][fragment.kind], fragment.values

@@ -135,12 +135,10 @@ def engine_pieces(engine: Any) -> list[OptimizedPiece]:
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         return list(_stage3_pieces(wrapper, names))
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        groups = zip(
-            wrapper.bit16_groups, wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups, strict=True
-        )
+        groups = wrapper.bit16_groups, wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups
         return list(_flat_pieces(wrapper, groups, names))
     if isinstance(wrapper, BF16_Optimizer):
-        groups = zip(wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True)
+        groups = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
         return list(_flat_pieces(wrapper, groups, names))
     if isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer):
         return list(_replicated_pieces(wrapper, names))
@@ -240,7 +238,7 @@ def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
     """Stages 1 and 2: each process steps its partition of a flat buffer with the parameters of a group in any order."""
-    for index, (parameters, flat, part) in enumerate(groups):
+    for index, (parameters, flat, part) in enumerate(zip(*groups, strict=True)):
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
         for p in parameters:
             begin = _offset_in(flat, p)

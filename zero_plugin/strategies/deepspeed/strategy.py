@@ -91,15 +91,11 @@ class DeepSpeedStrategy(Strategy):
         if (ddp := handlers.ddp) is not None:
             hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
             if hooks:
-                where, fix = (
-                    "DistributedDataParallelKwargs(comm_hook=…)",
-                    "Write communication_data_type: fp16 or bf16.",
-                )
-                problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
-            elif ddp.to_kwargs():
-                lines.append(
-                    f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): has no effect: ZeRO does not use DDP"
-                )
+                where = "DistributedDataParallelKwargs(comm_hook=…)"
+                message = f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP"
+                problems.append(Problem(where, "", message, "Write communication_data_type: fp16 or bf16."))
+            elif given := ", ".join(ddp.to_kwargs()):
+                lines.append(f"DistributedDataParallelKwargs({given}): has no effect: ZeRO does not use DDP")
         if (scaler := handlers.scaler) is not None:
             for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
                 if scaler.enabled and getattr(scaler, name) != fixed:
