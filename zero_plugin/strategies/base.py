@@ -387,7 +387,7 @@ class Session(ABC):
 
 
 class Strategy(ABC):
-    """Builds sessions for one kind of distributed training, if it can run on this machine.
+    """Builds sessions for one kind of distributed training.
 
     Attributes:
         distributed_type: its name in Accelerate.
