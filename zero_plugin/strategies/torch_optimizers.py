@@ -91,7 +91,8 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
         _refuse("optimizer.type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
     build: Callable[..., Optimizer]
     if kind in ("adam", "adamw", "lion", "adagrad"):
-        build = {"lion": Lion, "adagrad": torch.optim.Adagrad}.get(kind) or _adam_class(kind, arguments)
+        others: dict[str, Callable[..., Optimizer]] = {"lion": Lion, "adagrad": torch.optim.Adagrad}
+        build = others[kind] if kind in others else _adam_class(kind, arguments)
         _drop_state_precision(arguments, groups)
     else:
         named = getattr(torch.optim, section.type, None)

@@ -108,9 +108,8 @@ class TorchSession(Session):
         watched: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
         refuse = weakly(self._refuse_direct)
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]
-        self._frozen = [
-            p for p in self._trained_parameters() if not p.requires_grad
-        ]  # whose gradients cannot have hooks
+        # Their gradients cannot have hooks.
+        self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
 
     def explain(self, error: BaseException) -> LoopError | None:
         if self._reducer is None or "SparseTensorImpl" not in str(error):

@@ -83,6 +83,21 @@ class EngineGradients(ABC):
     def held(self, parameter: nn.Parameter) -> Tensor | None:
         """This process's part of the parameter's finalized gradient, or None."""
 
+    def first_nonfinite(self) -> str | None:
+        """The name of the first parameter with a gradient that is not finite, before the step, or None.
+
+        Each process checks its partitions; one collective for all parameters.
+        """
+        named = list(self._engine.module.named_parameters())
+        found = torch.zeros(len(named), dtype=torch.int32, device=self._engine.device)
+        for index, (_, parameter) in enumerate(named):
+            gradient = self.held(parameter)
+            if gradient is not None:
+                found[index] = ~torch.isfinite(gradient).all()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        indices = found.nonzero().flatten().tolist()
+        return str(named[indices[0]][0]) if indices else None
+
     def set_clipping(self, max_norm: float) -> None:
         """Clip the next steps at `max_norm`; 0 for no clipping."""
         self._wrapper.clip_grad = max_norm
@@ -456,22 +471,6 @@ class Stage3Gradients(EngineGradients):
             partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             for ds_id in self._own.keys() - seen:
                 partitions[ds_id].zero_()
-
-
-def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
-    """The name of the first parameter with a gradient that is not finite, before the step, or None.
-
-    Each process checks its partitions; one collective for all parameters.
-    """
-    named = list(engine.module.named_parameters())
-    found = torch.zeros(len(named), dtype=torch.int32, device=engine.device)
-    for index, (_, parameter) in enumerate(named):
-        gradient = gradients.held(parameter)
-        if gradient is not None:
-            found[index] = ~torch.isfinite(gradient).all()
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    indices = found.nonzero().flatten().tolist()
-    return str(named[indices[0]][0]) if indices else None
 
 
 # Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of

@@ -26,7 +26,7 @@ from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
 from zero_plugin.strategies.deepspeed import script_changes, states
-from zero_plugin.strategies.deepspeed.gradients import engine_gradients, first_nonfinite, preceded
+from zero_plugin.strategies.deepspeed.gradients import engine_gradients, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import (
     PartitionedStates,
@@ -308,7 +308,7 @@ class EngineSession(Session):
         self._watch.refuse_lost(has_gradients=False)
 
     def first_nonfinite(self) -> str | None:
-        return first_nonfinite(self.engine, self._gradients)
+        return self._gradients.first_nonfinite()
 
     def drop_gradients(self, *, failed: bool) -> None:
         self._watch.warn_of_perturbed()

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import deepspeed
@@ -384,11 +385,10 @@ def _undo_first_step(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     wrapper.optimizer.state.clear()
+    if hasattr(wrapper, "fp32_groups_flat"):
+        both = wrapper.fp32_groups_flat, wrapper.fp16_groups_flat
+    else:
+        both = chain(*wrapper.fp32_groups), chain(*wrapper.fp16_groups)
     with torch.no_grad():
-        if hasattr(wrapper, "fp32_groups_flat"):
-            for master, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups_flat, strict=True):
-                master.copy_(weights)
-        else:
-            for master_weights, group in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(master_weights, group, strict=True):
-                    master.copy_(weight)
+        for master, weight in zip(*both, strict=True):
+            master.copy_(weight)
