@@ -224,9 +224,13 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        _set_up_deepspeed(self._processes, self._document.deepspeed)
-        with partition_when_built(BuildConfig(self._document, self._processes)):
+        with partition_when_built(self._build_config()):
             yield
+
+    def _build_config(self) -> BuildConfig:
+        """Set up DeepSpeed, for models that are constructed before `prepare`, and return how to partition them."""
+        _set_up_deepspeed(self._processes, self._document.deepspeed)
+        return BuildConfig(self._document, self._processes)
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
         """See `Strategy.allocate`: at stage 3 this process's partitions; below it, in the dtype of the training."""
@@ -236,8 +240,7 @@ class DeepSpeedStrategy(Strategy):
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allocate_unpartitioned(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
-            _set_up_deepspeed(self._processes, self._document.deepspeed)
-            allocate_partitions(module, BuildConfig(self._document, self._processes))
+            allocate_partitions(module, self._build_config())
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
@@ -265,8 +268,8 @@ class DeepSpeedStrategy(Strategy):
         integration = sys.modules.get("transformers.integrations.deepspeed")
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
-        _set_up_deepspeed(self._processes, self._document.deepspeed)
-        return building_pretrained(BuildConfig(self._document, self._processes) if partitions else None)
+        build = self._build_config()
+        return building_pretrained(build if partitions else None)
 
     @property
     def partitions_parameters(self) -> bool:
