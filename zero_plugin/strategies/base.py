@@ -126,7 +126,7 @@ class Session(ABC):
     last_norm: Tensor | float | None = None
     _scale: LossScale | None = None  # under fp16
 
-    @property
+    @functools.cached_property
     def most_skips(self) -> int:
         """The number of skipped steps in a row after which the run stops."""
         return DEFAULT_MOST_SKIPS if self._scale is None else self._scale.most_skips
