@@ -206,12 +206,6 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         yield
 
 
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a transformers model, without importing transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
-
-
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
     """Adapt `generate` and `save_pretrained`, of the model and of inner models, to partitioned weights.
 

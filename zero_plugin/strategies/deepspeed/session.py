@@ -25,16 +25,9 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
-from zero_plugin.strategies.deepspeed import script_changes, states
+from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
-from zero_plugin.strategies.deepspeed.partitioned_models import (
-    PartitionedStates,
-    fetch_empty,
-    refuse_engine_copy,
-    refuse_forwards,
-    whole_weights,
-)
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import LossScale, Measured, compute_in
@@ -104,7 +97,7 @@ class EngineSession(Session):
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
-        self._state_dicts: PartitionedStates | None = None
+        self._state_dicts: partitioned_models.PartitionedStates | None = None
         if engine.zero_optimization_partition_weights():
             self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -113,7 +106,7 @@ class EngineSession(Session):
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
         fix_swapping(engine)
-        fetch_empty(engine)
+        partitioned_models.fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
@@ -144,7 +137,7 @@ class EngineSession(Session):
             # they are halved. The session moves it after the step, on every stage alike.
             engine.optimizer._update_scale = lambda *_: None
         engine.backward, engine.step = script_changes.refuse_engine_backward, script_changes.refuse_engine_step
-        engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
+        engine.__deepcopy__ = functools.partial(partitioned_models.refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 
@@ -355,7 +348,7 @@ class EngineSession(Session):
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         self._written.follow()  # earlier writes; at stage 3 they were into empty tensors
-        with whole_weights(self.module):
+        with partitioned_models.whole_weights(self.module):
             yield
         self._written.note()
 
@@ -385,7 +378,7 @@ class EngineSession(Session):
         held.update(named)
         forget_module(self.module)
         if self._partitioned:
-            refuse_forwards(self.module)
+            partitioned_models.refuse_forwards(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
         self.model = self.module
@@ -450,7 +443,7 @@ class EngineSession(Session):
 
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
-        self._state_dicts = PartitionedStates(self.module)
+        self._state_dicts = partitioned_models.PartitionedStates(self.module)
         self._undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
         self._undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)

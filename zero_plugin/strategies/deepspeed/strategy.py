@@ -35,21 +35,10 @@ from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
-from zero_plugin.strategies.deepspeed.partitioned_models import (
-    BuildConfig,
-    adapt_pretrained_methods,
-    allocate_partitions,
-    broadcasting_any_shape,
-    building_pretrained,
-    gathered_parameters,
-    is_pretrained,
-    partition_any_shape,
-    partition_when_built,
-    replaced,
-)
 from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
@@ -57,7 +46,7 @@ from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
 from zero_plugin.strategies.precision import LossScale, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
+from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, as_pretrained
 from zero_plugin.tensors.wrappers import compile_in_place
 
 _log = logging.getLogger(__name__)
@@ -198,7 +187,7 @@ class DeepSpeedStrategy(Strategy):
             showing_refusals(),
             warnings.catch_warnings(),
             self._processes.counted_by_gpu(),
-            broadcasting_any_shape(),
+            partitioned_models.broadcasting_any_shape(),
             _quiet_construction(),
         ):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -224,13 +213,13 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        with partition_when_built(self._build_config()):
+        with partitioned_models.partition_when_built(self._build_config()):
             yield
 
-    def _build_config(self) -> BuildConfig:
+    def _build_config(self) -> partitioned_models.BuildConfig:
         """Set up DeepSpeed, for models that are constructed before `prepare`, and return how to partition them."""
         _set_up_deepspeed(self._processes, self._document.deepspeed)
-        return BuildConfig(self._document, self._processes)
+        return partitioned_models.BuildConfig(self._document, self._processes)
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
         """See `Strategy.allocate`: at stage 3 this process's partitions; below it, in the dtype of the training."""
@@ -240,7 +229,7 @@ class DeepSpeedStrategy(Strategy):
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allocate_unpartitioned(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
-            allocate_partitions(module, self._build_config())
+            partitioned_models.allocate_partitions(module, self._build_config())
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
@@ -248,7 +237,7 @@ class DeepSpeedStrategy(Strategy):
         return partitions_to_fill(module, names)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-        return gathered_parameters(tensors, modifier_rank=0, forward_of=None)
+        return partitioned_models.gathered_parameters(tensors, modifier_rank=0, forward_of=None)
 
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
@@ -269,7 +258,7 @@ class DeepSpeedStrategy(Strategy):
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
         build = self._build_config()
-        return building_pretrained(build if partitions else None)
+        return partitioned_models.building_pretrained(build if partitions else None)
 
     @property
     def partitions_parameters(self) -> bool:
@@ -296,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
         """Partition parameters that are not partitioned yet, and adapt the methods of transformers models."""
         model = request.model
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
-            if is_pretrained(model) and self._settings.zero3_init_flag is not False:
+            if as_pretrained(model) is not None and self._settings.zero3_init_flag is not False:
                 _log.info(
                     f"the {type(model).__name__} was built unpartitioned in every process, then partitioned; import "
                     "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
@@ -307,7 +296,7 @@ class DeepSpeedStrategy(Strategy):
             # are already partitioned, `initialize` partitions the others in the same way.
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=config)
-        adapt_pretrained_methods(model, self._processes)
+        partitioned_models.adapt_pretrained_methods(model, self._processes)
 
     def _tie_experts(self, request: SessionRequest) -> None:
         """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
@@ -366,7 +355,7 @@ def _set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
         compatible.update(own)
-    partition_any_shape()
+    partitioned_models.partition_any_shape()
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
@@ -378,7 +367,7 @@ def _quiet_construction() -> AbstractContextManager[None]:
     """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
     if "ZERO_PLUGIN_DEBUG" in os.environ:
         return nullcontext()
-    return replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
+    return partitioned_models.replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
 
 
 def _undo_first_step(engine: Any) -> None:
