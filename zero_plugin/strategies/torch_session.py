@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from zero_plugin.strategies.base import (
     release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
-from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf, weakly
+from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf
 from zero_plugin.strategies.precision import (
     FoundInf,
     LossScale,
@@ -105,9 +106,9 @@ class TorchSession(Session):
         """Add the optimizer to a session that was built without one."""
         self.optimizer = optimizer
         self._guard = StepGuard([optimizer])
-        watched: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
-        refuse = weakly(self._refuse_direct)
-        self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]
+        refuse = _refuse_direct(weakref.ref(self))
+        watched = [p for p in self.module.parameters() if p.requires_grad]
+        self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
         # Their gradients cannot have hooks.
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
 
@@ -331,9 +332,18 @@ class TorchSession(Session):
         assert self.optimizer is not None
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _refuse_direct(self, _: Tensor) -> None:
-        """Raise if a gradient is computed outside of the session's backward."""
-        if not self._is_open:
-            if self.on_failure is not None:  # some of these gradients are already accumulated
-                self.on_failure()
+
+def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
+    """A hook that raises if a gradient is computed outside of the session's backward; it holds a weak reference.
+
+    It runs for each parameter in each backward, so it is one function.
+    """
+
+    def refuse(_: Tensor) -> None:
+        session = reference()
+        if session is not None and not session._is_open:
+            if session.on_failure is not None:  # some of these gradients are already accumulated
+                session.on_failure()
             raise LoopError(DIRECT_BACKWARD)
+
+    return refuse
