@@ -4,7 +4,7 @@ ZeroPluginError
 ├── ConfigError         what the user wrote in a file, a flag or code cannot run; lists every problem found
 ├── LaunchError         the launcher could not start or keep the workers
 ├── MachineError        this machine lacks something the run needs (a compiler, libaio, a stale build lock)
-├── StrategyError       no strategy, or not the requested one, can run here
+├── StrategyError       the requested strategy cannot run here
 ├── LoopError           the training loop calls the layer in an order that has no meaning
 └── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
     └── DamagedError    it is damaged: what was read differs from what was written
@@ -122,7 +122,7 @@ class MachineError(ZeroPluginError):
 
 
 class StrategyError(ZeroPluginError):
-    """No strategy can run here; the message holds each strategy's refusal."""
+    """The requested strategy cannot run here; the message says why."""
 
 
 class LoopError(ZeroPluginError):

@@ -19,11 +19,12 @@ from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.handlers import AutocastKwargs, Handlers
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
+from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
-from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.precision import FoundInf, Measured
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
+from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, FoundInf, LossScale, Measured
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, persistent_tensors, unpartitioned_fragment
 
 DIRECT_BACKWARD = (
@@ -91,7 +92,6 @@ class Session(ABC):
         model: the prepared model, which the loop calls.
         module: the user's own module inside it.
         optimizer: the torch optimizer that runs; None for a model that is not trained.
-        most_skips: the number of skipped steps in a row after which the run stops.
         last_norm: the norm of the last step's gradients before clipping, if it was computed.
         unpartitioned_gradients: whether `p.grad` of the user's own parameters holds the complete gradient of the step,
             as in plain torch; False where gradients are partitioned.
@@ -123,8 +123,18 @@ class Session(ABC):
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer | None
-    most_skips: int
     last_norm: Tensor | float | None = None
+    _scale: LossScale | None = None  # under fp16
+
+    @functools.cached_property
+    def most_skips(self) -> int:
+        """The number of skipped steps in a row after which the run stops."""
+        return DEFAULT_MOST_SKIPS if self._scale is None else self._scale.most_skips
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss under fp16; 1.0 otherwise."""
+        return 1.0 if self._scale is None else self._scale.value
 
     def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
         """A clearer error to raise in place of `error` in a backward or a step; None to raise that one."""
@@ -168,17 +178,16 @@ class Session(ABC):
             Whether it has left gradients, or may have.
         """
 
-    @abstractmethod
-    def refuse_foreign_gradients(self) -> None:
+    def refuse_foreign_gradients(self) -> None:  # noqa: B027 - an engine's step refuses them
         """Check before the first backward of a window that there are no gradients.
 
         Raises:
             LoopError: there are gradients, which this session did not compute.
         """
 
-    @abstractmethod
     def drop_applied(self) -> bool | None:
         """Drop the gradients of the last step; whether there were any, or None if the step itself has cleared them."""
+        return None
 
     @abstractmethod
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -194,13 +203,12 @@ class Session(ABC):
             complete: whether there are complete ones.
         """
 
-    @abstractmethod
-    def follow_window(self, ends_window: Callable[[], bool]) -> None:
+    def follow_window(self, ends_window: Callable[[], bool]) -> None:  # noqa: B027 - only DDP needs to know before
         """Before each forward, ask `ends_window` whether its backward is the last one of the window."""
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """Make `zero_grad()` of the model call `zero_grad`, that of its optimizer."""
-        _route_zero_grad(self.model, zero_grad)
+        route(self.model, "zero_grad", lambda set_to_none=True: zero_grad())  # noqa: ARG005 - as torch's
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
@@ -271,41 +279,45 @@ class Session(ABC):
             failed: whether a backward or a step has failed, which may be unfinished.
         """
 
-    @abstractmethod
-    def drop_foreign_gradients(self, *, in_window: bool) -> None:
+    def drop_foreign_gradients(self, *, in_window: bool) -> None:  # noqa: B027 - an engine's step refuses them
         """Drop gradients that this session did not compute, or has applied, as `zero_grad` before a backward does.
 
         Args:
             in_window: whether the accumulation window does not end at this micro-batch.
         """
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backwards do not average gradients, where the strategy supports that."""
+        return nullcontext()
 
-    @abstractmethod
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The unpartitioned weights and buffers by name, one at a time, on every rank; collective.
 
         Args:
             only: the names of the tensors to yield, the same on all ranks; None for all.
         """
+        for name, tensor in persistent_tensors(self.module, only):
+            yield name, tensor.detach()
 
-    @abstractmethod
     def weight_fragments(self) -> Iterator[Fragment]:
         """This process's fragments of the parameters and buffers, of kind `weight`. Not collective.
 
         Raises:
             CheckpointError: they are not accessible by parameter name.
         """
+        rank, world_size = process_index(), num_processes()
+        for name, tensor in persistent_tensors(self.module):
+            yield unpartitioned_fragment(name, tensor, rank, world_size)
 
-    @abstractmethod
     def optimized_pieces(self) -> list[OptimizedPiece]:
         """The pieces of the trained parameters in the tensors that the optimizer steps; empty without an optimizer.
 
         Raises:
             CheckpointError: as for `weight_fragments`.
         """
+        if self.optimizer is None:
+            return []
+        return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:  # noqa: ARG002
         """The `optimized_pieces` in blocks; each block is in memory until the next one is requested.
@@ -324,12 +336,11 @@ class Session(ABC):
         """
         yield from fragments
 
-    @abstractmethod
     def loading(self) -> AbstractContextManager[None]:
         """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
+        return nullcontext()
 
-    @abstractmethod
-    def update_master_weights(self) -> None:
+    def update_master_weights(self) -> None:  # noqa: B027 - by default the weights themselves are stepped
         """Copy the module's weights, which were changed, to the fp32 master weights."""
 
     def whole_weights(self) -> AbstractContextManager[None]:
@@ -351,13 +362,14 @@ class Session(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def scale_state(self) -> dict[str, float]:
         """The state of the loss scale, see `LossScale.state`; empty if there is none."""
+        return {} if self._scale is None else self._scale.state()
 
-    @abstractmethod
     def restore_scale(self, state: Mapping[str, float]) -> None:
         """Restore a `scale_state`, if this session has a dynamic loss scale."""
+        if self._scale is not None and state:
+            self._scale.restore(state)
 
     def reduction_state(self) -> list[list[str]]:
         """The names of the parameters in each bucket of gradients; empty if the buckets are the same in every run.
@@ -369,18 +381,13 @@ class Session(ABC):
     def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - by default buckets never change
         """Sum gradients in the buckets of a `reduction_state`. Collective."""
 
-    @property
-    @abstractmethod
-    def loss_scale(self) -> float:
-        """The factor on the loss under fp16; 1.0 otherwise."""
-
     @abstractmethod
     def close(self) -> None:
         """Release hooks, engines and communication; the session cannot be used afterwards."""
 
 
 class Strategy(ABC):
-    """Builds sessions for one kind of distributed training, if it can run on this machine.
+    """Builds sessions for one kind of distributed training.
 
     Attributes:
         distributed_type: its name in Accelerate.
@@ -395,10 +402,6 @@ class Strategy(ABC):
     handlers = Handlers()
     optimizer_may_follow = False
     reads_engine_keys = False
-
-    @abstractmethod
-    def refuse(self) -> str | None:
-        """The reason why this strategy cannot run, or None if it can."""
 
     @abstractmethod
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
@@ -551,14 +554,12 @@ def release_failed_backward() -> None:
         torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
 
 
-def _route_zero_grad(model: nn.Module, zero_grad: Callable[[], None]) -> None:
-    own = type(model).zero_grad
+def route(model: nn.Module, name: str, call: Callable[..., Any]) -> None:
+    """Replace a method of a model by `call`; in a deep copy of the model it is that of its class."""
+    own = getattr(type(model), name)
 
     @functools.wraps(own)
-    def routed(this: nn.Module, set_to_none: bool = True) -> None:
-        if this is model:
-            zero_grad()
-        else:  # a copy
-            own(this, set_to_none)
+    def routed(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if this is model else own(this, *args, **kwargs)
 
-    model.zero_grad = MethodType(routed, model)  # type: ignore[method-assign]
+    setattr(model, name, MethodType(routed, model))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import MethodType
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,72 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
-
-_NUMBERED: Final = "_zero_plugin_numbered_names"
-
-
-def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
-    """The names of the parameters whose gradients DDP reduces, in the order of DDP's indices."""
-    found: list[str] | None = ddp.__dict__.get(_NUMBERED)
-    if found is None:
-        ignored = ddp.parameters_to_ignore
-        found = [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
-    return found
-
-
-def number_names(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Store `numbered_names` now, since a parameter that is frozen later keeps its index in DDP."""
-    ddp.__dict__[_NUMBERED] = numbered_names(ddp)
-
-
-def rebuilds_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether DDP rebuilds its buckets in the order in which gradients arrive."""
-    return ddp.static_graph or not ddp.find_unused_parameters
-
-
-def bucket_names(ddp: nn.parallel.DistributedDataParallel) -> list[list[str]]:
-    """The parameter names of each bucket, once DDP has rebuilt them in the order of gradients; empty before."""
-    ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr] # else the data is that of the start of the last forward
-    data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    buckets = str(data.get("rebuilt_per_bucket_param_indices", ""))  # e.g. "3 2, 1 0"
-    names = numbered_names(ddp)
-    return [[names[int(index)] for index in bucket.split()] for bucket in buckets.split(",") if bucket]
-
-
-def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[Sequence[str]]) -> bool:
-    """Reduce gradients in these buckets from the next backward on. Collective; not between a forward and its backward.
-
-    Returns:
-        False, with nothing changed, if the names are not those of this model or DDP does not rebuild its buckets.
-    """
-    names_now = numbered_names(ddp)
-    order = [name for bucket in buckets for name in bucket]
-    if not rebuilds_buckets(ddp) or sorted(order) != sorted(names_now):
-        return False
-    # DDP has no API to set buckets. Its reducer is built again with the parameters in the order in which gradients
-    # arrived in the saved run, and rebuilds its buckets in this order.
-    _build_reducer(ddp, order)
-    ddp.reducer._push_all_rebuilt_params()
-    ddp.reducer._rebuild_buckets()
-    return True
-
-
-def _build_reducer(ddp: nn.parallel.DistributedDataParallel, order: Sequence[str]) -> None:
-    """Build DDP's reducer again, as when a copy of DDP is unpickled, with its parameters in this order."""
-    parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    ddp.__dict__.pop(_NUMBERED, None)
-    numbers = {name: index for index, name in enumerate(numbered_names(ddp))}
-    order = [name for name in order if name in numbers]  # the others were frozen since
-    parameters = [parameters[numbers[name]] for name in order]
-    sparse = [sparse[numbers[name]] for name in order]
-    ddp.__dict__[_NUMBERED] = order
-    ddp.reducer._remove_autograd_hooks()
-    names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
-    for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
-    if ddp.static_graph:
-        ddp.reducer._set_static_graph()
+from zero_plugin.strategies.base import route
 
 
 class DdpReducer:
@@ -100,11 +34,12 @@ class DdpReducer:
     def __init__(self, ddp: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._ddp = ddp
         self._buckets: list[list[str]] = []  # from a checkpoint, until DDP has rebuilt its own
-        self._will_rebuild = rebuilds_buckets(ddp)  # whether DDP has yet to rebuild its buckets
-        number_names(ddp)
+        self._will_rebuild = self._rebuilds  # whether DDP has yet to rebuild its buckets
+        # The parameters in the order of DDP's indices: one that is frozen later keeps its index.
+        self._names = self._trained_names()
         self._is_ready = False  # whether DDP will reduce in the next backward
         self._hook: RemovableHandle | None = None
-        _route_no_sync(ddp, no_sync)
+        route(ddp, "no_sync", no_sync)
 
     def close(self) -> None:
         """Remove the hook of `follow`."""
@@ -148,13 +83,13 @@ class DdpReducer:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            raise LoopError(_unused_parameters(self._ddp, str(error))) from None
+            raise LoopError(self._describe_unused(str(error))) from None
 
     def average(self) -> None:
         """Average gradients that no backward has averaged: the window's last micro-batch had none. Collective."""
         self._count_pass()
         named = dict(self._ddp.module.named_parameters())
-        parameters = [named[name] for name in numbered_names(self._ddp)]
+        parameters = [named[name] for name in self._names]
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has_gradient = has_gradient.to(next(iter(parameters)).device)
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._ddp.process_group)
@@ -167,8 +102,8 @@ class DdpReducer:
     def reset(self) -> None:
         """Called after a failed backward, whose buckets may still be summed: the next one gets others."""
         self._is_ready = False
-        _build_reducer(self._ddp, numbered_names(self._ddp))
-        self._will_rebuild = rebuilds_buckets(self._ddp)
+        self._build(self._names)
+        self._will_rebuild = self._rebuilds
 
     def settle(self) -> None:
         """After a step, rebuild the buckets, which DDP would do in the next forward: a checkpoint needs the final ones.
@@ -180,37 +115,68 @@ class DdpReducer:
 
     def state(self) -> list[list[str]]:
         """The parameter names of each bucket, if known."""
-        return bucket_names(self._ddp) or self._buckets
+        # Else the data is that of the start of the last forward.
+        self._ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+        data: dict[str, Any] = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        rebuilt = str(data.get("rebuilt_per_bucket_param_indices", ""))  # e.g. "3 2, 1 0"
+        buckets = [[self._names[int(index)] for index in bucket.split()] for bucket in rebuilt.split(",") if bucket]
+        return buckets or self._buckets
 
     def restore(self, state: list[list[str]]) -> None:
-        """Use the buckets of a `state`. Collective."""
-        if state and arrange_buckets(self._ddp, state):
-            self._buckets, self._is_ready, self._will_rebuild = state, False, False
+        """Reduce gradients in the buckets of a `state` from the next backward on, if they have this model's parameters.
+
+        Collective; not between a forward and its backward.
+        """
+        order = [name for bucket in state for name in bucket]
+        if not state or not self._rebuilds or sorted(order) != sorted(self._names):
+            return
+        # DDP has no API to set buckets. Its reducer is built again with the parameters in the order in which gradients
+        # arrived in the saved run, and rebuilds its buckets in this order.
+        self._build(order)
+        self._ddp.reducer._push_all_rebuilt_params()
+        self._ddp.reducer._rebuild_buckets()
+        self._buckets, self._is_ready, self._will_rebuild = state, False, False
+
+    @property
+    def _rebuilds(self) -> bool:
+        """Whether DDP rebuilds its buckets in the order in which gradients arrive."""
+        return self._ddp.static_graph or not self._ddp.find_unused_parameters
+
+    def _trained_names(self) -> list[str]:
+        """The names of the parameters whose gradients DDP would reduce if it was built now, in the order of indices."""
+        ignored = self._ddp.parameters_to_ignore
+        return [name for name, p in self._ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+
+    def _build(self, order: Sequence[str]) -> None:
+        """Build DDP's reducer again, as when a copy of DDP is unpickled, with its parameters in this order."""
+        ddp = self._ddp
+        parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        numbers = {name: index for index, name in enumerate(self._trained_names())}
+        self._names = [name for name in order if name in numbers]  # the others were frozen since
+        parameters = [parameters[numbers[name]] for name in self._names]
+        sparse = [sparse[numbers[name]] for name in self._names]
+        ddp.reducer._remove_autograd_hooks()
+        names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
+        for hook, state in ddp._comm_hooks:
+            dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+        if ddp.static_graph:
+            ddp.reducer._set_static_graph()
+
+    def _describe_unused(self, message: str) -> str:
+        """The error for a backward after which DDP waits for more gradients; `message` is torch's own."""
+        names = self._names
+        numbers = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
+        found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
+        which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
+        return (
+            f"the loss of this backward() does not depend on {which} of the {type(self._ddp.module).__name__}: DDP "
+            "still waits for their gradients, and has not averaged all others over the processes.\n"
+            "If parameters are unused intentionally: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "find_unused_parameters=True)]). Otherwise freeze them before prepare(), or use all of them in the loss."
+        )
 
     def _count_pass(self) -> None:
         # Inside `Join`, a process that has run out of batches follows the others without a forward.
         if not self._ddp._join_config.enable:
             pass_together()
-
-
-def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
-    own = type(model).no_sync
-
-    def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
-        return no_sync() if this is model else own(this)  # `this` may be a deep copy of the model
-
-    model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
-
-
-def _unused_parameters(ddp: DistributedDataParallel, message: str) -> str:
-    """The error for a backward after which DDP waits for more gradients; `message` is torch's own."""
-    names = numbered_names(ddp)
-    numbers = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
-    found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
-    which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
-    return (
-        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP still "
-        "waits for their gradients, and has not averaged all others over the processes.\n"
-        "If parameters are unused intentionally: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-        "find_unused_parameters=True)]). Otherwise freeze them before prepare(), or use all of them in the loss."
-    )

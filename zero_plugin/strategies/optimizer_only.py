@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -137,6 +137,22 @@ def skips_by_found_inf(optimizer: Optimizer) -> bool:
     )
 
 
+def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls a function or method as long as that exists elsewhere.
+
+    It is for hooks that torch keeps in a global registry or in C++, where Python's GC cannot see them, or that a copy
+    of a module is copied with.
+    """
+    is_method = isinstance(call, types.MethodType)
+    reference: weakref.ref[Any] = weakref.WeakMethod(call) if is_method else weakref.ref(call)
+
+    def hook(*args: Any) -> Any:
+        held = reference()
+        return None if held is None else held(*args)
+
+    return hook
+
+
 class StepGuard:
     """Raises if an optimizer steps while `is_open` is False, since its gradients may be scaled or incomplete.
 
@@ -151,8 +167,7 @@ class StepGuard:
         self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
         self._partitioned = {id(p) for p in partitioned}
         if self._partitioned:
-            refuse = weakref.WeakMethod(self._refuse_others)  # torch's registry keeps the hook alive
-            hook = register_optimizer_step_pre_hook(lambda *called: (method := refuse()) and method(*called))
+            hook = register_optimizer_step_pre_hook(weakly(self._refuse_others))
             weakref.finalize(self, hook.remove).atexit = False
             self._hooks.append(hook)
 

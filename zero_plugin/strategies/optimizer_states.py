@@ -187,10 +187,7 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
         Which numbers are not those of the checkpoint.
     """
     changed: list[str] = []
-    joined: dict[int, list[OptimizedPiece]] = {}
-    for piece in pieces:
-        joined.setdefault(id(piece.stepped), []).append(piece)
-    for together in joined.values():
+    for together in _by_stepped(pieces):
         stepped, optimizer = together[0].stepped, together[0].optimizer
         present = optimizer.state.pop(stepped, {})
         shapes = {key: found for piece in together for key, found in stored.get(piece.name, {}).items()}
@@ -220,6 +217,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
                 state[key] = value
         optimizer.state[stepped] = state
     return changed
+
+
+def _by_stepped(pieces: Iterable[OptimizedPiece]) -> Iterable[list[OptimizedPiece]]:
+    """Lists of the pieces that are in one tensor which the optimizer steps."""
+    joined: dict[int, list[OptimizedPiece]] = {}
+    for piece in pieces:
+        joined.setdefault(id(piece.stepped), []).append(piece)
+    return joined.values()
 
 
 def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:
@@ -383,11 +388,8 @@ def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> N
     }
     with torch.no_grad():
         for pieces in blocks:
-            joined: dict[int, list[str]] = {}
-            for piece in pieces:
-                joined.setdefault(id(piece.stepped), []).append(piece.name)
-            for together in joined.values():
-                _refuse_unequal(together, given)
+            for together in _by_stepped(pieces):
+                _refuse_unequal([piece.name for piece in together], given)
             create_states(pieces, shapes, given.scalars)
             for fragment in state_fragments(pieces):
                 source, values = given.tensors[fragment.name][fragment.kind], fragment.values
@@ -418,23 +420,23 @@ def _refuse_unequal(names: Sequence[str], given: GivenStates) -> None:
     first = names[0]
     for name in names[1:]:
         here, there = given.keys_of(first), given.keys_of(name)
+        numbers, others = given.scalars.get(first, {}), given.scalars.get(name, {})
+        unequal = [kind for kind in numbers if here == there and numbers[kind] != others[kind]]
         if here != there:
             lacks, has, kinds = (name, first, here - there) if here - there else (first, name, there - here)
-            what = "no state" if not given.keys_of(lacks) else f"no {', '.join(sorted(kinds))}"
-            raise _unequal(f"{lacks} has {what}, and {has} of the same parameter group has {', '.join(sorted(kinds))}")
-        numbers, others = given.scalars.get(first, {}), given.scalars.get(name, {})
-        for kind, number in numbers.items():
-            if number != others[kind]:
-                raise _unequal(
-                    f"{kind!r} is {number:g} for {first} and {others[kind]:g} for {name} of the same parameter group"
-                )
-
-
-def _unequal(what: str) -> LoopError:
-    return LoopError(
-        f"prepare() got an optimizer with a state that ZeRO cannot continue from: {what}. ZeRO steps the parameters of "
-        f"a group as one tensor, with one state.\nGive such parameters groups of their own. {_ELSEWHERE}"
-    )
+            missing = ", ".join(sorted(kinds))
+            none = missing if given.keys_of(lacks) else "state"
+            what = f"{lacks} has no {none}, and {has} of the same parameter group has {missing}"
+        elif unequal:
+            values = f"{numbers[unequal[0]]:g} for {first} and {others[unequal[0]]:g} for {name}"
+            what = f"{unequal[0]!r} is {values} of the same parameter group"
+        else:
+            continue
+        raise LoopError(
+            f"prepare() got an optimizer with a state that ZeRO cannot continue from: {what}. ZeRO steps the "
+            "parameters of a group as one tensor, with one state.\nGive such parameters groups of their own. "
+            f"{_ELSEWHERE}"
+        )
 
 
 def _unfitting(name: str, what: str) -> LoopError:

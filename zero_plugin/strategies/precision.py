@@ -300,13 +300,6 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         wrap_forward(model, functools.partial(_run_naming_buffers, wide, str(dtype).removeprefix("torch.")))
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers, as an engine does for `data_types.buffer_dtype`."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
 def _run_naming_buffers(wide: list[str], dtype: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Selects the strategy of a run: the configured one, or the first that can run."""
+"""Selects the strategy of a run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,8 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     note = _clause(dropped_zero(document, settings))
     if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
         note += f"; {document.launch.entries[('distributed_type',)].origin.where} requests GPUs, but none is available"
-    refusals = []
-    for strategy in (SingleStrategy(processes), DdpStrategy(processes)):
-        refusal = strategy.refuse()
-        if refusal is None:
-            return Selection(strategy, f"{strategy.name} on {where}{note}")
-        refusals.append(f"  {strategy.name}: {refusal}")
-    raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
+    strategy: Strategy = SingleStrategy(processes) if processes.world_size == 1 else DdpStrategy(processes)
+    return Selection(strategy, f"{strategy.name} on {where}{note}")
 
 
 def _clause(sentence: str) -> str:
@@ -62,9 +57,8 @@ def _deepspeed(document: Document, settings: LaunchSettings, processes: Processe
             "The configuration requests DeepSpeed, which is not installed: pip install deepspeed\n"
             "Or run without ZeRO: --multi_gpu, --cpu, or distributed_type: MULTI_GPU in the configuration."
         )
+    if (device := processes.device.type) not in ("cpu", "cuda"):
+        raise StrategyError(f"The configuration requests DeepSpeed, but DeepSpeed does not run on {device}.")
     from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-    strategy = DeepSpeedStrategy(document, settings, processes)
-    if (refusal := strategy.refuse()) is not None:
-        raise StrategyError(f"The configuration requests DeepSpeed, but {refusal}.")
-    return strategy
+    return DeepSpeedStrategy(document, settings, processes)

@@ -21,7 +21,6 @@ from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SC
 from zero_plugin.errors import ConfigError, Problem
 
 _ONLY_DEEPSPEED = ("lamb", "muon", "muadam", "muadamw", "musgd")
-_SECTION = "the optimizer section"
 # DeepSpeed's own classes by name, since only its strategy may import them.
 _DEEPSPEED_CLASSES = {
     "deepspeedcpuadam": "adam",
@@ -87,42 +86,38 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
     arguments = {**OPTIMIZER_DEFAULTS.get(kind, {}), **section.params}
     groups = list(params)
     if "max_grad_norm" in arguments:
-        _refuse("params.max_grad_norm", "this key has no effect.", "Write gradient_clipping instead.")
+        _refuse("optimizer.params.max_grad_norm", "this key has no effect.", "Write gradient_clipping instead.")
     if kind in _ONLY_DEEPSPEED:
-        _refuse("type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
+        _refuse("optimizer.type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
     build: Callable[..., Optimizer]
-    if kind in ("adam", "adamw"):
-        build = _adam_class(kind, arguments, groups)
-    elif kind == "lion":
+    if kind in ("adam", "adamw", "lion", "adagrad"):
+        others: dict[str, Callable[..., Optimizer]] = {"lion": Lion, "adagrad": torch.optim.Adagrad}
+        build = others[kind] if kind in others else _adam_class(kind, arguments)
         _drop_state_precision(arguments, groups)
-        build = Lion
-    elif kind == "adagrad":
-        _drop_state_precision(arguments, groups)
-        build = torch.optim.Adagrad
     else:
         named = getattr(torch.optim, section.type, None)
         if not (isinstance(named, type) and issubclass(named, Optimizer)):
             fix = "Write AdamW, Adam, SGD, RMSprop, Adagrad, Lion, or an exact class name of torch.optim."
-            _refuse("type", f"{section.type} is neither an optimizer of DeepSpeed nor one of torch.optim.", fix)
+            _refuse(
+                "optimizer.type", f"{section.type} is neither an optimizer of DeepSpeed nor one of torch.optim.", fix
+            )
         build = named
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
         return build(groups, **arguments)
     except (TypeError, ValueError) as error:
-        _refuse("params", str(error), f"Write the arguments of {section.type}.", error)
+        _refuse("optimizer.params", str(error), f"Write the arguments of {section.type}.", error)
 
 
-def _adam_class(kind: str, arguments: dict[str, Any], groups: list[Any]) -> type[Optimizer]:
+def _adam_class(kind: str, arguments: dict[str, Any]) -> type[Optimizer]:
     """Adam's or AdamW's class; removes DeepSpeed's own arguments from `arguments`, and honours or refuses each."""
     decoupled = arguments.pop("adam_w_mode", True) or kind == "adamw"
     arguments.pop("torch_adam", None)  # it is torch's in any case
     if not arguments.pop("bias_correction", True):
         fix = "Train with DeepSpeed, or remove the key."
-        _refuse("params.bias_correction", "false: torch's Adam always corrects its bias.", fix)
-    _drop_state_precision(arguments, groups)
-    chosen: type[Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return chosen
+        _refuse("optimizer.params.bias_correction", "false: torch's Adam always corrects its bias.", fix)
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
 def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
@@ -133,7 +128,11 @@ def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
     tensors = [p for member in members for p in (member if isinstance(member, list | tuple) else [member])]
     if any(isinstance(p, Tensor) and p.dtype != torch.float32 for p in tensors):
         fix = "Build the model in fp32, and set the dtype of computation by mixed_precision."
-        _refuse("params.fp32_optimizer_states", "true, but the parameters, and so torch's states, are not fp32.", fix)
+        _refuse(
+            "optimizer.params.fp32_optimizer_states",
+            "true, but the parameters, and so torch's states, are not fp32.",
+            fix,
+        )
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerFacts:
@@ -154,7 +153,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse(key: str, message: str, fix: str, cause: Exception | None = None) -> NoReturn:
-    raise ConfigError([Problem(_SECTION, f"optimizer.{key}", message, fix)]) from cause
+    section = key.partition(".")[0]
+    raise ConfigError([Problem(f"the {section} section", key, message, fix)]) from cause
 
 
 Betas = tuple[float, float]
@@ -195,28 +195,21 @@ def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Cur
     """
     params = {**SCHEDULER_DEFAULTS[section.type], **section.params}
     if params.pop("last_batch_iteration", -1) != -1:
-        raise _error("last_batch_iteration", "a scheduler is resumed by load_state.", "Remove the key.")
+        _refuse("scheduler.params.last_batch_iteration", "a scheduler is resumed by load_state.", "Remove the key.")
     missing = sorted(SCHEDULER_REQUIRED[section.type] - {*params})
     unknown = sorted({*params} - {*SCHEDULER_DEFAULTS[section.type]} - SCHEDULER_REQUIRED[section.type])
     if missing or unknown:
         key = (missing or unknown)[0]
         legal = ", ".join(sorted({*SCHEDULER_DEFAULTS[section.type], *SCHEDULER_REQUIRED[section.type]}))
         state = "is required" if missing else "is not a parameter"
-        raise _error(key, f"{state} of {section.type}.", f"Its parameters: {legal}.")
+        _refuse(f"scheduler.params.{key}", f"{state} of {section.type}.", f"Its parameters: {legal}.")
     return CURVES[section.type](params, list(group_lrs))
 
 
-def _warmup_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
-    return _warmup(params, lrs, total=None)
-
-
-def _warmup_decay_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
-    return _warmup(params, lrs, total=params["total_num_steps"])
-
-
-def _warmup(params: Mapping[str, Any], lrs: list[float], total: int | None) -> Curve:
-    """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay, or fall linearly to 0 at `total`."""
+def _warmup(params: Mapping[str, Any], lrs: list[float]) -> Curve:
+    """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay, or fall linearly to 0 at `total_num_steps` if given."""
     steps, rise = _rise(params)
+    total: int | None = params.get("total_num_steps")
     peak = params["warmup_max_lr"]
     lowest = _per_group(params["warmup_min_lr"], lrs, "warmup_min_lr")
     highest = list(lrs) if peak is None else _per_group(peak, lrs, "warmup_max_lr")
@@ -256,9 +249,9 @@ def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
     """The number of warm-up steps, and the fraction from 0 to 1 that is reached at a step."""
     configured, kind = params["warmup_num_steps"], params["warmup_type"]
     if configured < 0:
-        raise _error("warmup_num_steps", f"{configured} is negative.", "Write 0 for no warm-up.")
+        _refuse("scheduler.params.warmup_num_steps", f"{configured} is negative.", "Write 0 for no warm-up.")
     if kind not in ("log", "linear"):
-        raise _error("warmup_type", f"{kind!r} is not a type of warm-up.", "Write log or linear.")
+        _refuse("scheduler.params.warmup_type", f"{kind!r} is not a type of warm-up.", "Write log or linear.")
     if configured == 0:
         return 0, lambda _: 1.0
     steps = max(2, configured)  # DeepSpeed's minimum: its logarithm has to be positive
@@ -275,8 +268,10 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
     first = float(params["cycle_first_step_size"])
     second = first if params["cycle_second_step_size"] is None else float(params["cycle_second_step_size"])
     if first <= 0 or second < 0:
-        raise _error(
-            "cycle_first_step_size", f"{first:g} up and {second:g} down are not a cycle.", "Write steps above 0."
+        _refuse(
+            "scheduler.params.cycle_first_step_size",
+            f"{first:g} up and {second:g} down are not a cycle.",
+            "Write steps above 0.",
         )
     up_stairs, down_stairs = params["cycle_first_stair_count"], params["cycle_second_stair_count"]
     down_stairs = up_stairs if down_stairs is None else down_stairs
@@ -318,7 +313,7 @@ def _lr_range_test(params: Mapping[str, Any], lrs: list[float]) -> Curve:
     """Grow from `lr_range_test_min_lr` by `step_rate` of it every `step_size` steps."""
     size, rate = params["lr_range_test_step_size"], params["lr_range_test_step_rate"]
     if size <= 0:
-        raise _error("lr_range_test_step_size", f"{size} is not above 0.", "Write a number of steps.")
+        _refuse("scheduler.params.lr_range_test_step_size", f"{size} is not above 0.", "Write a number of steps.")
     lowest = _per_group(params["lr_range_test_min_lr"], lrs, "lr_range_test_min_lr")
     staircase = params["lr_range_test_staircase"]
 
@@ -334,21 +329,19 @@ def _per_group(value: Any, lrs: Sequence[float], key: str) -> list[float]:
     if not isinstance(value, list | tuple):
         return [float(value)] * len(lrs)
     if len(value) != len(lrs):
-        raise _error(
-            key, f"{len(value)} values for {len(lrs)} parameter groups.", "Write one number, or one per group."
+        _refuse(
+            f"scheduler.params.{key}",
+            f"{len(value)} values for {len(lrs)} parameter groups.",
+            "Write one number, or one per group.",
         )
     return [float(v) for v in value]
-
-
-def _error(key: str, message: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("the scheduler section", f"scheduler.params.{key}", message, fix)])
 
 
 _ONE_CYCLE_BETA2 = 0.99  # DeepSpeed replaces Adam's second beta too
 
 CURVES: dict[str, Callable[[Mapping[str, Any], list[float]], Curve]] = {
-    "WarmupLR": _warmup_lr,
-    "WarmupDecayLR": _warmup_decay_lr,
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup,
     "WarmupCosineLR": _warmup_cosine_lr,
     "OneCycle": _one_cycle,
     "LRRangeTest": _lr_range_test,
@@ -386,7 +379,10 @@ class CurveLR(LRScheduler):
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            _set_lr(group, lr)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         self._apply_betas()
 
     def _apply_betas(self) -> None:
@@ -417,16 +413,10 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
     if not (isinstance(build, type) and issubclass(build, LRScheduler)):
         message = f"{section.type} is neither a scheduler of DeepSpeed nor one of torch.optim.lr_scheduler."
         fix = f"Write one of {', '.join(CURVES)}, or an exact class name such as CosineAnnealingLR."
-        raise ConfigError([Problem("the scheduler section", "scheduler.type", message, fix)])
+        _refuse("scheduler.type", message, fix)
     try:
         return build(optimizer, **section.params)
     except (TypeError, ValueError) as error:
-        fix = f"Write the arguments of torch.optim.lr_scheduler.{section.type}."
-        raise ConfigError([Problem("the scheduler section", "scheduler.params", str(error), fix)]) from error
-
-
-def _set_lr(group: dict[str, Any], lr: Any) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
+        _refuse(
+            "scheduler.params", str(error), f"Write the arguments of torch.optim.lr_scheduler.{section.type}.", error
+        )

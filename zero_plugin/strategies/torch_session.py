@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf, isfinite
 from typing import Protocol
 
@@ -13,22 +13,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_plugin.config.handlers import AutocastKwargs, GradScalerKwargs, Handlers
-from zero_plugin.config.resolve.facts import Precision, Resolved
-from zero_plugin.distributed.collectives import num_processes, process_index
+from zero_plugin.config.handlers import AutocastKwargs
+from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     FOREIGN_GRADIENTS,
     Session,
-    SessionRequest,
     release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
 from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf
-from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.strategies.precision import (
-    DEFAULT_MOST_SKIPS,
     FoundInf,
     LossScale,
     Measured,
@@ -38,8 +34,6 @@ from zero_plugin.strategies.precision import (
     find_nonfinite,
     run_under_autocast,
 )
-from zero_plugin.tensors.modules import Fragment, persistent_tensors, unpartitioned_fragment
-from zero_plugin.tensors.wrappers import compile_in_place
 
 
 class Recorder(Protocol):
@@ -100,7 +94,6 @@ class TorchSession(Session):
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.scales_loss, self.adds_to_complete_gradients = scale is not None, scale is None
-        self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
         self._skips = skips
         if precision != "no":
             device = next((p.device.type for p in module.parameters()), "cpu")
@@ -116,9 +109,8 @@ class TorchSession(Session):
         refuse = _refuse_direct(weakref.ref(self))
         watched = [p for p in self.module.parameters() if p.requires_grad]
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
-        self._frozen = [
-            p for p in self._trained_parameters() if not p.requires_grad
-        ]  # whose gradients cannot have hooks
+        # Their gradients cannot have hooks.
+        self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
 
     def explain(self, error: BaseException) -> LoopError | None:
         if self._reducer is None or "SparseTensorImpl" not in str(error):
@@ -278,42 +270,12 @@ class TorchSession(Session):
             self.drop_gradients(failed=False)
 
     @contextmanager
-    def _without_averaging(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         previous, self._local_only = self._local_only, True
         try:
             yield
         finally:
             self._local_only = previous
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._without_averaging()
-
-    def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in persistent_tensors(self.module, only):
-            yield name, tensor.detach()
-
-    def weight_fragments(self) -> Iterator[Fragment]:
-        rank, world_size = process_index(), num_processes()
-        for name, tensor in persistent_tensors(self.module):
-            yield unpartitioned_fragment(name, tensor, rank, world_size)
-
-    def optimized_pieces(self) -> list[OptimizedPiece]:
-        if self.optimizer is None:
-            return []
-        return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
-
-    def loading(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def update_master_weights(self) -> None:
-        """See `Session.update_master_weights`: the weights themselves are in fp32."""
-
-    def scale_state(self) -> dict[str, float]:
-        return {} if self._scale is None else self._scale.state()
-
-    def restore_scale(self, state: Mapping[str, float]) -> None:
-        if self._scale is not None and state:
-            self._scale.restore(state)
 
     def reduction_state(self) -> list[list[str]]:
         return [] if self._reducer is None else self._reducer.state()
@@ -321,10 +283,6 @@ class TorchSession(Session):
     def restore_reduction(self, state: list[list[str]]) -> None:
         if self._reducer is not None:
             self._reducer.restore(state)
-
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self._scale is None else self._scale.value
 
     def close(self) -> None:
         release_failed_backward()
@@ -376,7 +334,10 @@ class TorchSession(Session):
 
 
 def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
-    """A hook that raises if a gradient is computed outside of the session's backward; it holds a weak reference."""
+    """A hook that raises if a gradient is computed outside of the session's backward; it holds a weak reference.
+
+    It runs for each parameter in each backward, so it is one function.
+    """
 
     def refuse(_: Tensor) -> None:
         session = reference()
@@ -386,32 +347,3 @@ def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], N
             raise LoopError(DIRECT_BACKWARD)
 
     return refuse
-
-
-def torch_session(
-    model: nn.Module,
-    request: SessionRequest,
-    optimizer: Optimizer | None,
-    handlers: Handlers,
-    recorder: Recorder | None = None,
-) -> TorchSession:
-    """Build the session of a request; `model` is the request's model or its wrapper."""
-    resolved = request.resolved
-    if handlers.compiles:
-        compile_in_place(request.model, handlers.compiler)
-    return TorchSession(
-        model,
-        request.model,
-        optimizer,
-        precision=resolved.precision,
-        clipping=resolved.clipping,
-        scale=_loss_scale(resolved, handlers.scaler) if resolved.precision == "fp16" else None,
-        skips=resolved.precision == "fp16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
-        autocast=handlers.autocast,
-        recorder=recorder,
-    )
-
-
-def _loss_scale(resolved: Resolved, given: GradScalerKwargs | None) -> LossScale:
-    section = resolved.tree.section("fp16").nested()
-    return LossScale(section) if given is None else LossScale(section, given.growth_factor, given.backoff_factor)

@@ -23,10 +23,10 @@ from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy, describe_renormalizing
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
-from zero_plugin.strategies.precision import autocast_as
+from zero_plugin.strategies.precision import LossScale, autocast_as
 from zero_plugin.strategies.torch_optimizers import build_optimizer
-from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.tensors.wrappers import load_plain
+from zero_plugin.strategies.torch_session import Recorder, TorchSession
+from zero_plugin.tensors.wrappers import compile_in_place, load_plain
 
 _log = logging.getLogger(__name__)
 
@@ -130,18 +130,72 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return made
 
 
-class DdpStrategy(Strategy):
-    """DistributedDataParallel: an unpartitioned copy of the model in every process."""
+class TorchStrategy(Strategy):
+    """Training without an engine: the complete model in every process, and optimizers that may be prepared later."""
 
-    name = "ddp"
     optimizer_may_follow = True
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self.distributed_type = processes.distributed_type
 
-    def refuse(self) -> str | None:
-        return "only one process runs" if self._processes.world_size == 1 else None
+    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+        return autocast_as(precision, self._processes.device.type, handler)
+
+    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
+        """See `Strategy.hold_optimizer`: with one process, a model that is not prepared can be trained."""
+        return UnpreparedOptimizer(optimizer, steps=self._processes.world_size == 1)
+
+    def add_optimizer(self, session: Session, request: SessionRequest) -> None:
+        convert_weights_to_fp32(request)
+        optimizer = torch_optimizer(request)
+        assert isinstance(session, TorchSession)
+        assert optimizer is not None, "the request is for one"
+        session.train_with(optimizer)
+
+    def _session(
+        self, model: nn.Module, request: SessionRequest, optimizer: Optimizer | None, recorder: Recorder | None = None
+    ) -> TorchSession:
+        """Build the session of a request; `model` is the request's model or its wrapper."""
+        resolved, scaler = request.resolved, self.handlers.scaler
+        if self.handlers.compiles:
+            compile_in_place(request.model, self.handlers.compiler)
+        scale = None
+        if resolved.precision == "fp16":
+            factors = () if scaler is None else (scaler.growth_factor, scaler.backoff_factor)
+            scale = LossScale(resolved.tree.section("fp16").nested(), *factors)
+        return TorchSession(
+            model,
+            request.model,
+            optimizer,
+            precision=resolved.precision,
+            clipping=resolved.clipping,
+            scale=scale,
+            skips=scale is not None or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
+            autocast=self.handlers.autocast,
+            recorder=recorder,
+        )
+
+
+class SingleStrategy(TorchStrategy):
+    """Plain torch on one device."""
+
+    name = "single"
+    distributed_type = DistributedType.NO
+
+    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
+        convert_weights_to_fp32(request)
+        module = request.model.to(processes.device) if request.is_placed else request.model
+        return self._session(module, request, torch_optimizer(request))
+
+
+class DdpStrategy(TorchStrategy):
+    """DistributedDataParallel: an unpartitioned copy of the model in every process."""
+
+    name = "ddp"
+
+    def __init__(self, processes: Processes) -> None:
+        super().__init__(processes)
+        self.distributed_type = processes.distributed_type
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         convert_weights_to_fp32(request)
@@ -161,7 +215,7 @@ class DdpStrategy(Strategy):
                 "the processes. Build them without max_norm, and scale the rows in the forward."
             )
         model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
-        return torch_session(model, request, optimizer, self.handlers)
+        return self._session(model, request, optimizer)
 
     def _wrap(self, module: nn.Module, is_placed: bool, accumulation: int) -> DistributedDataParallel:
         given = self.handlers.ddp or DistributedDataParallelKwargs()
@@ -187,9 +241,6 @@ class DdpStrategy(Strategy):
         )
         return (Saving(text, {"gradient_views": True}), *super().savings(resolved))
 
-    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        return autocast_as(precision, self._processes.device.type, handler)
-
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
         """See `Strategy.add_optimizer`.
 
@@ -207,10 +258,7 @@ class DdpStrategy(Strategy):
                 f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
                 "which was prepared frozen or for evaluation only.\nPass them in one call."
             )
-        optimizer = torch_optimizer(request)
-        assert isinstance(session, TorchSession)
-        assert optimizer is not None, "the request is for one"
-        session.train_with(optimizer)
+        super().add_optimizer(session, request)
 
     @contextmanager
     def reduce_next_backward(self, session: Session) -> Iterator[None]:
@@ -229,38 +277,3 @@ class DdpStrategy(Strategy):
 
     def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any]:
         return Join(joinables, enable=enable) if joinables else nullcontext()
-
-
-class SingleStrategy(Strategy):
-    """Plain torch on one device."""
-
-    name = "single"
-    distributed_type = DistributedType.NO
-    optimizer_may_follow = True
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-
-    def refuse(self) -> str | None:
-        if self._processes.world_size > 1:
-            return f"{self._processes.world_size} processes run, and this strategy is for one"
-        return None
-
-    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        convert_weights_to_fp32(request)
-        module = request.model.to(processes.device) if request.is_placed else request.model
-        return torch_session(module, request, torch_optimizer(request), self.handlers)
-
-    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        return autocast_as(precision, self._processes.device.type, handler)
-
-    def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        convert_weights_to_fp32(request)
-        optimizer = torch_optimizer(request)
-        assert isinstance(session, TorchSession)
-        assert optimizer is not None, "the request is for one"
-        session.train_with(optimizer)
-
-    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
-        """See `Strategy.hold_optimizer`: a model that is not prepared can be trained with one process."""
-        return UnpreparedOptimizer(optimizer, steps=True)

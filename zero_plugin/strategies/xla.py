@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
-from zero_plugin.config.handlers import AutocastKwargs, DistributedDataParallelKwargs, Handlers
+from zero_plugin.config.handlers import DistributedDataParallelKwargs, Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.machine.xla_runtime import import_torch_xla
-from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
-from zero_plugin.strategies.precision import autocast_as
-from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.strategies.torch_strategies import convert_weights_to_fp32, torch_optimizer
+from zero_plugin.strategies.base import Saving, Session, SessionRequest
+from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import TorchStrategy, convert_weights_to_fp32, torch_optimizer
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import wrap_forward
 
 
-class XlaStrategy(Strategy):
+class XlaStrategy(TorchStrategy):
     """Replicas on XLA devices, whose gradients are averaged by one all-reduce where an accumulation window ends."""
 
     name = "xla"
     distributed_type = DistributedType.XLA
-    optimizer_may_follow = True
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-
-    def refuse(self) -> str | None:
-        device = self._processes.device.type
-        return None if device == "xla" else f"this run computes on {device}"
 
     def accept(self, handlers: Handlers) -> list[str]:
         self.handlers = handlers
@@ -74,26 +62,17 @@ class XlaStrategy(Strategy):
         recorder = _Recorder(module, processes, self.handlers.ddp or DistributedDataParallelKwargs())
         if optimizer is None and not request.only_evaluates and processes.world_size > 1:
             recorder.refuse_gradients(module)
-        return torch_session(module, request, optimizer, self.handlers, recorder)
-
-    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        return autocast_as(precision, "xla", handler)
+        return self._session(module, request, optimizer, recorder)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        convert_weights_to_fp32(request)
-        optimizer = torch_optimizer(request)
+        super().add_optimizer(session, request)
         assert isinstance(session, TorchSession)
         assert isinstance(session.recorder, _Recorder)
-        assert optimizer is not None, "the request is for one"
         session.recorder.allow_gradients()
-        session.train_with(optimizer)
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
         """See `Strategy.savings`: ZeRO is not supported on XLA."""
         return ()
-
-    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
-        return UnpreparedOptimizer(optimizer, steps=self._processes.world_size == 1)
 
 
 class _Recorder:

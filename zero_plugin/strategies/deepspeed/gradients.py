@@ -38,8 +38,11 @@ from zero_plugin.strategies.precision import all_finite
 class EngineGradients(ABC):
     """The operations of a session on the accumulated gradients. `finalize` and `norm` are collective."""
 
-    @abstractmethod
-    def before_backward(self, *, is_first: bool) -> None:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper: Any = engine.optimizer
+
+    def before_backward(self, *, is_first: bool) -> None:  # noqa: B027 - nothing to do where the first one adds to None
         """Called before a backward of the window."""
 
     def after_backward(self) -> None:  # noqa: B027 - nothing to do where gradients are reduced in `finalize`
@@ -80,9 +83,24 @@ class EngineGradients(ABC):
     def held(self, parameter: nn.Parameter) -> Tensor | None:
         """This process's part of the parameter's finalized gradient, or None."""
 
-    @abstractmethod
+    def first_nonfinite(self) -> str | None:
+        """The name of the first parameter with a gradient that is not finite, before the step, or None.
+
+        Each process checks its partitions; one collective for all parameters.
+        """
+        named = list(self._engine.module.named_parameters())
+        found = torch.zeros(len(named), dtype=torch.int32, device=self._engine.device)
+        for index, (_, parameter) in enumerate(named):
+            gradient = self.held(parameter)
+            if gradient is not None:
+                found[index] = ~torch.isfinite(gradient).all()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        indices = found.nonzero().flatten().tolist()
+        return str(named[indices[0]][0]) if indices else None
+
     def set_clipping(self, max_norm: float) -> None:
         """Clip the next steps at `max_norm`; 0 for no clipping."""
+        self._wrapper.clip_grad = max_norm
 
     def begin_window(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
         """Called after the gradients were applied or dropped."""
@@ -147,8 +165,7 @@ class ReplicatedGradients(EngineGradients):
     """Stage 0: every process has all gradients, in `param.grad`."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._wrapper = engine.optimizer
+        super().__init__(engine)
         groups = getattr(self._wrapper, "fp16_groups", None)
         if groups is None:  # torch's own optimizer in fp32, or none
             groups = [group["params"] for group in getattr(self._wrapper, "param_groups", ())]
@@ -156,9 +173,6 @@ class ReplicatedGradients(EngineGradients):
         self._measure = functools.cache(self._norm_of_gradients)
         engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = self._clip
-
-    def before_backward(self, *, is_first: bool) -> None:
-        """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
         return parameter.grad is not None
@@ -184,7 +198,7 @@ class ReplicatedGradients(EngineGradients):
 
     def set_clipping(self, max_norm: float) -> None:
         self._engine._config.gradient_clipping = max_norm  # read at fp32
-        self._wrapper.clip_grad = max_norm  # read by the 16-bit wrappers
+        super().set_clipping(max_norm)  # read by the 16-bit wrappers
 
     def drop(self) -> None:
         for p in self._parameters:
@@ -208,13 +222,9 @@ class Bf16Stage1Gradients(EngineGradients):
     """Stage 1 with bf16 weights and fp32 gradients: every process has the fp32 gradients of all parameters."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._wrapper: BF16_Optimizer = engine.optimizer
+        super().__init__(engine)
         self._places = {id(p): (i, j) for i, group in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(group)}
         engine.enable_backward_allreduce = False
-
-    def before_backward(self, *, is_first: bool) -> None:
-        """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
         group, index = self._places[id(parameter)]
@@ -240,9 +250,6 @@ class Bf16Stage1Gradients(EngineGradients):
         gradient: Tensor = self._wrapper.fp32_groups_gradients[group][index]
         return gradient
 
-    def set_clipping(self, max_norm: float) -> None:
-        self._wrapper.clip_grad = max_norm
-
     def drop(self) -> None:
         self._wrapper.zero_grad(set_to_none=True)
 
@@ -251,8 +258,7 @@ class FlatGradients(EngineGradients):
     """Stages 1 and 2: each process has the reduced gradients of its flat partition, on the device or the CPU."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._wrapper: DeepSpeedZeroOptimizer = engine.optimizer
+        super().__init__(engine)
         self._partitioned = bool(self._wrapper.partition_gradients)  # stage 2
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
@@ -324,9 +330,6 @@ class FlatGradients(EngineGradients):
         gradient: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
         return gradient
 
-    def set_clipping(self, max_norm: float) -> None:
-        self._wrapper.clip_grad = max_norm
-
     def begin_window(self) -> None:
         if self._partitioned:
             self._order.begin_window()
@@ -379,8 +382,7 @@ class Stage3Gradients(EngineGradients):
     """Stage 3: each process has its partition of every parameter's reduced gradient in one flat buffer."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._wrapper: DeepSpeedZeroOptimizer_Stage3 = engine.optimizer
+        super().__init__(engine)
         self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
         self._forget_norm = _measure_norm_once(self._wrapper, "_get_norm_groups")
         self._own = {
@@ -426,9 +428,6 @@ class Stage3Gradients(EngineGradients):
         partitions: dict[int, Tensor] = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return partitions.get(getattr(parameter, "ds_id", -1))
 
-    def set_clipping(self, max_norm: float) -> None:
-        self._wrapper.clip_grad = max_norm
-
     def begin_window(self) -> None:
         self._order.begin_window()
 
@@ -472,22 +471,6 @@ class Stage3Gradients(EngineGradients):
             partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             for ds_id in self._own.keys() - seen:
                 partitions[ds_id].zero_()
-
-
-def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
-    """The name of the first parameter with a gradient that is not finite, before the step, or None.
-
-    Each process checks its partitions; one collective for all parameters.
-    """
-    named = list(engine.module.named_parameters())
-    found = torch.zeros(len(named), dtype=torch.int32, device=engine.device)
-    for index, (_, parameter) in enumerate(named):
-        gradient = gradients.held(parameter)
-        if gradient is not None:
-            found[index] = ~torch.isfinite(gradient).all()
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    indices = found.nonzero().flatten().tolist()
-    return str(named[indices[0]][0]) if indices else None
 
 
 # Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of

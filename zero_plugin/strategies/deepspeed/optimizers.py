@@ -43,6 +43,7 @@ _KERNEL_OPTIONS: Final[Mapping[type[Optimizer], set[str]]] = {
     Lion: {"lr", "betas", "weight_decay"},
 }
 _SPEED_OPTIONS: Final = ("foreach", "fused", "capturable")  # they select an implementation
+_ADAGRAD_OPTIONS: Final = ("lr", "lr_decay", "weight_decay", "eps", "maximize", "differentiable", "foreach", "fused")
 _UNTESTED: Final = "zero_allow_untested_optimizer"
 _FORCE: Final = "zero_force_ds_cpu_optimizer"
 _RATIO: Final = ("zero_optimization", "offload_optimizer", "ratio")
@@ -253,15 +254,8 @@ class FlatAdagrad(Optimizer):
                 [p.grad for p in with_gradient],
                 [state["sum"] for state in states],
                 [state["step"] for state in states],
-                fused=group["fused"],
                 has_sparse_grad=False,
-                differentiable=group["differentiable"],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                lr_decay=group["lr_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                foreach=group["foreach"],
+                **{name: group[name] for name in _ADAGRAD_OPTIONS},
             )
         return loss
 
@@ -294,18 +288,15 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
     except Exception as error:  # noqa: BLE001 - any optimizer may raise here; the message shows it
         same, why = False, f"it could not be tried on a flat tensor ({type(error).__name__}: {error})"
     if not same:
-        raise ConfigError(
-            [
-                Problem(
-                    "prepare(optimizer)",
-                    "optimizer",
-                    f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The trained "
-                    "weights would differ from those of plain PyTorch.",
-                    "Use stage 0 or DDP with it, or an elementwise optimizer (AdamW, Adam, SGD, RMSprop, Lion, "
-                    'Adagrad). To use it all the same, set "zero_allow_untested_optimizer": true.',
-                )
-            ]
+        message = (
+            f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The trained weights would differ from "
+            "those of plain PyTorch."
         )
+        fix = (
+            "Use stage 0 or DDP with it, or an elementwise optimizer (AdamW, Adam, SGD, RMSprop, Lion, Adagrad). To "
+            'use it all the same, set "zero_allow_untested_optimizer": true.'
+        )
+        raise ConfigError([Problem("prepare(optimizer)", "optimizer", message, fix)])
 
 
 def _updates_elementwise(optimizer: Optimizer) -> bool:

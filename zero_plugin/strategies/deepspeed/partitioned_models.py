@@ -1,8 +1,12 @@
-"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, broadcast and saved.
+"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, broadcast, saved, loaded and copied.
 
 DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`, which fails for scalar parameters, such as
 CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. Wrappers
 here make it work for them.
+
+`state_dict`, `load_state_dict` and deep copies of a partitioned module are errors that say what to write. In hooks of
+`save_state` and `load_state` the first gives weights that were collected before, and the second gathers one submodule's
+parameters after the other.
 """
 
 from __future__ import annotations
@@ -10,12 +14,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, Final, NoReturn
 
 import torch
 from deepspeed import DeepSpeedEngine, zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from torch import Tensor, nn
 
@@ -27,10 +37,10 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
-from zero_plugin.strategies.deepspeed.state_dicts import SHOWS_WEIGHTS
-from zero_plugin.strategies.deepspeed.states import give_partition
-from zero_plugin.tensors.modules import parameter_like, replace_empty
+from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_empty
 
+SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
+"""Whether `state_dict` of a partitioned module has its weights in this process now."""
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
@@ -73,33 +83,31 @@ class BuildConfig:
 
 
 @contextmanager
-def partition_pretrained(build: BuildConfig) -> Iterator[None]:
-    """Context manager: transformers models constructed inside are partitioned (zero.Init).
-
-    transformers also gathers their parameters when it resizes embeddings or generates.
-    """
-    from transformers.integrations import deepspeed as integration
-
-    before = integration._hf_deepspeed_config_weak_ref
-    integration.set_hf_deepspeed_config(build)
-    try:
-        with build.counted_by_gpu():
-            yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = before
-
-
-@contextmanager
-def unpartitioned_pretrained() -> Iterator[None]:
-    """Context manager: `from_pretrained` and `from_config` construct unpartitioned models inside."""
-    from transformers.integrations import deepspeed as integration
-
-    before = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute has another value."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        integration._hf_deepspeed_config_weak_ref = before
+        setattr(owner, name, own)
+
+
+@contextmanager
+def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
+    """Context manager: transformers models constructed inside are partitioned (zero.Init); unpartitioned for None.
+
+    transformers also gathers the parameters of partitioned ones when it resizes embeddings or generates.
+    """
+    from transformers.integrations import deepspeed as integration
+
+    with replaced(integration, "_hf_deepspeed_config_weak_ref", None):
+        if build is None:
+            yield
+            return
+        integration.set_hf_deepspeed_config(build)
+        with build.counted_by_gpu():
+            yield
 
 
 @contextmanager
@@ -137,7 +145,24 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     parameter: Any = parameter_like(tensor, unpartitioned)
     init._convert_to_deepspeed_param(parameter)
     parameter.ds_numel_aligned = init._aligned_size(parameter)
-    give_partition(parameter, init)
+    # As zero.Init does when it partitions a parameter, but without values.
+    size = parameter.ds_numel_aligned // init._partition_world_size(parameter)
+    on_nvme = init.param_swapper is not None and init.param_swapper.swappable_tensor(numel=size)
+    if on_nvme:
+        partition = torch.empty(0, dtype=parameter.dtype)
+    elif parameter.ds_persist:
+        partition = torch.empty(size, dtype=parameter.dtype, device=init.local_device)
+    else:
+        host = init.remote_device in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme)
+        partition = torch.empty(size, dtype=parameter.dtype, device="cpu" if host else init.local_device)
+        if host and init.pin_memory:
+            partition = get_accelerator().pin_memory(partition)
+    partition.ds_numel = size  # type: ignore[attr-defined]
+    partition.status = (  # type: ignore[attr-defined]
+        PartitionedParamStatus.NOT_AVAILABLE if on_nvme else PartitionedParamStatus.AVAILABLE
+    )
+    partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
+    parameter.ds_tensor = partition
     free_param(parameter)
     return parameter  # type: ignore[no-any-return]
 
@@ -165,7 +190,6 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         yield
         return
     plain_initialize = modeling.PreTrainedModel._initialize_weights
-    was_called = modeling._is_ds_init_called
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
         # A module's own function may also initialize the parameters of its direct children. Every process draws the
@@ -174,19 +198,12 @@ def _transformers_initializes_gathered() -> Iterator[None]:
         with zero.GatheredParameters(reached, modifier_rank=0):
             plain_initialize(self, module, *args)
 
-    modeling.PreTrainedModel._initialize_weights = initialize
-    modeling._is_ds_init_called = True  # else from_config partitions by itself, and initializes on rank 0 alone
-    try:
+    with (
+        replaced(modeling.PreTrainedModel, "_initialize_weights", initialize),
+        # Else from_config partitions by itself, and initializes on rank 0 alone.
+        replaced(modeling, "_is_ds_init_called", True),
+    ):
         yield
-    finally:
-        modeling.PreTrainedModel._initialize_weights = plain_initialize
-        modeling._is_ds_init_called = was_called
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a transformers model, without importing transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
@@ -245,8 +262,7 @@ def gathered_parameters(
         modifier_rank: the rank whose changes are kept; None if the parameters are only read.
         forward_of: the module in whose forward this is called, or None.
     """
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    context: AbstractContextManager[Any] = zero.GatheredParameters(partitioned, modifier_rank, forward_of)
+    context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank, forward_of)
     return context
 
 
@@ -272,15 +288,10 @@ def fetch_empty(engine: Any) -> None:
     coordinator.fetch_sub_module = fetch_with_empty
 
 
-@contextmanager
-def broadcasting_any_shape() -> Iterator[None]:
+def broadcasting_any_shape() -> AbstractContextManager[None]:
     """Inside, a new engine can broadcast parameters of any shape and memory format, which become contiguous."""
-    own = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = _wrapped(own, lambda engine: engine.module.parameters())
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._broadcast_model = own
+    broadcast = _wrapped(DeepSpeedEngine._broadcast_model, lambda engine: engine.module.parameters())
+    return replaced(DeepSpeedEngine, "_broadcast_model", broadcast)
 
 
 @functools.cache  # once in a process
@@ -335,3 +346,181 @@ def _as_contiguous_1d(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         for p in scalars:
             if p.data.shape == torch.Size([1]):  # else it was partitioned inside
                 p.data = p.data.view(())
+
+
+class OwnHook:
+    """A hook of one module that does nothing in copies of the module."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return OwnHook, (_do_nothing,)
+
+
+class PartitionedStates:
+    """The hooks on a module and its submodules.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        handles: remove the hooks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shown: Mapping[int, Tensor] | None = None  # by the id of the parameter
+        self._gathered: dict[int, Any] | None = None  # by the id of the submodule that is being loaded
+        before_reading, after_reading = OwnHook(self._refuse_reading), OwnHook(self._show)
+        before_writing, after_writing = OwnHook(self._gather), OwnHook(self._partition)
+        self.handles: list[Any] = []
+        parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        for p in parameters:
+            p.__deepcopy__ = MethodType(_copy_unpartitioned, p)
+        parts: list[Any] = list(module.modules())
+        for part in parts:
+            self.handles += [
+                part.register_state_dict_pre_hook(before_reading),
+                part.register_state_dict_post_hook(after_reading),
+                part.register_load_state_dict_pre_hook(before_writing),
+                part.register_load_state_dict_post_hook(after_writing),
+            ]
+
+    @contextmanager
+    def showing(self, module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, `state_dict` has these weights, and none of the parameters that are partitioned and not among them.
+
+        Args:
+            module: the complete one.
+            weights: by their names in it; without any, `state_dict` stays an error.
+        """
+        named = module.named_parameters(remove_duplicate=False)
+        self._shown = {id(p): weights[name] for name, p in named if name in weights} or None
+        token = SHOWS_WEIGHTS.set(self._shown is not None)
+        try:
+            yield
+        finally:
+            SHOWS_WEIGHTS.reset(token)
+            self._shown = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, `load_state_dict` of the same values on every process works; each call is collective."""
+        self._gathered = {}
+        try:
+            yield
+        finally:
+            for gathered in reversed(self._gathered.values()):
+                gathered.__exit__(None, None, None)
+            self._gathered = None
+
+    def _refuse_reading(self, module: nn.Module, *_: Any) -> None:
+        if own_partitioned(module) and not NAMES_ALONE.get() and self._shown is None:
+            raise LoopError(
+                f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process "
+                "has all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to "
+                "resume training later, accelerator.save_state(folder); to update an average of weights (EMA), do it "
+                "inside `with accelerator.whole_weights(model):`."
+            )
+
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._shown is None:
+            return
+        partitioned = set(map(id, own_partitioned(module)))
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) in self._shown:
+                state[prefix + name] = self._shown[id(p)]
+            elif id(p) in partitioned:
+                state.pop(prefix + name, None)
+
+    def _gather(self, module: nn.Module, _: Any, __: str, metadata: Mapping[str, Any], *___: Any) -> None:
+        partitioned = own_partitioned(module)
+        if not partitioned:
+            return
+        if self._gathered is None:
+            raise LoopError(
+                f"load_state_dict() was called on a {type(module).__name__} whose parameters are partitioned by ZeRO "
+                "stage 3.\nLoad the weights before prepare(), or inside `with accelerator.whole_weights(model):`. Load "
+                "a checkpoint of save_state() with accelerator.load_state(folder)."
+            )
+        refuse_weights_on_nvme(module, "load_state_dict() in a hook of load_state()")
+        if metadata.get("assign_to_params_buffers"):
+            raise LoopError("load_state_dict(assign=True) would replace partitioned parameters; leave out assign.")
+        self._gathered[id(module)] = zero.GatheredParameters(partitioned, modifier_rank=0)
+        self._gathered[id(module)].__enter__()
+
+    def _partition(self, module: nn.Module, *_: Any) -> None:
+        gathered = None if self._gathered is None else self._gathered.pop(id(module), None)
+        if gathered is not None:
+            gathered.__exit__(None, None, None)
+
+
+def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
+    """In place of `__deepcopy__` of the engine of a model of class `kind`."""
+    raise LoopError(
+        f"deepcopy() of a prepared {kind}, inside a DeepSpeed engine.\nCopy accelerator.unwrap_model(model); "
+        "at ZeRO stage 3 copy the model before prepare(), and update the copy inside `with "
+        "accelerator.whole_weights(model):`."
+    )
+
+
+def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
+    if p.numel() != p.ds_numel:
+        raise LoopError(
+            "deepcopy() of a model whose parameters ZeRO stage 3 has partitioned: no process has all of them.\nCopy "
+            "the model before prepare(), where an average of weights is built too (torch's AveragedModel, timm's "
+            "ModelEmaV3), and update it inside `with accelerator.whole_weights(model):`."
+        )
+    return type(p).__deepcopy__(p, memo)
+
+
+def refuse_forwards(module: nn.Module) -> None:
+    """Make forwards raise as long as parameters are partitioned and no engine gathers them."""
+    for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
+        part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
+
+
+@contextmanager
+def whole_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, partitioned parameters are unpartitioned on every process; rank 0's values are kept. Collective.
+
+    Raises:
+        LoopError: they are offloaded to NVMe.
+    """
+    partitioned = refuse_weights_on_nvme(module, "whole_weights()")
+    with zero.GatheredParameters(partitioned, modifier_rank=0):
+        yield
+
+
+def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
+    """The partitioned parameters of a module, which `call` is to gather.
+
+    Raises:
+        LoopError: they are offloaded to NVMe.
+    """
+    partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
+        raise LoopError(f"{call}: the weights of the {type(module).__name__} are on NVMe (offload_param).")
+    return partitioned
+
+
+def _refuse_forward(module: nn.Module, *_: Any) -> None:
+    if not FWD_MODULE_STACK and any(map(own_partitioned, module.modules())):
+        raise LoopError(
+            f"a forward of a {type(module).__name__} after its training has ended: ZeRO stage 3 has partitioned its "
+            "parameters, and nothing gathers them any more.\nEvaluate before accelerator.end_training(). Or write the "
+            "weights by accelerator.save_model(model, folder) before, and load them into a new model."
+        )
+
+
+def own_partitioned(module: nn.Module) -> list[Any]:
+    """The module's own parameters, without those of submodules, that are partitioned now."""
+    own: list[Any] = list(module.parameters(recurse=False))
+    return [p for p in own if hasattr(p, "ds_id") and p.numel() != p.ds_numel]
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

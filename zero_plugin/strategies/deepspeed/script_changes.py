@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS
-from zero_plugin.strategies.deepspeed.gradients import EngineGradients
-from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loading, precede_setting, unreachable_by
+from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
+from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
+from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -278,15 +280,20 @@ class WrittenWeights:
         self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
         self._has_warned = False
 
-    def watch(self) -> list[Any]:
-        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns handles."""
+    def watch(self) -> list[Callable[[], Any]]:
+        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns what undoes this."""
         if not self._trains:
             return []
-        module, wrapper = self._engine.module, self._engine.optimizer
-        return [
-            *follow_loading(module, self.note),
-            *precede_setting([wrapper, *self._trained], self._note_set_master_weights),
-        ]
+        hook = OwnHook(lambda *_: self.note())
+        parts: Iterable[Any] = self._engine.module.modules()
+        undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
+        # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
+        for owner in (self._engine.optimizer, *self._trained):
+            for name in ("set_full_hp_param", "set_local_hp_param"):
+                if (method := getattr(owner, name, None)) is not None:
+                    undo.append(partial(setattr, owner, name, method))
+                    setattr(owner, name, preceded(method, self._note_set_master_weights))
+        return undo
 
     def note(self) -> None:
         """Record that the weights were written."""
@@ -311,7 +318,9 @@ class WrittenWeights:
             self._before_change()
             self._is_written = False
             if self._has_master_weights:
-                follow_written_weights(self._engine)
+                # A weight that equals its rounded master weight was not written: that one keeps its precision.
+                for _, master, weight in self._master_weights_and_weights():
+                    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
             else:
                 self.copy_to_master_weights()
 
@@ -332,7 +341,9 @@ class WrittenWeights:
             return
         if not self._has_master_weights or self._is_partitioned:  # at stage 3 p.data is empty
             return
-        if lost := find_written_weights(self._engine):
+        # After a step every weight equals its rounded master weight.
+        pairs = self._master_weights_and_weights()
+        if lost := [name for name, master, weight in pairs if not torch.equal(master.to(weight.dtype), weight)]:
             self._has_warned = True
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
@@ -341,35 +352,18 @@ class WrittenWeights:
                 by_each=True,
             )
 
-    def _note_set_master_weights(self) -> None:
+    def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
         self._before_change()
         self._are_rounded = False  # until the next step
 
-
-def follow_written_weights(engine: Any) -> None:
-    """Copy the weights that a script has written to the master weights, and no others.
-
-    If a weight equals its rounded master weight, it was not written, and the master weight keeps its precision.
-    """
-    for _, master, weight in _pairs_of_master_and_weight(engine):
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-
-
-def find_written_weights(engine: Any) -> list[str]:
-    """The names of weights that differ from this process's rounded master weights, which they equal after a step."""
-    beside = _pairs_of_master_and_weight(engine)
-    return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
-
-
-def _pairs_of_master_and_weight(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, flat master weights and flat weights of each piece of this process, both on the master weights' device."""
-    parameters: dict[str, Any] = dict(engine.module.named_parameters())
-    for piece in engine_pieces(engine):
-        parameter = parameters[piece.name]
-        is_partitioned = hasattr(parameter, "ds_id")
-        start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
-        master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
-        yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
+    def _master_weights_and_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, flat master weights and flat weights of each piece of this process, both on the former's device."""
+        parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
+        for piece in engine_pieces(self._engine):
+            parameter = parameters[piece.name]
+            start, values = (0, parameter.ds_tensor) if self._is_partitioned else (piece.start, parameter)
+            master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
+            yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
 
 
 def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:

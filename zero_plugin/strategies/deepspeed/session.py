@@ -25,38 +25,12 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
-from zero_plugin.strategies.deepspeed.gradients import engine_gradients, first_nonfinite, preceded
+from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
+from zero_plugin.strategies.deepspeed.gradients import engine_gradients, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
-from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
-from zero_plugin.strategies.deepspeed.script_changes import (
-    GradientWatch,
-    WrittenWeights,
-    explain_empty_weights,
-    explain_sparse_gradients,
-    names_with_hooks,
-    refuse_engine_backward,
-    refuse_engine_step,
-    refuse_frozen,
-    refuse_hooks_on_sums,
-    runs_forward,
-    second_backward,
-)
-from zero_plugin.strategies.deepspeed.state_dicts import PartitionedStates, refuse_engine_copy
-from zero_plugin.strategies.deepspeed.states import (
-    engine_blocks,
-    engine_pieces,
-    engine_weights,
-    fetched_weights,
-    gather_persistent,
-    loading_into_engine,
-    refuse_forwards,
-    refuse_unreachable,
-    release_gathered,
-    whole_weights,
-)
-from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts
+from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
-from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, LossScale, Measured, compute_in
+from zero_plugin.strategies.precision import LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
@@ -65,7 +39,7 @@ _GATHER_ELEMENTS = 2**26
 
 
 class EngineSession(Session):
-    """ZeRO 0-3.
+    """ZeRO 0-3. Stages 0 and 1 reduce gradients in the step, 2 and 3 in every backward.
 
     Args:
         engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
@@ -95,7 +69,6 @@ class EngineSession(Session):
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
-        self.most_skips = DEFAULT_MOST_SKIPS if self._scale is None else self._scale.most_skips
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
@@ -107,24 +80,24 @@ class EngineSession(Session):
         steps_by_grad = stage == 0 or not (
             stage > 1 or getattr(wrapper, "overlap_comm", False) or getattr(wrapper, "use_grad_accum_attribute", True)
         )
-        self._hooked = [] if steps_by_grad else names_with_hooks(self.module)
-        self._watch = GradientWatch(
+        self._hooked = [] if steps_by_grad else script_changes.names_with_hooks(self.module)
+        self._watch = script_changes.GradientWatch(
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
-        self._written = WrittenWeights(engine, self._trained, self._await_copy)
-        self._hooks: list[Any] = self._written.watch()
+        self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
+        self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
-        self._hooks.append(self._guard)
+        self._undo.append(self._guard.remove)
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
-            self._hooks.append(self._parts)
+            self._undo.append(self._parts.remove)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
-        self._state_dicts: PartitionedStates | None = None
+        self._state_dicts: partitioned_models.PartitionedStates | None = None
         if engine.zero_optimization_partition_weights():
             self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -133,7 +106,7 @@ class EngineSession(Session):
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
         fix_swapping(engine)
-        fetch_empty(engine)
+        partitioned_models.fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
@@ -162,42 +135,34 @@ class EngineSession(Session):
         if self._scale is not None:
             # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
             # they are halved. The session moves it after the step, on every stage alike.
-            engine.optimizer._update_scale = _keep_scale
-        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
-        engine.__deepcopy__ = functools.partial(refuse_engine_copy, type(self.module).__name__)
+            engine.optimizer._update_scale = lambda *_: None
+        engine.backward, engine.step = script_changes.refuse_engine_backward, script_changes.refuse_engine_step
+        engine.__deepcopy__ = functools.partial(partitioned_models.refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
 
-    def load_given_states(self, states: GivenStates) -> None:
+    def load_given_states(self, given: GivenStates) -> None:
         """Load the states that the optimizer had before it was partitioned. Collective.
 
         Raises:
             CheckpointError: the engine's states are not accessible by parameter name.
             LoopError: a flat partition cannot have these states.
         """
-        refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
+        states.refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
         with self.loading():
-            fill_states(self.blocks(changing=True), states)
+            fill_states(self.blocks(changing=True), given)
 
     def explain(self, error: BaseException) -> LoopError | None:
         partitioned = self.engine.zero_optimization_partition_weights()
-        if partitioned and (explained := explain_empty_weights(error, self.module)) is not None:
+        if partitioned and (explained := script_changes.explain_empty_weights(error, self.module)) is not None:
             return explained
         if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
-        return explain_sparse_gradients(error, self.module)
-
-    def refuse_foreign_gradients(self) -> None:
-        """See `Session.refuse_foreign_gradients`: those that a script has set are refused by the step."""
-
-    def drop_applied(self) -> bool | None:
-        """See `Session.drop_applied`: the engine's step clears them."""
-        return None
+        return script_changes.explain_sparse_gradients(error, self.module)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
-        """See `Session.open_backward`; stages 0 and 1 reduce in the step, 2 and 3 in every backward."""
         if not is_first:
-            refuse_hooks_on_sums(self.module, self._hooked)
+            script_changes.refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
         self._gradients.before_backward(is_first=is_first)
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
@@ -266,9 +231,6 @@ class EngineSession(Session):
             scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
             scaler.cur_scale = self._scale.value
 
-    def follow_window(self, ends_window: Callable[[], bool]) -> None:
-        """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
-
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
         if norm_type != 2.0:
             raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): under ZeRO only the L2 norm (2) is computed.")
@@ -301,7 +263,7 @@ class EngineSession(Session):
 
     def complete_gradients(self) -> Measured:
         self._watch.refuse_lost(has_gradients=True)
-        refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
+        script_changes.refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
         self._watch.warn_of_changed()
         pass_together()
         with self._thawed():
@@ -339,7 +301,7 @@ class EngineSession(Session):
         self._watch.refuse_lost(has_gradients=False)
 
     def first_nonfinite(self) -> str | None:
-        return first_nonfinite(self.engine, self._gradients)
+        return self._gradients.first_nonfinite()
 
     def drop_gradients(self, *, failed: bool) -> None:
         self._watch.warn_of_perturbed()
@@ -347,13 +309,6 @@ class EngineSession(Session):
             self._gradients.recover()
         self._gradients.drop()
         self._begin_window()
-
-    def drop_foreign_gradients(self, *, in_window: bool) -> None:
-        """See `Session.drop_foreign_gradients`: an engine refuses them."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See `Session.no_sync`: at stages 0 and 1 no backward reduces gradients, at 2 and 3 every backward must."""
-        return nullcontext()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
@@ -368,24 +323,24 @@ class EngineSession(Session):
         yield from _gathered(batch)
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        refuse_unreachable(self.engine)
-        return engine_weights(self.engine)
+        states.refuse_unreachable(self.engine)
+        return states.engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        refuse_unreachable(self.engine)
+        states.refuse_unreachable(self.engine)
         self._written.follow()
-        return engine_pieces(self.engine)
+        return states.engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
         self._written.follow()
-        return engine_blocks(self.engine, changing=changing)
+        return states.engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
-        return fetched_weights(self.engine, fragments, changing=changing)
+        return states.fetched_weights(self.engine, fragments, changing=changing)
 
     def loading(self) -> AbstractContextManager[None]:
         self._written.follow()  # now: at the next step it would overwrite what is loaded
-        return loading_into_engine(self.engine)
+        return states.loading_into_engine(self.engine)
 
     def update_master_weights(self) -> None:
         self._written.copy_to_master_weights()
@@ -393,7 +348,7 @@ class EngineSession(Session):
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         self._written.follow()  # earlier writes; at stage 3 they were into empty tensors
-        with whole_weights(self.module):
+        with partitioned_models.whole_weights(self.module):
             yield
         self._written.note()
 
@@ -403,13 +358,9 @@ class EngineSession(Session):
     def loading_state_dicts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dicts is None else self._state_dicts.loading()
 
-    def scale_state(self) -> dict[str, float]:
-        return {} if self._scale is None else self._scale.state()
-
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        if self._scale is not None and state:
-            self._scale.restore(state)
-            self._pass_scale()
+        super().restore_scale(state)
+        self._pass_scale()
 
     @property
     def loss_scale(self) -> float:
@@ -418,16 +369,16 @@ class EngineSession(Session):
     def close(self) -> None:
         if self.engine is None:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         release_failed_backward()
-        states = self.optimizer.state if self.optimizer is not None else {}
-        named = {key: states.pop(key) for key in list(states) if not isinstance(states[key], Mapping)}
+        held = self.optimizer.state if self.optimizer is not None else {}
+        named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
         self.engine.destroy()  # which takes all that is in there for the states of tensors
-        states.update(named)
+        held.update(named)
         forget_module(self.module)
         if self._partitioned:
-            refuse_forwards(self.module)
+            partitioned_models.refuse_forwards(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
         self.model = self.module
@@ -448,8 +399,8 @@ class EngineSession(Session):
         if torch.is_inference_mode_enabled():
             return
         if any(p.is_inference() and p.ds_status is not ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
-            release_gathered(self.engine)
-            gather_persistent(self.engine)
+            states.release_gathered(self.engine)
+            states.gather_persistent(self.engine)
 
     def _await_copy(self) -> None:
         if self.before_change is not None:
@@ -487,19 +438,17 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
-            raise second_backward(self.module)
+            raise script_changes.second_backward(self.module)
         return gradient
 
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
-        self._state_dicts = PartitionedStates(self.module)
-        self._hooks += self._state_dicts.handles
+        self._state_dicts = partitioned_models.PartitionedStates(self.module)
+        self._undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
-        self._hooks.append(self.engine.register_forward_pre_hook(self._note_fetch))
-        renew = weakref.WeakMethod(self._renew_inferred)  # a copy of the module is not to copy the engine
-        # A script may also call the module itself.
-        hook = self.module.register_forward_pre_hook(lambda *_: (method := renew()) and method(), prepend=True)
-        self._hooks.append(hook)
+        self._undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
+        # A script may also call the module itself; a copy of the module is not to copy the engine.
+        self._undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _watch_parameters(self) -> None:
         """Make a backward that the session did not start raise at the first parameter that it reaches."""
@@ -508,19 +457,12 @@ class EngineSession(Session):
             # DeepSpeed's own hook on each parameter calls this method first.
             wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
             return
-        reference = weakref.WeakMethod(
-            self._refuse_unopened
-        )  # the hook's reference is in C++, where Python's GC cannot see it
-
-        def refuse(p: Tensor) -> None:
-            if (refuse_unopened := reference()) is not None:
-                refuse_unopened(p)
-
-        for p in self._trained:
-            self._hooks.append(p.register_post_accumulate_grad_hook(refuse))
+        refuse = weakly(self._refuse_unopened)
+        trained: list[Any] = self._trained
+        self._undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
 
     def _refuse_unopened(self, *_: Tensor) -> None:
-        if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):
+        if not self.engine.__dict__["_running_engine_backward"] and not script_changes.runs_forward(self.engine):
             if self.on_failure is not None:
                 self.on_failure()
             raise LoopError(DIRECT_BACKWARD)
@@ -534,14 +476,9 @@ class EngineSession(Session):
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    partitioned = [tensor for _, tensor in batch if hasattr(tensor, "ds_id")]
-    with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+    with zero.GatheredParameters([tensor for _, tensor in batch]):
         for name, tensor in batch:
             yield name, tensor.detach()
-
-
-def _keep_scale(*_: Any) -> None:
-    """In place of the method that moves an engine's loss scale."""
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
@@ -568,7 +505,7 @@ def break_reference_cycles(engine: Any) -> None:
     for handle in getattr(engine.optimizer, "_grad_acc_hooks", ()):
         hooks = handle.hooks_dict_ref()
         kept.append(hooks[handle.id])
-        hooks[handle.id] = _weakly(hooks[handle.id])
+        hooks[handle.id] = weakly(hooks[handle.id])
     if kept:
         engine.optimizer._zero_plugin_hooks = kept
 
@@ -592,16 +529,6 @@ def clear_caches() -> None:
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def _weakly(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    reference = weakref.ref(hook)
-
-    def call(p: Tensor) -> None:
-        if (hook := reference()) is not None:
-            hook(p)
-
-    return call
 
 
 def _forget(dead: Any) -> None:

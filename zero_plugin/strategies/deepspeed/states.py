@@ -1,27 +1,20 @@
-"""Weights, fp32 master weights and optimizer states of an engine: where they are in this process, and writing them.
-
-Also the partitions of a model that is not prepared yet, and hooks on a script's own reads and writes of weights.
-"""
+"""Weights, fp32 master weights and optimizer states of an engine: where they are in this process, and writing them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from deepspeed import zero
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -142,17 +135,13 @@ def engine_pieces(engine: Any) -> list[OptimizedPiece]:
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         return list(_stage3_pieces(wrapper, names))
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        groups = zip(
-            wrapper.bit16_groups, wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups, strict=True
-        )
+        groups = wrapper.bit16_groups, wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups
         return list(_flat_pieces(wrapper, groups, names))
     if isinstance(wrapper, BF16_Optimizer):
-        groups = zip(wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True)
+        groups = wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition
         return list(_flat_pieces(wrapper, groups, names))
-    if isinstance(wrapper, FP16_Optimizer):
-        return list(_joined_pieces(wrapper, names))
-    if isinstance(wrapper, FP16_UnfusedOptimizer):
-        return list(_separate_pieces(wrapper, names))
+    if isinstance(wrapper, FP16_Optimizer | FP16_UnfusedOptimizer):
+        return list(_replicated_pieces(wrapper, names))
     return unpartitioned_pieces(base, engine.module, dist.get_rank(), dist.get_world_size())
 
 
@@ -249,7 +238,7 @@ def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
     """Stages 1 and 2: each process steps its partition of a flat buffer with the parameters of a group in any order."""
-    for index, (parameters, flat, part) in enumerate(groups):
+    for index, (parameters, flat, part) in enumerate(zip(*groups, strict=True)):
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
         for p in parameters:
             begin = _offset_in(flat, p)
@@ -263,60 +252,27 @@ def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[O
             )
 
 
-def _joined_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stage 0 in 16 bits with an elementwise optimizer: every process steps one flat buffer per group."""
-    for index, (parameters, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)):
+def _replicated_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
+    """Stage 0 in 16 bits: every process steps the fp32 master weights of all parameters.
+
+    With an elementwise optimizer those of a group are one flat buffer, with any other each parameter has its own.
+    """
+    is_flat = isinstance(wrapper, FP16_Optimizer)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for index, parameters in enumerate(wrapper.fp16_groups):
         offset = 0
-        for p in parameters:
-            share = _share(p)
+        for position, p in enumerate(parameters):
+            master = wrapper.fp32_groups_flat[index] if is_flat else wrapper.fp32_groups[index][position]
+            written = partition_of(p.numel(), rank, world_size)
             yield OptimizedPiece(
-                names[id(p)], tuple(p.shape), index, 0, p.numel(), flat, offset, share, wrapper.optimizer
+                names[id(p)], tuple(p.shape), index, 0, p.numel(), master, offset, written, wrapper.optimizer
             )
-            offset += p.numel()
-
-
-def _separate_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stage 0 in 16 bits with any other optimizer: every process steps the fp32 master weights of each parameter."""
-    for index, (parameters, master_weights) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
-        for p, master in zip(parameters, master_weights, strict=True):
-            yield OptimizedPiece(
-                names[id(p)], tuple(p.shape), index, 0, p.numel(), master, 0, _share(p), wrapper.optimizer
-            )
+            offset += p.numel() if is_flat else 0
 
 
 def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
     # By addresses, for any order and padding that a configuration can result in (round_robin_gradients, …).
     return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size() if parameter.numel() else 0
-
-
-def _share(parameter: nn.Parameter) -> tuple[int, int]:
-    return partition_of(parameter.numel(), dist.get_rank(), dist.get_world_size())
-
-
-def give_partition(parameter: Any, init: Any) -> None:
-    """Set a parameter's `ds_tensor` as zero.Init does when it partitions a parameter, but without values.
-
-    Args:
-        parameter: converted by `init`.
-        init: the zero.Init that determines where partitions are.
-    """
-    size = parameter.ds_numel_aligned // init._partition_world_size(parameter)
-    on_nvme = init.param_swapper is not None and init.param_swapper.swappable_tensor(numel=size)
-    if on_nvme:
-        partition = torch.empty(0, dtype=parameter.dtype)
-    elif parameter.ds_persist:
-        partition = torch.empty(size, dtype=parameter.dtype, device=init.local_device)
-    else:
-        host = init.remote_device in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme)
-        partition = torch.empty(size, dtype=parameter.dtype, device="cpu" if host else init.local_device)
-        if host and init.pin_memory:
-            partition = get_accelerator().pin_memory(partition)
-    partition.ds_numel = size  # type: ignore[attr-defined]
-    partition.status = (  # type: ignore[attr-defined]
-        PartitionedParamStatus.NOT_AVAILABLE if on_nvme else PartitionedParamStatus.AVAILABLE
-    )
-    partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
-    parameter.ds_tensor = partition
 
 
 def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
@@ -333,8 +289,7 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
         partition, size = parameter.ds_tensor, parameter.ds_tensor.ds_numel
         if hasattr(partition, "ds_quant_scale"):
             raise CheckpointError(f"{name} is partitioned and quantized, so that it cannot be loaded from a file.")
-        start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
-        count = min(size, parameter.ds_numel - start)
+        start, count = _partition(parameter)
         shape = tuple(parameter.ds_shape)
         parameter.ds_secondary_tensor = None  # a second copy (zero_hpz_partition_size), which the next gather renews
         if partition.final_location != OffloadDeviceEnum.nvme:
@@ -348,109 +303,3 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
             swapper.swap_out_and_release([parameter])
         finally:
             swapper.remove_partition_and_release_buffers([parameter])
-
-
-_SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed's safe_set_… call
-
-
-class OwnHook:
-    """A hook of one module that does nothing in copies of the module."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return OwnHook, (_do_nothing,)
-
-
-class _Restoring:
-    """A handle whose `remove` restores a replaced method."""
-
-    def __init__(self, owner: Any, name: str, method: Callable[..., None]) -> None:
-        self._restore = partial(setattr, owner, name, method)
-
-    def remove(self) -> None:
-        self._restore()
-
-
-def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any]:
-    """Call `call` before DeepSpeed's `safe_set_…` functions change master weights or states; returns handles.
-
-    Args:
-        owners: DeepSpeed's optimizer and its parameters: at stage 3 the one sets values, below it the others.
-        call: gets nothing.
-    """
-
-    def preceded(method: Callable[..., None]) -> Callable[..., None]:
-        def setter(*args: Any, **kwargs: Any) -> None:
-            call()
-            method(*args, **kwargs)
-
-        return setter
-
-    handles: list[Any] = []
-    for owner in owners:
-        for name in _SETTERS:
-            if (method := getattr(owner, name, None)) is not None:
-                handles.append(_Restoring(owner, name, method))
-                setattr(owner, name, preceded(method))
-    return handles
-
-
-def follow_loading(module: nn.Module, written: Callable[[], None]) -> list[Any]:
-    """Call `written` after each `load_state_dict` of the module or a submodule; returns handles."""
-    hook = OwnHook(lambda *_: written())
-    parts: Iterable[Any] = module.modules()
-    return [part.register_load_state_dict_post_hook(hook) for part in parts]
-
-
-def refuse_forwards(module: nn.Module) -> None:
-    """Make forwards raise as long as parameters are partitioned and no engine gathers them."""
-    for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
-        part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
-
-
-@contextmanager
-def whole_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, partitioned parameters are unpartitioned on every process; rank 0's values are kept. Collective.
-
-    Raises:
-        LoopError: they are offloaded to NVMe.
-    """
-    partitioned = refuse_weights_on_nvme(module, "whole_weights()")
-    with zero.GatheredParameters(partitioned, modifier_rank=0):
-        yield
-
-
-def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
-    """The partitioned parameters of a module, which `call` is to gather.
-
-    Raises:
-        LoopError: they are offloaded to NVMe.
-    """
-    partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
-        raise LoopError(f"{call}: the weights of the {type(module).__name__} are on NVMe (offload_param).")
-    return partitioned
-
-
-def _refuse_forward(module: nn.Module, *_: Any) -> None:
-    if not FWD_MODULE_STACK and any(map(own_partitioned, module.modules())):
-        raise LoopError(
-            f"a forward of a {type(module).__name__} after its training has ended: ZeRO stage 3 has partitioned its "
-            "parameters, and nothing gathers them any more.\nEvaluate before accelerator.end_training(). Or write the "
-            "weights by accelerator.save_model(model, folder) before, and load them into a new model."
-        )
-
-
-def own_partitioned(module: nn.Module) -> list[Any]:
-    """The module's own parameters, without those of submodules, that are partitioned now."""
-    own: list[Any] = list(module.parameters(recurse=False))
-    return [p for p in own if hasattr(p, "ds_id") and p.numel() != p.ds_numel]
-
-
-def _do_nothing(*_: Any) -> None:
-    pass

@@ -9,9 +9,16 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
+import deepspeed
 import torch
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,48 +35,21 @@ from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
-from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
+from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
+from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
+from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
-from zero_plugin.strategies.precision import LossScale, cast_buffers, compute_in
+from zero_plugin.strategies.precision import LossScale, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
+from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, as_pretrained
 from zero_plugin.tensors.wrappers import compile_in_place
 
 _log = logging.getLogger(__name__)
-
-
-def unused_handlers(handlers: Handlers) -> list[str]:
-    """Lines about the script's arguments of torch's own objects that have no effect with an engine.
-
-    Raises:
-        ConfigError: an argument would change the training, and an engine does not support it.
-    """
-    problems, lines = [], []
-    if (ddp := handlers.ddp) is not None:
-        hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
-        if hooks:
-            where, fix = "DistributedDataParallelKwargs(comm_hook=…)", "Write communication_data_type: fp16 or bf16."
-            problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
-        elif ddp.to_kwargs():
-            lines.append(
-                f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): has no effect: ZeRO does not use DDP"
-            )
-    if (scaler := handlers.scaler) is not None:
-        for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
-            if scaler.enabled and getattr(scaler, name) != fixed:
-                where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
-                problems.append(Problem(where, "", f"DeepSpeed only supports {fixed}", "Leave it out."))
-    if handlers.autocast is not None and handlers.autocast.to_kwargs():
-        lines.append(
-            "AutocastKwargs: has no effect, since ZeRO does not use autocast: the weights are in the 16-bit dtype"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return lines
 
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,15 +74,30 @@ class DeepSpeedStrategy(Strategy):
         self._processes = processes
         self._chosen_stage: int | None = None  # for the model prepared last, where the configuration leaves it open
 
-    def refuse(self) -> str | None:
-        if self._processes.device.type not in ("cpu", "cuda"):
-            return f"DeepSpeed does not run on {self._processes.device.type}"
-        return None
-
     def accept(self, handlers: Handlers) -> list[str]:
         """See `Strategy.accept`: there is no DDP and no autocast, and the loss scale is only doubled and halved."""
         super().accept(handlers)
-        return unused_handlers(handlers)
+        problems, lines = [], []
+        if (ddp := handlers.ddp) is not None:
+            hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
+            if hooks:
+                where = "DistributedDataParallelKwargs(comm_hook=…)"
+                message = f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP"
+                problems.append(Problem(where, "", message, "Write communication_data_type: fp16 or bf16."))
+            elif given := ", ".join(ddp.to_kwargs()):
+                lines.append(f"DistributedDataParallelKwargs({given}): has no effect: ZeRO does not use DDP")
+        if (scaler := handlers.scaler) is not None:
+            for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+                if scaler.enabled and getattr(scaler, name) != fixed:
+                    where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
+                    problems.append(Problem(where, "", f"DeepSpeed only supports {fixed}", "Leave it out."))
+        if handlers.autocast is not None and handlers.autocast.to_kwargs():
+            lines.append(
+                "AutocastKwargs: has no effect, since ZeRO does not use autocast: the weights are in the 16-bit dtype"
+            )
+        if problems:
+            raise ConfigError(problems)
+        return lines
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:
         stage: Literal[0, 1, 2, 3] = resolved.zero_stage  # type: ignore[assignment]  # it has no other
@@ -143,11 +138,7 @@ class DeepSpeedStrategy(Strategy):
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
         described = resolved.optimizer if request.optimizer is not None else None
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
-        deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
-
-        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
-        from zero_plugin.strategies.deepspeed.session import EngineSession
-
+        _set_up_deepspeed(processes, resolved.tree, kind.lower())
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
         # `engine_optimizer` implements these two keys; the engine would refuse classes of this package.
         obeyed = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
@@ -176,7 +167,7 @@ class DeepSpeedStrategy(Strategy):
                     del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
-        engine = self._initialize(deepspeed, request, optimizer, parameters, config)
+        engine = self._initialize(request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
@@ -189,19 +180,14 @@ class DeepSpeedStrategy(Strategy):
                 raise
         return session
 
-    def _initialize(
-        self, deepspeed: Any, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]
-    ) -> Any:
+    def _initialize(self, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]) -> Any:
         """Build the engine; DeepSpeed builds an optimizer of `parameters` if `optimizer` is None."""
-        from zero_plugin.strategies.deepspeed.optimizers import share_groups
-        from zero_plugin.strategies.deepspeed.partitioned_models import broadcasting_any_shape
-
         resolved = request.resolved
         with (
             showing_refusals(),
             warnings.catch_warnings(),
             self._processes.counted_by_gpu(),
-            broadcasting_any_shape(),
+            partitioned_models.broadcasting_any_shape(),
             _quiet_construction(),
         ):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -227,12 +213,13 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        _import_deepspeed(self._processes, self._document.deepspeed)
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, partition_when_built
-
-        with partition_when_built(BuildConfig(self._document, self._processes)):
+        with partitioned_models.partition_when_built(self._build_config()):
             yield
+
+    def _build_config(self) -> partitioned_models.BuildConfig:
+        """Set up DeepSpeed, for models that are constructed before `prepare`, and return how to partition them."""
+        _set_up_deepspeed(self._processes, self._document.deepspeed)
+        return partitioned_models.BuildConfig(self._document, self._processes)
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
         """See `Strategy.allocate`: at stage 3 this process's partitions; below it, in the dtype of the training."""
@@ -242,40 +229,25 @@ class DeepSpeedStrategy(Strategy):
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allocate_unpartitioned(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
-            _import_deepspeed(self._processes, self._document.deepspeed)
-
-            from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, allocate_partitions
-
-            allocate_partitions(module, BuildConfig(self._document, self._processes))
+            partitioned_models.allocate_partitions(module, self._build_config())
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
             return super().fragments_to_fill(module, names)
-        from zero_plugin.strategies.deepspeed.states import partitions_to_fill
-
         return partitions_to_fill(module, names)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-        if not partitioned:
-            return nullcontext()
-        from zero_plugin.strategies.deepspeed.partitioned_models import gathered_parameters
-
-        return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
+        return partitioned_models.gathered_parameters(tensors, modifier_rank=0, forward_of=None)
 
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
-        if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-            from zero_plugin.strategies.deepspeed.session import clear_caches, weaken_module_stack
-
-            weaken_module_stack()
-            clear_caches()
+        weaken_module_stack()
+        clear_caches()
 
     def destroy_process_group(self) -> None:
         """See `Strategy.destroy_process_group`: DeepSpeed caches groups for its next engine."""
         super().destroy_process_group()
-        if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
-            groups._release_process_group_references()
+        groups._release_process_group_references()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
         """See `Strategy.load_pretrained`; has an effect only if transformers is already imported."""
@@ -285,19 +257,8 @@ class DeepSpeedStrategy(Strategy):
         integration = sys.modules.get("transformers.integrations.deepspeed")
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
-        _import_deepspeed(self._processes, self._document.deepspeed)
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import (
-            BuildConfig,
-            partition_pretrained,
-            unpartitioned_pretrained,
-        )
-
-        return (
-            partition_pretrained(BuildConfig(self._document, self._processes))
-            if partitions
-            else unpartitioned_pretrained()
-        )
+        build = self._build_config()
+        return partitioned_models.building_pretrained(build if partitions else None)
 
     @property
     def partitions_parameters(self) -> bool:
@@ -312,7 +273,9 @@ class DeepSpeedStrategy(Strategy):
         if request.is_placed:
             module.to(processes.device)
         if (dtype := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
-            cast_buffers(module, _DTYPES[dtype])
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(_DTYPES[dtype])
         compute_in(module, _DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
@@ -320,13 +283,9 @@ class DeepSpeedStrategy(Strategy):
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
         """Partition parameters that are not partitioned yet, and adapt the methods of transformers models."""
-        from deepspeed import zero
-
-        from zero_plugin.strategies.deepspeed.partitioned_models import adapt_pretrained_methods, is_pretrained
-
         model = request.model
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
-            if is_pretrained(model) and self._settings.zero3_init_flag is not False:
+            if as_pretrained(model) is not None and self._settings.zero3_init_flag is not False:
                 _log.info(
                     f"the {type(model).__name__} was built unpartitioned in every process, then partitioned; import "
                     "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
@@ -337,12 +296,10 @@ class DeepSpeedStrategy(Strategy):
             # are already partitioned, `initialize` partitions the others in the same way.
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=config)
-        adapt_pretrained_methods(model, self._processes)
+        partitioned_models.adapt_pretrained_methods(model, self._processes)
 
     def _tie_experts(self, request: SessionRequest) -> None:
         """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
-        from deepspeed.utils import set_z3_leaf_module
-
         names = self._settings.deepspeed_moe_layer_cls_names or ()
         layers = list(find_expert_layers(request.model, names))
         at_stage3 = request.resolved.zero_stage == 3
@@ -362,8 +319,8 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
-    """Import DeepSpeed, set up for this process's device and process group, with fewer log messages.
+def _set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> None:
+    """Set up DeepSpeed for this process's device and process group, with fewer log messages.
 
     Args:
         processes: this process and its peers.
@@ -378,10 +335,6 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     ops = needed_ops(training, optimizer, on_gpu=kind == "cuda")
     refuse_stale_build_locks(ops, build_folder(os.environ, torch.version.cuda))
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
     watch_builders(OpBuilder)
     found = get_accelerator().device_name()
     if found != kind:
@@ -402,11 +355,7 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
         compatible.update(own)
-
-    from zero_plugin.strategies.deepspeed.partitioned_models import partition_any_shape
-
-    partition_any_shape()
-    return deepspeed
+    partitioned_models.partition_any_shape()
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
@@ -414,18 +363,11 @@ def _is_not_of_untested(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-@contextmanager
-def _quiet_construction() -> Iterator[None]:
+def _quiet_construction() -> AbstractContextManager[None]:
     """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
-    from deepspeed.runtime import bf16_optimizer
-
-    own = bf16_optimizer.see_memory_usage
-    if "ZERO_PLUGIN_DEBUG" not in os.environ:
-        bf16_optimizer.see_memory_usage = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        bf16_optimizer.see_memory_usage = own
+    if "ZERO_PLUGIN_DEBUG" in os.environ:
+        return nullcontext()
+    return partitioned_models.replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
 
 
 def _undo_first_step(engine: Any) -> None:
@@ -435,11 +377,10 @@ def _undo_first_step(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     wrapper.optimizer.state.clear()
+    if hasattr(wrapper, "fp32_groups_flat"):
+        both = wrapper.fp32_groups_flat, wrapper.fp16_groups_flat
+    else:
+        both = chain(*wrapper.fp32_groups), chain(*wrapper.fp16_groups)
     with torch.no_grad():
-        if hasattr(wrapper, "fp32_groups_flat"):
-            for master, weights in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups_flat, strict=True):
-                master.copy_(weights)
-        else:
-            for master_weights, group in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(master_weights, group, strict=True):
-                    master.copy_(weight)
+        for master, weight in zip(*both, strict=True):
+            master.copy_(weight)
