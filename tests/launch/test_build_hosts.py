@@ -110,6 +110,14 @@ def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
     assert (spec.hosts.sent, spec.hosts.kept) == (("NCCL_DEBUG",), ("HF_TOKEN",))
 
 
+def test_what_is_sent_gives_way_to_the_configuration() -> None:
+    """As on one machine: a variable of Accelerate's that turns on what is not configured is sent turned off."""
+    spec = build({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DEBUG_MODE": "true"})
+    assert spec.hosts is not None
+    sent = decode_config(spec.hosts.command[-1]).environment
+    assert (sent["ACCELERATE_USE_FSDP"], sent["ACCELERATE_DEBUG_MODE"]) == ("false", "true")
+
+
 def test_bytes_that_are_no_text_survive() -> None:
     """A file name that is not UTF-8 arrives as it was typed."""
     config = WorkerConfig("/x", ["caf\udce9.py"], {}, None, "a", 1, False)

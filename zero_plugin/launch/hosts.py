@@ -181,14 +181,14 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
     each = _fewer_slots(settings, launcher, hosts)
     if each is not None:
         hosts = [replace(host, slots=host.slots[:each]) for host in hosts]
+    sent, kept = choose_variables(request.environ)
     environment = {
         **request.common_environment(sum(len(host.slots) for host in hosts)),
-        # The environment here is not that of the hosts.
-        **foreign_variables(replace(request, environ={}), resolved, on_cpu=on_cpu),
+        # Of the environment here, the hosts get what is sent.
+        **foreign_variables(replace(request, environ=sent), resolved, on_cpu=on_cpu),
     }
     if on_cpu:
         environment["DS_ACCELERATOR"] = Setting("cpu", "for DeepSpeed: the run is on the CPU")
-    sent, kept = choose_variables(request.environ)
     address, port = settings.main_process_ip or hosts[0].name, settings.main_process_port or STATIC_PORT
     config = config_for_scripts(document, resolved) if request.on_deepspeed else None
     worker_config = WorkerConfig(
