@@ -50,6 +50,18 @@ def test_the_strategy_of_a_configuration(launch: dict[str, Any], world: int, nam
     assert f"{world} × cpu" in selection.reason
 
 
+def test_deepspeed_is_imported_for_the_runs_device() -> None:
+    """Without a word of DeepSpeed's about a device that it finds by itself, which may be another one than the run's."""
+    script = (
+        "from zero_plugin import Accelerator; Accelerator(cpu=True, config={'zero_optimization': {'stage': 1}})\n"
+        "import deepspeed; print(deepspeed.accelerator.get_accelerator().device_name())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.stdout == "cpu\n", ran.stderr
+    assert "Setting accelerator" not in ran.stderr
+
+
 def test_a_fallback_lists_what_it_drops() -> None:
     """One line: the stage, the offload, and who asked."""
     reason = select(2, distributed_type="MULTI_CPU", deepspeed_config=ZERO2).reason

@@ -59,6 +59,7 @@ def _deepspeed(document: Document, settings: LaunchSettings, processes: Processe
         )
     if (device := processes.device.type) not in ("cpu", "cuda"):
         raise StrategyError(f"The configuration requests DeepSpeed, but DeepSpeed does not run on {device}.")
+    os.environ.setdefault("DS_ACCELERATOR", device)  # DeepSpeed chooses its device when it is imported
     from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     return DeepSpeedStrategy(document, settings, processes)

@@ -334,7 +334,6 @@ def _set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     kind = processes.device.type
     ops = needed_ops(training, optimizer, on_gpu=kind == "cuda")
     refuse_stale_build_locks(ops, build_folder(os.environ, torch.version.cuda))
-    os.environ.setdefault("DS_ACCELERATOR", kind)
     watch_builders(OpBuilder)
     found = get_accelerator().device_name()
     if found != kind:
