@@ -12,16 +12,21 @@ from zero_plugin.config.rules.training import Asked, is_count
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
-_OTHER_DIMENSIONS: Final = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "pipeline.stages")
+_LOSES: Final = "DeepSpeed's layers for it lose the other processes' part of a gradient that is not contiguous"
+_OTHER_DIMENSIONS: Final = {
+    "tensor_parallel.autotp_size": _LOSES,
+    "tensor_parallel.tp.tp_size": _LOSES,
+    "pipeline.stages": "the engine of a PipelineModule has a loop of its own",
+}
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:
     """Processes that share a model: each would get samples of its own here, and train on something else."""
-    for key in _OTHER_DIMENSIONS:
+    for key, why in _OTHER_DIMENSIONS.items():
         size = asked.value(key)
         if is_count(size) and size > 1:
             fix = "Write 1, or delete it: only samples are shared among processes, by sequence_parallel_size."
-            yield asked.error(key, f"{size} is not supported", fix)
+            yield asked.error(key, f"{size} is not supported: {why}", fix)
     if asked.says_something("data_parallel_size"):
         yield asked.no_effect("data_parallel_size", "it follows from the number of processes")
 
