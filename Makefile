@@ -1,9 +1,10 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
-# make test   lint, types and the complete test suite
+# make test   lint, types and the tests, but for those that start programs as a user does
+# make test-programs   those: launches, ends, faults, what the documentation prints
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
 # make test-foreign   programs of other libraries (TRL, diffusers, timm, …), in an environment of their own
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
-# make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
+# make test-older-torch   both suites on torch_xla's torch, 2.9
 # make docs   the site, in site/; warnings are errors
 # make test-newest-torch   the quick half of the suite, and parity on two processes, on the newest torch of the index
 # make gpu   all that needs a GPU: checks, peaks of memory, speeds; in pieces, with what Python has installed
@@ -20,11 +21,11 @@ VENV_TPU    ?= .venv-tpu
 VENV_NEWEST ?= .venv-newest
 VENV_FOREIGN ?= .venv-foreign
 
-.PHONY: demo docs test test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
+.PHONY: demo docs test test-programs test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
 .PHONY: libaio test-tools gpu bench-quick
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
-test campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+test test-programs campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 test-newest-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_NEWEST))/torch_extensions
 
@@ -41,7 +42,10 @@ demo: $(VENV)/.installed libaio
 test: $(VENV)/.installed-dev libaio test-tools
 	$(BIN)/python tests/build_ops.py > /dev/null 2>&1 &
 	$(MAKE) check
-	$(BIN)/python $(PYTEST) -m "not campaign"
+	$(BIN)/python $(PYTEST) -m "not campaign and not programs"
+
+test-programs: $(VENV)/.installed-dev libaio test-tools
+	$(BIN)/python $(PYTEST) -m "programs and not campaign"
 
 # Trainings that change their path go on in the other environment. What runs on a plain torch is tried on this older
 # one too, and so is DeepSpeed: clipping and accumulation on each path that needs no C++ op; `make test-older-torch` has

@@ -43,6 +43,17 @@ _LONGEST = (
     "launch/test_loopback.py",
     "faults/test_interruptions.py",
 )
+# What they show is how programs start, end, fail and talk, so that each starts some anew, for seconds of a processor:
+# `make test-programs`. All others are `make test`.
+_PROGRAMS = (
+    *("docs/test_pages.py", "faults", "foreign", "test_architecture.py", "test_examples.py", "test_forked_workers.py"),
+    *("checkpoint/test_disk.py", "checkpoint/test_kill.py", "checkpoint/test_locks.py"),
+    *("checkpoint/test_system_calls.py", "cli/test_selftest_command.py", "data/test_processes.py"),
+    *("demo/test_train.py", "distributed/test_agreement.py", "launch/test_engine.py", "launch/test_fewer.py"),
+    *("launch/test_launchers.py", "launch/test_loopback.py", "launch/test_namespaces.py", "launch/test_notebook.py"),
+    *("launch/test_on_hosts.py", "launch/test_ray.py", "launch/test_under_load.py", "strategies/test_build_lock.py"),
+    *("strategies/test_end.py", "strategies/test_processes.py"),
+)
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
@@ -87,10 +98,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What starts processes for several tests at once stays in one of pytest's processes: a file, or those of its tests
     that run in the same processes.
     """
+    here = Path(__file__).parent
+    programs = {here / name for name in _PROGRAMS}
+    assert all(place.exists() for place in programs)
+    for item in items:
+        if programs.intersection((item.path, *item.path.parents)):
+            item.add_marker(pytest.mark.programs)
     if (seed := config.getoption("--unpooled")) is not None:
         random.Random(seed).shuffle(items)
         return
-    here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(_LONGEST, start=1)}
     assert all(file.exists() for file in place)
     starting = [item for item in items if item.get_closest_marker("processes")]

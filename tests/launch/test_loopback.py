@@ -140,7 +140,7 @@ def test_what_a_client_writes_into_the_store_is_not_run(
 ) -> None:
     """The launcher reads no pickle there, at its start, while it watches, nor when it starts its workers again."""
     (tmp_path / "attack.py").write_text(ATTACKS)
-    done = launch("--cpu", "--max_restarts", "1", "attack.py")
+    done = launch("--cpu", "--max_restarts", "1", "attack.py", afresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["kept there: False"] * 2
     assert not (tmp_path / "attacked").exists()

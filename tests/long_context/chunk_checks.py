@@ -215,3 +215,12 @@ CHECKS |= {
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
 CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))
+# Daily each case is on half of what differs beside it.
+RARE = {
+    f"{path}-{name}-{size}-{'early' if early else 'late'}"
+    for turn, path in enumerate(("ddp", "zero3"))
+    for number, name in enumerate(CASES)
+    for size in (1, 2)
+    for early in (True, False)
+    if (turn + number + size + early) % 2
+}

@@ -22,7 +22,7 @@ MODULES = sorted(file.stem for file in Path(__file__).parent.glob("*_checks.py")
             world,
             name,
             id=f"{module.removesuffix('_checks')}-{world}-{name}",
-            marks=[pytest.mark.campaign] if name in getattr(checks, "RARE", ()) else [],
+            marks=[pytest.mark.campaign] if {name, (name, world)} & getattr(checks, "RARE", set()) else [],
         )
         for module in MODULES
         for checks in [importlib.import_module(module)]
