@@ -808,3 +808,5 @@ CHECKS = {
     for function in _ALL
     for path in (("ddp", "zero2", "zero3") if function in _ON_SEVERAL else ("zero2",))
 }
+# What is for several paths is daily on DDP and stage 3.
+RARE = {f"zero2-{function.__name__.removeprefix('check_')}" for function in set(_ON_SEVERAL) - set(_ON_FOUR)}

@@ -205,8 +205,15 @@ class Recurrent(nn.Module):
         return {"loss": last.square().mean(), "last": last}
 
 
-@pytest.mark.parametrize("settings", [{}, {"bidirectional": True}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+# Daily each kind, and each setting, once.
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, marks=[] if kind_number == number else [pytest.mark.campaign])
+        for kind_number, kind in enumerate((nn.LSTM, nn.RNN, nn.GRU))
+        for number, settings in enumerate(({"bidirectional": True}, {"bias": False}, {}))
+    ],
+)
 def test_recurrent_layers_keep_their_workspace(kind: type[nn.RNNBase], settings: dict[str, Any]) -> None:
     """As on a CPU within 5 %: an LSTM in fp32 is one kernel there with a workspace, all others are many operations.
 
