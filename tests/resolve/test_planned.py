@@ -137,6 +137,6 @@ def test_a_script_of_accelerate_is_not_run_at_stage_0(document):
     assert found.tree.value(*STAGE) is AUTO
     assert config_for_scripts(asked, found) is None
     request = Request(asked, launch_settings(asked), Program("train.py"), {}, None)
-    told = foreign_variables(request, found, on_cpu=False)
-    assert told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].value == "auto"
-    assert "--model" in told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].reason
+    variables = foreign_variables(request, found, on_cpu=False)
+    assert variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"].value == "auto"
+    assert "--model" in variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"].reason

@@ -316,7 +316,7 @@ def run_to_end(call: Callable[[], object], report: Callable[[BaseException], int
 
     Args:
         call: the function.
-        report: is told of the error where either fails; with which exit code this process then ends.
+        report: called with the error where either fails; returns the exit code of this process.
         at_once: whether it ends so: others wait for it in a collective, and torch_xla for them in their order. False
             raises the error.
     """
