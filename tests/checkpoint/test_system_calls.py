@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ print(json.dumps(saved))
 accelerator.end_training()
 """
 _CALL = re.compile(r'(\w+)\((?:\d+<|"|AT_FDCWD<[^>]*>, ")([^">]*)[>"](?:, (?:AT_FDCWD<[^>]*>, )?"([^"]*)")?.*\) += 0$')
+_UNFINISHED, _RESUMED = "<unfinished ...>", re.compile(r"^<\.\.\. \w+ resumed>")
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir"
 
 
@@ -53,8 +54,34 @@ def trace(folder: Path, *arguments: str) -> list[tuple[str, str, str]]:
     found = folder / "trace"
     command = ["strace", "-f", "-y", "-o", str(found), "-e", f"trace={CALLS}", sys.executable, "-c", SAVES, *arguments]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-    lines = [line.partition(" ")[2].strip() for line in found.read_text(errors="replace").splitlines()]
+    lines = _complete_lines(found.read_text(errors="replace"))
     return [(match[1], match[2], match[3] or "") for line in lines if (match := _CALL.match(line))]
+
+
+def _complete_lines(text: str) -> Iterator[str]:
+    """A line for each call, at its end: strace prints two where another thread's call comes between."""
+    begun: dict[str, str] = {}
+    for line in text.splitlines():
+        thread, _, call = line.partition(" ")
+        if call.endswith(_UNFINISHED):
+            begun[thread] = call.removesuffix(_UNFINISHED).strip()
+        else:
+            yield _RESUMED.sub(lambda _, thread=thread: begun.pop(thread), call.strip())
+
+
+def test_a_call_that_strace_prints_in_two_parts() -> None:
+    """Its parts are joined by the thread, and it counts where it ends."""
+    printed = """7  fsync(3</out/a>) = 0
+7  rename("/out/a", "/out/b" <unfinished ...>
+8  fsync(4</out> <unfinished ...>
+7  <... rename resumed>) = 0
+8  <... fsync resumed>)        = 0
+"""
+    assert list(_complete_lines(printed)) == [
+        "fsync(3</out/a>) = 0",
+        'rename("/out/a", "/out/b") = 0',
+        "fsync(4</out>)        = 0",
+    ]
 
 
 def test_the_order(tmp_path: Path) -> None:
