@@ -36,7 +36,7 @@ FILES = {"/lab/llama/config.json": json.dumps(LLAMA).encode(), "/lab/bare/model.
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Models, files and ranges of them; `lab/gated` is shown to nobody."""
+    """Models, files and ranges of them; `lab/gated` is named, but shown to nobody."""
 
     read: list[int] = []  # noqa: RUF012 - one server at a time
 
@@ -56,6 +56,7 @@ class Hub(BaseHTTPRequestHandler):
             files = [key.split("/")[3] for key in FILES if key.startswith(f"/{owner}/{name}/")]
             found = [{"rfilename": file} for file in files]
             body = json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": found, "tags": []}).encode()
+            files += ["config.json"] * (name == "gated")
             self._send(200 if files else 404, body, with_body, {} if files else {"X-Error-Code": "RepoNotFound"})
         elif path.startswith("/lab/gated/"):
             self._send(403, b"", with_body, {"X-Error-Code": "GatedRepo"})
@@ -138,11 +139,12 @@ def test_names_of_nothing(hub: ThreadingHTTPServer, name: str, told: str) -> Non
 
 
 def test_offline(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says so, and what to give instead."""
+    """The error says so, and what to give instead, without trying again."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    monkeypatch.setattr(_http.time, "sleep", lambda _: None)  # it tries again for half a minute
+    waits: list[float] = []
+    monkeypatch.setattr(_http.time, "sleep", waits.append)
     told = r"the hub does not answer(?s:.*)Name .*--params, --hidden_size and --layers"
 
     hub.shutdown()
@@ -151,3 +153,4 @@ def test_offline(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         with pytest.raises(ConfigError, match=told):
             open_model(ModelSource("lab/llama"), 128)
+    assert not waits  # a wrong name is a usual mistake

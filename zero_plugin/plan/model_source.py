@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
 _HUB_NAME: Final = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+_HUB_SECONDS: Final = 10.0  # for its answer
 _EMBEDDING: Final = re.compile(r"embed|wte|lm_head")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
 _GATED: Final = ("silu", "swish", "gelu_pytorch_tanh")  # Llama's, Gemma's; others have no gate
@@ -147,13 +148,14 @@ def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
         raise _error(nothing, f"{fix}.")
     if installed_version("huggingface_hub") is None:
         raise _error(f"{nothing}, and huggingface_hub, which looks models up, is not installed", f"{fix}.")
-    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download, model_info, try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         return Path(cached), {}
     offline = f"{fix}; or its sizes: --params, --hidden_size and --layers."
     try:
         with working(f"looking {name} up on the Hugging Face hub"):
+            model_info(name, timeout=_HUB_SECONDS)  # asks once; downloads try a hub that is not there for half a minute
             try:
                 return Path(hf_hub_download(name, "config.json")), {}
             except errors.LocalEntryNotFoundError:
