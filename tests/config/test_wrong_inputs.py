@@ -273,7 +273,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a list of named files", "c.yaml", YAML + "  deepspeed_config_file: [a.json, b.json]\n", "4:3", 'deepspeed_config_file: ["a.json", "b.json"] is not a path', "Write the path of a DeepSpeed JSON."),
     ("the file itself named", "c.yaml", YAML + "  deepspeed_config_file: c.yaml\n", "4:3", "deepspeed_config_file: c.yaml is a launch config, not a DeepSpeed configuration", "Name a DeepSpeed JSON here."),
     ("a home of nobody", "c.yaml", YAML + "  deepspeed_config_file: ~nobody-here/ds.json\n", "4:3", "deepspeed_config_file: no file ~nobody-here/ds.json", "The folder ~nobody-here does not exist or cannot be read; check the path."),
-    ("a name beyond any length", "c.yaml", YAML + f"  deepspeed_config_file: {'x' * 5000}.json\n", "4:3", "deepspeed_config_file: no file xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx", "The folder . does not exist or cannot be read; check the path."),
+    ("a name beyond any length", "c.yaml", YAML + f"  deepspeed_config_file: {'x' * 5000}.json\n", "4:3", "deepspeed_config_file: no file xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx", "Check the path: the working directory holds no such name."),
     ("a NUL in a name", "c.yaml", YAML + '  deepspeed_config_file: "a\\0/b.json"\n', "4:3", "deepspeed_config_file: no file a\x00/b.json", "The folder a\x00 does not exist or cannot be read; check the path."),
     # --- contradictions
     ("fp16 against its successor", "c.yaml", N + "fp16: true\nmixed_precision: bf16\n", "2:1", 'fp16: true, but mixed_precision is "bf16" at c.yaml:3:1', "Delete it."),
