@@ -65,7 +65,6 @@ ON_PURPOSE: Final[Mapping[str, tuple[str, ...]]] = {
         r"data_types.grad_accum_dtype: .* (needs ZeRO|but stage 2)",
         r"activation_checkpointing.contiguous_memory_optimization: true needs",
         r"data_efficiency.data_routing.random_ltd.\S*enabled: true(,| without) ",
-        r".*: does not go with expert_parallel",
     ),
     "DeepSpeed drops it without a word, or trains otherwise than written": (
         r"zero_optimization.\S*: (cpu|nvme|true|[\d.]+) needs ZeRO stage",
@@ -80,7 +79,7 @@ ON_PURPOSE: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "the loop decides it, or load_state(), or there is only data parallelism": (
         r"(managed_gradient_accumulation|compile.deepcompile|autotuning.enabled): true",
-        r"zero_optimization.zenflow: is not supported",
+        r"(zero_optimization.zenflow: is|expert_parallel.enabled: true is) not supported",
         r"(tensor_parallel|pipeline|sequence_parallel_size)\S*: \d+ is not supported",
         r"scheduler.params.last_\w+: .* load_state\(\) resumes",
     ),

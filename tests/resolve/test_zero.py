@@ -165,20 +165,6 @@ def test_what_only_a_gpu_has_needs_one(resolved, key, config):
 
 
 @pytest.mark.parametrize(
-    ("size", "tensor", "legal"), [(3, 1, False), (2, 1, True), (4, 1, True), (2, 3, False), (2, 2, True)]
-)
-def test_expert_groups_are_of_one_size(resolved, size, tensor, legal):
-    """Four processes: the size of a group divides them, else the engine would fail; the legal ones are named."""
-    experts = {"enabled": True, "autoep_size": size, "expert_tensor_parallel_size": tensor}
-    config = {"zero_optimization": {"stage": 2}, "expert_parallel": experts}
-    if legal:
-        assert resolved(config, machine=GPU).tree.value("expert_parallel", "autoep_size") == size
-    else:
-        with pytest.raises(ConfigError, match=rf"expert_parallel.autoep_size: {size}(.|\n)*1 or 2 or 4"):
-            resolved(config, machine=GPU)
-
-
-@pytest.mark.parametrize(
     ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
 )
 def test_monitors_need_their_packages(resolved, monkeypatch, section, package):

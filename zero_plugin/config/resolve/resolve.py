@@ -16,7 +16,6 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
-from zero_plugin.config.rules.sections import EXPERT_SIZES, unequal_expert_groups
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
 from zero_plugin.config.rules.zero import STAGES, check_offload
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema, is_passed_on
@@ -453,10 +452,6 @@ def _check_needs(draft: Draft) -> None:
     for path, why in _GPU_ALONE.items():
         if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
-    if draft.value("expert_parallel", "enabled"):
-        size, tensor = (draft.value("expert_parallel", name, default=1) for name in EXPERT_SIZES)
-        if (found := unequal_expert_groups(size, tensor, draft.facts.machine.processes)) is not None:
-            draft.refuse(("expert_parallel", "autoep_size"), f"{found[0]}.", found[1])
     for section, package, wanted in _MONITORS:
         missing = package not in sys.modules and importlib.util.find_spec(package) is None
         if draft.value(section, "enabled") and missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import SEQUENCE_KEY
@@ -13,6 +13,7 @@ from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
 _LOSES: Final = "DeepSpeed's layers for it lose the other processes' part of a gradient that is not contiguous"
+_OTHER_NAMES: Final = "DeepSpeed's layers for it have other parameters than the model's, which no checkpoint would hold"
 _OTHER_DIMENSIONS: Final = {
     "tensor_parallel.autotp_size": _LOSES,
     "tensor_parallel.tp.tp_size": _LOSES,
@@ -27,6 +28,9 @@ def _not_only_data(asked: Asked) -> Iterator[Problem]:
         if is_count(size) and size > 1:
             fix = "Write 1, or delete it: only samples are shared among processes, by sequence_parallel_size."
             yield asked.error(key, f"{size} is not supported: {why}", fix)
+    if asked.is_on("expert_parallel.enabled"):
+        fix = "Write false, or delete it: ZeRO partitions experts as it does all other parameters."
+        yield asked.error("expert_parallel.enabled", f"true is not supported: {_OTHER_NAMES}", fix)
     if asked.says_something("data_parallel_size"):
         yield asked.no_effect("data_parallel_size", "it follows from the number of processes")
 
@@ -42,9 +46,6 @@ def _sequences(asked: Asked) -> Iterator[Problem]:
         yield asked.error(SEQUENCE_KEY, message, fix)
     elif is_count(processes) and (found := unequal_sequence_groups(size, processes)):
         yield asked.error(SEQUENCE_KEY, *found)
-    if asked.is_on("expert_parallel.enabled"):
-        message = f"{size}, but expert_parallel is on at {asked.written('expert_parallel.enabled')}"
-        yield asked.error(SEQUENCE_KEY, message, "Write 1 here, or delete expert_parallel.")
     compiler = asked_compiler(asked.launch).get("backend")
     if compiler is not None and compiler.value not in ("no", None):
         message = f"{size}, but models are compiled, which the exchange among processes would break up"
@@ -62,48 +63,7 @@ def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None
     )
 
 
-EXPERT_SIZES: Final = ("autoep_size", "expert_tensor_parallel_size")  # keys of `expert_parallel`, each 1 if absent
-
-
-def unequal_expert_groups(size: Any, tensor: Any, processes: int) -> tuple[str, str] | None:
-    """Experts are divided among groups of processes of one size: message and fix where the processes do not divide.
-
-    Args:
-        size, tensor: the values of `EXPERT_SIZES`.
-        processes: of the run.
-    """
-    if not (is_count(size) and is_count(tensor)) or processes % (size * tensor) == 0:
-        return None
-    divisors = [str(divisor) for divisor in range(1, processes + 1) if processes % divisor == 0]
-    times = "" if tensor == 1 else f" × expert_tensor_parallel_size {tensor} = {size * tensor}"
-    return (
-        f"{size}{times}, which does not divide the run's {processes} processes",
-        f"Write a size of which this is {' or '.join(divisors)}, or start another number of processes.",
-    )
-
-
-def _experts(asked: Asked) -> Iterator[Problem]:
-    if not asked.is_on("expert_parallel.enabled"):
-        return
-    processes = asked.value("num_processes")
-    size, tensor = (asked.value(f"expert_parallel.{name}", default=1) for name in EXPERT_SIZES)
-    if is_count(processes) and (found := unequal_expert_groups(size, tensor, processes)):
-        yield asked.error("expert_parallel.autoep_size", *found)
-    if asked.stage != 3:
-        return
-    for key, harmless in (
-        ("zero_optimization.zero_quantized_gradients", False),
-        ("zero_optimization.zero_hpz_partition_size", 1),
-        ("expert_parallel.expert_tensor_parallel_size", 1),
-    ):
-        value = asked.value(key, default=harmless)
-        if isinstance(value, int) and value != harmless:
-            message = f"does not go with expert_parallel at ZeRO stage 3, and {asked.stage_said}"
-            fix = f"Write {str(harmless).lower()} here, or zero_optimization.stage: 1 or 2."
-            yield asked.error(key, message, fix)
-
-
-PARALLELISM: Final = (_not_only_data, _sequences, _experts)  # of other kinds than data
+PARALLELISM: Final = (_not_only_data, _sequences)  # of other kinds than data
 
 
 # Sections that do nothing without `enabled: true`, which is not their default.
