@@ -128,8 +128,13 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def pass_over(self, draws: Draws) -> None:
         """Leave the sampler's own generator where the whole epoch that is drawn from `draws` leaves it."""
-        if draws.own is not None:
-            sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        if draws.own is None:
+            return
+        if is_drawn_at_once(sampler):
+            draw_here(sampler, draws)
+            end_order(sampler)
+        else:
             deque(draws.begin(iter(self.batch_sampler), sampler), maxlen=0)
 
     def __iter__(self) -> Iterator[Any]:
