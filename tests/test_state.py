@@ -24,7 +24,12 @@ ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins and ends without states, and without a process group."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     PartialState().destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -120,7 +125,6 @@ def test_a_forgotten_state_says_so() -> None:
 
 def test_a_gradient_state_is_the_window_s_and_the_loader_s() -> None:
     """Accumulation and the running loop, seen from anywhere, nested loops too."""
-    GradientState._reset_state()  # of an earlier test's accelerator
     assert (GradientState().num_steps, GradientState().sync_gradients) == (1, True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     state = GradientState()

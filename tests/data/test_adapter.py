@@ -19,8 +19,10 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
+from zero_plugin.checkpoint.objects import random_state, restore_random_state
 from zero_plugin.data.loader import DataLoaderAdapter, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
 
@@ -137,6 +139,112 @@ def test_an_interrupted_epoch_goes_on_where_it_was(build, workers: int) -> None:
         assert rest == seen[had:] if 0 < had < 7 else len(rest) == 7, "between epochs: the next one, whole"
         assert again.state_dict()["epoch"] == (2 if had == 7 else 1)
         assert len(values(again)) == 7
+
+
+class Augmented(Numbers):
+    """Each sample with a number that is drawn while it is read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+class AugmentedStream(Stream):
+    """Without workers it draws nothing: it is read a batch ahead of what is saved."""
+
+    def __iter__(self):
+        return map(Augmented(self.size).__getitem__ if get_worker_info() else torch.tensor, range(self.size))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda how: DataLoader(Augmented(8), batch_size=2, **how),
+        lambda how: DataLoader(Augmented(8), batch_size=None, **how),
+        lambda how: DataLoader(Augmented(8), batch_size=2, shuffle=True, **how),
+        lambda how: DataLoader(Augmented(8), batch_size=2, shuffle=True, generator=seeded(), **how),
+        lambda how: DataLoader(Augmented(8), 2, sampler=RandomSampler(range(8), True, 8, seeded()), **how),
+        lambda how: DataLoader(Augmented(20), batch_size=5, sampler=PythonShuffle(), **how),
+        lambda how: DataLoader(AugmentedStream(8), batch_size=2, **how),
+    ],
+    ids=["in order", "samples", "shuffled", "own generator", "replacement", "python", "stream"],
+)
+def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int) -> None:
+    """Their order, what their workers draw, and what the loop draws; also where the state was saved again at once."""
+
+    def events(loader, epochs: int):
+        for _ in range(epochs):
+            for batch in loader:
+                yield (batch.tolist(), random.random()), loader.state_dict(), random_state()
+            yield torch.rand(()).item(), loader.state_dict(), random_state()
+
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    whole = list(events(alone(build({"num_workers": workers})), 3))
+    each = len(whole) // 3
+    for place in (0, 1, each - 2, each - 1, each + 1):
+        _, state, drawn = whole[place]
+        for way in ("resumed", "saved again", "skipped by the script"):
+            kept = state
+            for _ in range(1 + (way == "saved again")):
+                loader = alone(build({"num_workers": workers}))
+                loader.load_state_dict(pickle.loads(pickle.dumps(kept)), skip=way != "skipped by the script")
+                kept = loader.state_dict()
+            restore_random_state([drawn], 0)
+            if place == each - 2:  # within the last batch: the script draws once more before the next epoch
+                torch.rand(())
+            elif place != each - 1:
+                rest = skip_first_batches(loader, state["batches"]) if way == "skipped by the script" else loader
+                list(events(rest, 1))
+            later = place // each + 1
+            found, expected = events(loader, 3 - later), whole[later * each :]
+            assert [one[0] for one in found] == [one[0] for one in expected], (place, way)
+
+
+@pytest.mark.parametrize("generator", [None, seeded], ids=["global", "own generator"])
+def test_lasting_workers_change_no_order_of_a_resumed_run(generator) -> None:
+    """They get their only seed in the first epoch, which is the uninterrupted run's."""
+
+    def build() -> DataLoaderAdapter:
+        own = None if generator is None else generator()
+        return alone(DataLoader(Numbers(8), 2, shuffle=True, generator=own, num_workers=1, persistent_workers=True))
+
+    torch.manual_seed(3)
+    loader = build()
+    epochs, states = [], []
+    for _ in range(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch.tolist())
+            states.append((loader.state_dict(), random_state()))
+    for place in (1, 3):
+        state, drawn = states[place]
+        loader = build()
+        loader.load_state_dict(state)
+        restore_random_state([drawn], 0)
+        rest = values(loader) if place == 1 else []
+        assert [rest, values(loader), values(loader)] == [epochs[0][2:] if place == 1 else [], *epochs[1:]]
+
+
+def test_a_state_that_is_loaded_in_a_loop_is_for_the_next_one() -> None:
+    """What the loop saves afterwards is its own place; the next loop begins with what was loaded last."""
+    torch.manual_seed(3)
+    loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True))
+    whole, states = [], []
+    for batch in loader:
+        whole.append(batch.tolist())
+        states.append(loader.state_dict())
+        if len(whole) == 2:
+            loader.load_state_dict(states[0])
+            assert loader.state_dict() == states[0]
+    assert [state["batches"] for state in states] == [1, 2, 3, 4]
+    assert values(loader) == whole[1:]
+    loader.load_state_dict(states[0])
+    loader.load_state_dict(states[3])
+    assert len(values(loader)) == 4
 
 
 def test_going_on_disturbs_nobody_s_random_numbers() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -22,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from zero_plugin.checkpoint.objects import random_state, restore_random_state
 from zero_plugin.data import batch_sampler
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
@@ -211,6 +213,32 @@ def check_loops_inside_loops() -> None:
     assert sorted(n for part in gather_object(whole) for n in part) == list(range(21))
 
 
+class Augmented(Dataset):
+    """Each sample with a number that a worker draws."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+def check_an_epoch_that_is_begun_again_leaves_the_later_ones_alone() -> None:
+    """On each process: where a state is loaded and nothing skipped, the epochs after it have the seeds they had."""
+    for how in ({}, {"shuffle": True}, {"sampler": PythonShuffle(8)}, {"sampler": SubsetRandomSampler(range(8))}):
+        torch.manual_seed(6 + dist.get_rank())
+        loader = prepared(DataLoader(Augmented(), batch_size=1, num_workers=1, **how))
+        next(iter(loader))
+        states, drawn = [loader.state_dict()], random_state()
+        dist.broadcast_object_list(states)  # as a checkpoint has it
+        expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+        again = prepared(DataLoader(Augmented(), batch_size=1, num_workers=1, **how))
+        again.load_state_dict(states[0], skip=False)
+        restore_random_state([drawn], 0)
+        found = [[batch.tolist() for batch in again] for _ in range(3)]
+        assert found[1:] == expected, how
+
+
 class Endless(Sampler):
     """A sampler without a length and without an end."""
 
@@ -324,6 +352,7 @@ CHECKS = [
     check_streams_of_different_length_stop_together,
     check_each_sample_is_read_once,
     check_loops_inside_loops,
+    check_an_epoch_that_is_begun_again_leaves_the_later_ones_alone,
     check_a_sampler_without_length,
     check_a_sampler_that_learns_is_asked_step_by_step,
     check_a_distributed_sampler_is_left_to_it,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from zero_plugin.distributed.collective_check import (
     Patience,
     RankProgress,
     Waiting,
+    _running,
     begin_progress,
     describe_late,
     find_mismatch,
@@ -93,3 +96,18 @@ def test_what_is_said_of_a_process_that_is_busy() -> None:
         Waiting(CALL, 60), {1: replace(HERE, line="train.py:7", busy="compiles cpu_adam", since=9.0)}
     )
     assert told == "process 1 is at train.py:7 for 9 s, where it compiles cpu_adam; its last such call was gather()"
+
+
+def test_the_watch_keeps_nothing_that_the_script_drops() -> None:
+    """What a function had is freed at its end, also where the watching thread has not done yet with what it saw."""
+
+    class Model:
+        pass
+
+    def train() -> tuple[object, weakref.ref[Model]]:
+        model = Model()
+        return list(_running(threading.get_ident())), weakref.ref(model)
+
+    seen, model = train()
+    assert seen
+    assert model() is None

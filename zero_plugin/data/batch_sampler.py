@@ -6,11 +6,11 @@ And loaders with other batch samplers.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -87,6 +87,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             many samples they hold, and how many of them, from the front, are not repeated ones.
         draws: what the newest epoch's order was drawn from, by this process; None before.
         resumed: what the coming epoch's order is drawn from, where it was drawn before; else None.
+        skip: batches that the coming epoch leaves out at its beginning.
 
     Args:
         batch_sampler: the batches of all processes; anything that gives lists of indices.
@@ -117,26 +118,33 @@ class BatchSamplerShard(_AroundBatchSampler):
     counts: deque[tuple[int, int]] = field(default_factory=deque, init=False)
     draws: Draws | None = field(default=None, init=False)
     resumed: Draws | None = field(default=None, init=False)
+    skip: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__init__(self.batch_sampler)
         self._is_agreed = self.num_processes * self.shared_by > 1  # the order, among several processes
-        self._skip = 0
         if self.split_batches:
             split_size(self.batch_size, self.num_processes)
 
-    def skipping(self, count: int) -> BatchSamplerShard:
-        """The same batch sampler without the first `count` batches."""
-        later = copy.copy(self)
-        later._skip += count
-        self.resumed = None
-        return later
+    def pass_over(self, draws: Draws) -> None:
+        """Leave the sampler's own generator where the whole epoch that is drawn from `draws` leaves it."""
+        sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        if draws.own is None:
+            return
+        if is_drawn_at_once(sampler):
+            draw_here(sampler, draws)
+            end_order(sampler)
+        else:
+            deque(draws.begin(iter(self.batch_sampler), sampler), maxlen=0)
 
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
+        # Here, since torch makes two iterators for its workers and goes on with the second.
+        skip, self.skip = self.skip, 0
+        resumed, self.resumed = self.resumed, None
         sharing, left = self.sharing(), sys.maxsize if self.real is None else self.real
         # A sampler whose items are batches by themselves is shared as one of batches of one item.
         outer = self.batch_sampler if self.batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
@@ -144,48 +152,47 @@ class BatchSamplerShard(_AroundBatchSampler):
         is_main = not self._is_agreed or process_index() == 0
         order, is_known = None, False
         if self.report_dropped is not None and self.real is None:
-            order, is_known = self._draw_order(sampler, is_main=is_main)
+            order, is_known = self._draw_order(sampler, resumed, is_main=is_main)
         if order is not None and is_known:
-            at_end = functools.partial(end_order, sampler) if is_main else lambda: None
-            shares = share_order(order, outer, sharing, self.report_dropped, skip=self._skip, at_end=at_end)
+            at_end = partial(end_order, sampler) if is_main else lambda: None
+            shares = share_order(order, outer, sharing, self.report_dropped, skip=skip, at_end=at_end)
         else:
-            draw = functools.partial(self._drawn if order is None else order.batches, outer)
+            draw = partial(self._drawn, outer, resumed) if order is None else partial(order.batches, outer)
             if self.report_dropped is None or not self._is_agreed:
                 batches = draw()
             else:
                 batches = _drawn_by_main(draw, 1 if self.split_batches else self.num_processes)
             shares = share_batches(batches, sharing, self.report_dropped)
-            left = max(0, left - sum(share.samples for share in take_skipped(shares, self._skip)))
+            left = max(0, left - sum(share.samples for share in take_skipped(shares, skip)))
         for share in shares:
             counts.append((share.samples, min(share.real, left)))
             yield share.indices if self.batched else share.indices[0]
             left = max(0, left - share.samples)
 
-    def _draw_order(self, sampler: Any, *, is_main: bool) -> tuple[Order | None, bool]:
+    def _draw_order(self, sampler: Any, resumed: Draws | None, *, is_main: bool) -> tuple[Order | None, bool]:
         """The epoch's order, if this process has drawn it at once, and whether all know it; else process 0 sends it."""
         if type(sampler) is SequentialSampler:
             self.draws = Draws([], None)  # reading the state of the generators takes longer than a tiny model's step
             return draw_order(sampler), True
         order, state = None, None
         if is_main and is_drawn_at_once(sampler):
-            order, self.draws, state = draw_here(sampler, self.resumed)
-            self.resumed = None
+            order, self.draws, state = draw_here(sampler, resumed)
         alike = draw_alike(sampler, order, state) if self._is_agreed else order
         return (order, False) if alike is None else (alike, True)
 
-    def _drawn(self, outer: Any) -> Iterator[Any]:
+    def _drawn(self, outer: Any, resumed: Draws | None) -> Iterator[Any]:
         """The batches of all processes, one by one.
 
         Args:
             outer: the batch sampler, or one of batches of one item.
+            resumed: what they are drawn from, where they were drawn before.
         """
         sampler = getattr(outer, "sampler", outer)
-        draws, self.resumed = self.resumed, None
-        if draws is None:
+        if resumed is None:
             self.draws = Draws.of(sampler)
             return iter(outer)
-        self.draws = draws
-        return draws.begin(iter(outer), sampler)
+        self.draws = resumed
+        return resumed.begin(iter(outer), sampler)
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""
@@ -209,7 +216,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         else:
             steps = batches // world
             steps += self.report_dropped is None and not self.drop_last and self.process_index < batches % world
-        return max(0, steps - self._skip)
+        return steps
 
 
 class SkipBatchSampler(_AroundBatchSampler):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_plugin.data.active import DataLoaderStateMixin, GradientState
 from zero_plugin.data.batch_sampler import (
-    BatchSamplerShard,
     SkipBatchSampler,
     batches_of,
     has_exact_length_and_order,
@@ -130,14 +129,16 @@ class _Place:
     Attributes:
         batches: that the loop has had, the skipped ones too.
         is_end: whether these are all.
-        shard: draws them; None where nobody counts.
+        loaded: the state that the coming loop begins with; None where none was loaded since the last one began.
         resumed: the batches that the coming loop skips, since it resumes.
+        is_seeded: whether the seed of the coming iterator's workers was drawn before that state was saved.
     """
 
     batches: int = 0
     is_end: bool = False
-    shard: BatchSamplerShard | None = None
+    loaded: dict[str, Any] | None = None
     resumed: int = 0
+    is_seeded: bool = False
 
 
 class LogOnce:
@@ -411,7 +412,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         is_stream, is_sure, batches = self._know_end(first)
         reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
         self._batches = batches
-        place.batches, place.is_end = first, False
+        place.batches, place.is_end, place.loaded = first, False, None
         self.begin()
         try:
             while (portion := reading.take()) is not None:
@@ -421,7 +422,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 if not self._sharing.is_counted:
                     self.real_samples = 0
                 self.position += 1
-                place.batches += 1
+                place.batches, place.loaded = place.batches + 1, None  # it may have been loaded in this loop
                 place.is_end = self.position + 1 == batches
                 # In a list, so that nothing here keeps it from being freed when the loop drops it.
                 stays = device is None and is_sure
@@ -450,7 +451,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         numbers that the dataset draws while it is read are not.
         """
         place = self._place
-        draws = None if place.shard is None else place.shard.draws
+        if place.loaded is not None:
+            return dict(place.loaded)
+        draws = None if self._shard is None else self._shard.draws
         return {
             "epoch": self._epochs.current,
             "batches": place.batches,
@@ -459,23 +462,39 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             "_iterator_finished": place.is_end,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, skip: bool = True) -> None:
         """Resume, in the coming loop, where the loop was that `state_dict` was called in.
 
         With another number of processes, it is the same sample; where that is within a batch, the batch is read again.
+
+        Args:
+            state_dict: from there.
+            skip: leave out the batches that the loop has had; else the script does, with `skip_first_batches`.
         """
-        if state_dict["epoch"] < 0:
+        place, shard, epoch = self._place, self._shard, state_dict["epoch"]
+        place.loaded, place.resumed, place.is_seeded = None, 0, False
+        draws = None if state_dict["draws"] is None else Draws(**state_dict["draws"])
+        if shard is not None:
+            shard.resumed = None
+        if epoch < 0:
             return
+        place.loaded = state_dict
+        self.set_epoch(epoch)
         if state_dict["_iterator_finished"]:
-            self.set_epoch(state_dict["epoch"] + 1)
+            if shard is not None and draws is not None:
+                shard.pass_over(draws)
+            self.set_epoch(epoch + 1)
+            # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
+            has_new = self._stream is None and self._epochs.of(self.dataset) is not None
+            place.is_seeded = self.base_dataloader.persistent_workers and not has_new
             return
         batches, then = state_dict["batches"], state_dict["total_batch_size"]
         if then is not None and self.total_batch_size is not None:
             batches = batches * then // self.total_batch_size
-        self.set_epoch(state_dict["epoch"])
-        self._place.resumed, draws = batches, state_dict["draws"]
-        if draws is not None and self._shard is not None:
-            self._shard.resumed = Draws(**draws)
+        place.resumed = batches if skip else 0
+        place.is_seeded = self.base_dataloader.generator is None  # another one is not restored, or with the order
+        if shard is not None:
+            shard.resumed = draws
 
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
@@ -523,21 +542,24 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     def _read(self, skip: int) -> Iterator[Portion]:
         """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
-        base, shard = self.base_dataloader, self._shard
+        base, shard, place = self.base_dataloader, self._shard, self._place
         let_threads_settle(base.num_workers)
+        if shard is not None:
+            shard.skip = skip
+        # An iterator draws a seed for its workers, of which this one's is no part of the script's random numbers.
+        is_seeded, place.is_seeded, own = place.is_seeded, False, base.generator
+        if is_seeded:
+            base.generator = (own or torch.default_generator).clone_state()
+        try:
+            iterator = iter(base)
+        finally:
+            base.generator = own
         if shard is None:
-            batches = iter(base)
-            deque(take_skipped(batches, skip), maxlen=0)
-            for batch in batches:
+            with undisturbed() if is_seeded else nullcontext():
+                deque(take_skipped(iterator, skip), maxlen=0)
+            for batch in iterator:
                 yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
             return
-        if skip:
-            shard = shard.skipping(skip)
-            base = with_batches(base, shard)
-        self._place.shard = shard
-        # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
-        with nullcontext() if shard.resumed is None else undisturbed():
-            iterator = iter(base)
         counts, batched = shard.counts, self._sharing.batched
         counted = base.in_order  # else nobody knows which batch came first
         for batch in iterator:

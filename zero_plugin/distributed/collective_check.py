@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -152,45 +152,57 @@ _BUSY = {
 }
 
 
-def _frames(thread: int) -> Iterator[FrameType]:
-    """What a thread runs, the innermost frame first."""
-    frame = sys._current_frames().get(thread)
+class _Running(NamedTuple):
+    """A function that runs: its file, line and name, and what it is about.
+
+    No frame, which would keep what the function had, as a model, beyond its end.
+    """
+
+    file: str
+    line: int
+    function: str
+    about: str
+
+
+def _running(thread: int) -> list[_Running]:
+    """What a thread runs, the innermost function first."""
+    found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
-        yield frame
+        found.append(_Running(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, _named_in(frame)))
         frame = frame.f_back
+    return found
 
 
-def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
-def _script_line(frames: Iterable[FrameType]) -> str:
-    """`file:line` of the script: of its innermost frame that is in no library."""
-    lines = (f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames if not _is_library(frame))
-    return next(lines, "its end")
+def _script_line(running: Iterable[_Running]) -> str:
+    """`file:line` of the script: of its innermost function that is in no library."""
+    return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), "its end")
 
 
-def _long_operation(frames: Iterable[FrameType]) -> str:
+def _long_operation(running: Iterable[_Running]) -> str:
     """The long operation that runs in the script's line (importing, compiling, saving, loading), or ""."""
     done, name = "", ""
-    for frame in frames:
-        if not _is_library(frame):
-            if done or frame.f_code.co_name != "<module>":
+    for one in running:
+        if not _is_library(one.file):
+            if done or one.function != "<module>":
                 break
             continue  # a module's own lines run as long as it is imported
-        kind = next((kind for file, kind in _BUSY.items() if file in frame.f_code.co_filename), "")
+        kind = next((kind for file, kind in _BUSY.items() if file in one.file), "")
         # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
         if kind and not (done.startswith("waits") and kind == "compiles"):
             done, name = kind, ""
         if kind:
-            name = _named_in(frame) or name
+            name = one.about or name
     return f"{done} {name}".strip()
 
 
 def _named_in(frame: FrameType) -> str:
     """What a frame of an import or of a build is about, by its argument `name`."""
-    if frame.f_code.co_name not in ("_find_and_load", "_jit_compile", "load"):
+    code = frame.f_code
+    if code.co_name not in ("_find_and_load", "_jit_compile", "load") or not _is_library(code.co_filename):
         return ""
     name = frame.f_locals.get("name")
     return name if isinstance(name, str) else ""
@@ -483,8 +495,8 @@ class CollectiveCheck:
 
     def _look_at_script(self, awake: float) -> None:
         """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
-        frames = list(_frames(self._script))
-        seen, line, busy = self._progress, _script_line(frames), _long_operation(frames)
+        running = _running(self._script)
+        seen, line, busy = self._progress, _script_line(running), _long_operation(running)
         seen.since = seen.since + awake if line == seen.line else 0.0
         seen.quiet = 0.0 if busy else seen.quiet + awake
         seen.beat, seen.line, seen.busy = seen.beat + 1, line, busy
@@ -557,7 +569,7 @@ class CollectiveCheck:
         return None
 
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._progress.call}() ({_script_line(_frames(self._script))})"
+        return f"process {self._rank} {state} in {self._progress.call}() ({_script_line(_running(self._script))})"
 
 
 # ---- this process' check ---------------------------------------------------------------------------------------------

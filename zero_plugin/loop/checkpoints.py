@@ -497,7 +497,7 @@ class Checkpoints:
             return
         for loader, state in zip(loaders, states, strict=True):
             # Scripts skip the batches of the interrupted epoch themselves, unless loaders are configured to.
-            loader.load_state_dict(state if go_on else {**state, "batches": 0})
+            loader.load_state_dict(state, skip=go_on)
             report.batches.append(_batches_had(loader, state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])

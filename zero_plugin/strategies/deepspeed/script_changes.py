@@ -236,12 +236,16 @@ def refuse_hooks_on_sums(module: nn.Module, hooked: Collection[str]) -> None:
 
 def runs_forward(engine: Any) -> bool:
     """Whether a forward of the engine is running, in which a function may compute gradients itself (a tiled loss)."""
-    for frame in sys._current_frames().values():  # autograd computes gradients in a thread for each device
-        inner: FrameType | None = frame
-        while inner is not None:
-            if inner.f_code.co_name == "forward" and inner.f_locals.get("self") is engine:
-                return True
-            inner = inner.f_back
+    # Autograd computes gradients in a thread for each device. One frame is this function's own, which must not be in a
+    # variable of its own: it would keep itself, and all that the functions around it have.
+    return any(_is_in_forward(frame, engine) for frame in sys._current_frames().values())
+
+
+def _is_in_forward(frame: FrameType | None, engine: Any) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is engine:
+            return True
+        frame = frame.f_back
     return False
 
 

@@ -1,0 +1,36 @@
+"""What the session of DeepSpeed asks of the stacks of all threads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from zero_plugin.strategies.deepspeed.script_changes import runs_forward
+
+
+class Engine:
+    """Its forward asks from a thread, as autograd's for a GPU would."""
+
+    def forward(self) -> bool:
+        with ThreadPoolExecutor(1) as thread:
+            return runs_forward(self) and thread.submit(runs_forward, self).result()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_asking_keeps_nothing_of_the_functions_that_run(inside: bool) -> None:
+    """A batch is freed when its function ends, not with the next collection of cycles, as a GPU needs it."""
+
+    def train() -> weakref.ref[torch.Tensor]:
+        batch, engine = torch.ones(3), Engine()
+        assert (engine.forward() if inside else runs_forward(engine)) is inside
+        return weakref.ref(batch)
+
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()
