@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero_plugin.plan import speeds
 from zero_plugin.plan.situation import Cluster
 from zero_plugin.plan.speeds import constants_file, measure_cluster
 
@@ -90,6 +93,58 @@ def test_cpu_shares_one_memory(measured: Path) -> None:
     cluster = measure_cluster(processes=4, cache=measured)
     assert cluster.device_name == "CPU"
     assert cluster.device_bytes == cluster.host_bytes // 4
+
+
+class Driver:
+    """NVML as a machine's driver answers it: which links are active, and their version."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 18, 1
+
+    def __init__(self, active: int, version: int) -> None:
+        self.active, self.version = active, version
+
+    def nvmlInit(self) -> None:
+        if self.version == 0:
+            raise self.NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == "GPU-1234"
+        return uuid
+
+    def nvmlDeviceGetNvLinkState(self, _: str, link: int) -> int:
+        if link >= 12:
+            raise self.NVMLError
+        return int(link < self.active)
+
+    def nvmlDeviceGetNvLinkVersion(self, _: str, link: int) -> int:
+        return self.version
+
+
+@pytest.mark.parametrize(
+    ("driver", "bandwidth", "source"),
+    [
+        (Driver(12, 4), 300e9, "12 active NVLinks"),  # A100's sheet: 600 GB/s, both ways together
+        (Driver(4, 1), 80e9, "4 active NVLinks"),  # P100's: 160
+        (Driver(12, 7), 600e9, "12 active NVLinks"),
+        (Driver(0, 4), 10e9, "no NVLink is active"),
+        (Driver(12, 0), 300e9, "A100-80GB's data sheet"),
+        (None, 300e9, "A100-80GB's data sheet; with nvidia-ml-py installed"),
+    ],
+    ids=["A100", "P100", "newer", "none", "no driver", "no library"],
+)
+def test_links_of_a_live_machine(
+    driver: Driver | None, bandwidth: float, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is asked for them; without it or its library a data sheet says what the name has."""
+    monkeypatch.setattr(speeds, "installed_version", lambda _: None if driver is None else "13")
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    found = speeds._link_bandwidth(torch.device("cuda"), "NVIDIA A100-SXM4-80GB", {"pcie": 20e9})
+    assert found[0] == bandwidth
+    assert source in found[1]
 
 
 def test_disk(measured: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 
+from zero_plugin.config.installed import installed_version
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.config.run_files import cache_folder, replace_text
 from zero_plugin.distributed.messages import working
@@ -28,6 +29,10 @@ _TYPES: Final[dict[Precision, torch.dtype]] = {"no": torch.float32, "bf16": torc
 _SECONDS: Final = 0.1
 _COPIED: Final = 2**27  # bytes: more than a cache holds
 _ADAM_ELEMENTS: Final = 2**23
+# Of one link, each way. NVML numbers the versions: 1 is NVLink 1.0, of P100; 2 to 6 are 2.0 to 4.0, of V100 to H100;
+# then comes 5.0, of B200. (NVIDIA's page "NVLink", whose totals of a GPU are twice this times its links.)
+_NVLINK_GB_S: Final = {1: 20, **dict.fromkeys(range(2, 7), 25)}
+_NEWER_NVLINK_GB_S: Final = 50
 _ADAM_BYTES: Final = 28  # per element: fp32 weight, gradient and two states read, all but the gradient written
 
 
@@ -161,14 +166,38 @@ def _rate(device: torch.device, work: Callable[[], object], amount: float) -> fl
 
 
 def _link_bandwidth(device: torch.device, name: str, speeds: dict[str, float]) -> tuple[float, str]:
-    """Between two devices: it takes two processes to measure that, so a data sheet's, or what PCIe leaves."""
+    """Between two devices: it takes two processes to measure that, so what the driver says of the links, else a data
+    sheet's, or what PCIe leaves."""
     if device.type == "cpu":
         return speeds["memory"] / 4, "assumed: a quarter of the memory's, in and out at both"
+    if (links := _active_links(device)) is not None:
+        if not links:
+            return speeds["pcie"] / 2, "half of PCIe's: the driver says that no NVLink is active"
+        return 1e9 * sum(links), f"{len(links)} active NVLinks, by the driver"
     try:
         known = find_device(name)
     except ConfigError:
         return speeds["pcie"] / 2, "assumed: half of PCIe's"
-    return known.link_bandwidth, f"{known.name}'s data sheet"
+    return known.link_bandwidth, f"{known.name}'s data sheet; with nvidia-ml-py installed the driver is asked"
+
+
+def _active_links(device: torch.device) -> list[int] | None:
+    """Gigabytes per second, each way, of a GPU's NVLinks that are active; None where the driver cannot be asked."""
+    if installed_version("nvidia-ml-py") is None:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except pynvml.NVMLError:
+        return None
+    links = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        with suppress(pynvml.NVMLError):  # a GPU that has fewer of them, or none
+            if pynvml.nvmlDeviceGetNvLinkState(gpu, link) == pynvml.NVML_FEATURE_ENABLED:
+                links.append(_NVLINK_GB_S.get(pynvml.nvmlDeviceGetNvLinkVersion(gpu, link), _NEWER_NVLINK_GB_S))
+    return links
 
 
 _MEASURES: Final[dict[str, Callable[[torch.device], float]]] = {
