@@ -188,16 +188,17 @@ def train(
     tmp_path: Path,
     environment: dict[str, str],
     run_launcher: Callable[..., Any],
+    forked_alone: dict[str, str],
     built_ops: None,
 ) -> Callable[..., dict[str, Any]]:
     """Launch a script of this folder to its end and return what it printed; nothing is left behind.
 
-    In processes of its own: such a script leaves the process group to the interpreter's end, at which a fork may hang.
+    Its workers are no forks: it leaves the process group to the end of the interpreter, at which a fork may hang.
     """
 
     def train(script: str, *flags: str, arguments: tuple[str, ...] = ()) -> dict[str, Any]:
         command = (*LAUNCH, *flags, str(FOLDER / script), *arguments)
-        with_cache = {**environment, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": CACHE}
+        with_cache = {**environment, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": CACHE, **forked_alone}
         done = run_launcher(command, seconds=200, cwd=tmp_path, env=with_cache)
         assert done.returncode == 0, done.stdout + done.stderr
         assert not list(tmp_path.glob("zero_plugin_*"))

@@ -4,7 +4,9 @@ There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it
 
 `zero-plugin launch` and its workers, in a test that gives them the variable below, do nothing themselves: a fork does,
 of a process in which all imports are done. They pass on what they were started with, the signals that they get, and how
-the fork ends. See `Workers` in forked.py.
+the fork ends. So does any Python to which a test gives the other variable; those that it starts are not forks.
+
+See `Workers` in forked.py.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import sys
 
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"
+ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"
 LAUNCHES = sys.orig_argv[1:4] == ["-m", "zero_plugin", "launch"]
 
 
@@ -42,5 +45,7 @@ def be_forked(place: str) -> None:
 
 sys.modules["mlflow"] = None  # type: ignore[assignment]
 WORKS = any(argument.endswith("zero_plugin/launch/worker.py") for argument in sys.orig_argv[1:3])
-if FORKS in os.environ and (LAUNCHES or WORKS):
+if ALONE in os.environ:
+    be_forked(os.environ.pop(ALONE))
+elif FORKS in os.environ and (LAUNCHES or WORKS):
     be_forked(os.environ[FORKS])
