@@ -133,11 +133,10 @@ def test_a_restart_and_a_request_to_stop(
     tmp_path: Path,
     lines_of: Callable[..., Iterator[str]],
     forked_workers: dict[str, str],
-    forked_alone: dict[str, str],
 ) -> None:
     """After a kill the run goes on from its checkpoint; after SIGTERM the next start does; the end is the same bits."""
     training = Training(start, tmp_path, 0)
-    launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"), **forked_alone)
+    launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"), **forked_workers)
     assert launcher.stdout is not None
     started = list(islice(lines_of(launcher.stdout), 4))
     assert started == ["started at 0\n"] * 2 + ["started at 6\n"] * 2

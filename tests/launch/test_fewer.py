@@ -63,7 +63,7 @@ def test_machines_come_and_go(
     port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    waits = f"last_call_timeout={2 if joins else 5},keep_alive_interval=1"
+    waits = f"last_call_timeout={2 if joins else 15},keep_alive_interval=1"
 
     def join() -> subprocess.Popen[str]:
         command = (*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5")
