@@ -16,7 +16,10 @@ import sys
 
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"
 ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"
-LAUNCHES = sys.orig_argv[1:4] == ["-m", "zero_plugin", "launch"]
+COMMAND = sys.orig_argv[1:]
+if COMMAND and COMMAND[0].endswith("/zero-plugin"):  # the script that pip writes
+    COMMAND[:1] = ["-m", "zero_plugin"]
+LAUNCHES = COMMAND[:3] == ["-m", "zero_plugin", "launch"]
 
 
 def be_forked(place: str) -> None:
@@ -28,7 +31,7 @@ def be_forked(place: str) -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the launcher, as the worker itself would
     environment = {name: value for name, value in os.environ.items() if name != FORKS or LAUNCHES}
-    request = {"command": sys.orig_argv[1:], "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
+    request = {"command": COMMAND, "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
     request["cores"] = [*os.sched_getaffinity(0)]
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(place)
