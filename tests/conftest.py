@@ -26,7 +26,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from device import ON_GPU
-from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
+from forked import ALONE, FORK_OF, FORKS, IMPORTED_BEFORE, Workers, run_as_script
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
@@ -306,10 +306,15 @@ class StandStill:
 
     def __bool__(self) -> bool:
         used = 0.0
-        for pid in self._pids:
+        waiting, seen = [*self._pids], set[int]()
+        while waiting:
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
+                process = psutil.Process(waiting.pop())
                 for one in (process, *process.children(recursive=True)):
+                    if one.pid in seen:
+                        continue
+                    seen.add(one.pid)
+                    waiting += [FORK_OF[one.pid]] if one.pid in FORK_OF else []
                     with contextlib.suppress(psutil.Error):
                         used += sum(one.cpu_times()[:4])
         if abs(used - self._used) >= 1:  # less, where one has ended that its parent has not waited for
@@ -376,6 +381,15 @@ def forked_workers(fork_context: Any) -> Iterator[dict[str, str]]:
         workers = Workers(fork_context, Path(folder, "forks"))
         yield {FORKS: str(Path(folder, "forks"))}
         workers.close()
+
+
+@pytest.fixture(scope="session")
+def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
+    """Variables of a Python that is to be a fork, while those that it starts are none.
+
+    For a launcher whose workers' start or end is what a test is about, and for a program that only has to run.
+    """
+    return dict.fromkeys([ALONE], forked_workers[FORKS]) if forked_workers else {}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import io
 import json
@@ -17,15 +18,23 @@ import multiprocessing.reduction
 import os
 import runpy
 import socket
+import struct
 import sys
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from device import ON_GPU
 from line_contexts import enter_context
 
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable: the socket of `Workers`
+ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"  # the same, for one Python and none that it starts
+FORK_OF: dict[int, int] = {}  # by the process that has asked for it
+LAUNCHES = ["-m", "zero_plugin", "launch"]
+WORKER = "zero_plugin/launch/worker.py"
+_FRAMES_OF_RUN = (__file__, runpy.__file__, "<frozen runpy>")
 # Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs.
 IMPORTED_BEFORE = (
     "cpuinfo",
@@ -62,11 +71,11 @@ def run_as_script(command: list[str], environment: dict[str, str], folder: str, 
 
 
 def run_as_worker(request: dict[str, Any], *streams: int) -> None:
-    """Run `zero-plugin launch`, or a worker of one, in a process that was forked.
+    """Run `zero-plugin launch`, a worker of one, or any other program of Python, in a process that was forked.
 
     Args:
         request: the `command` after Python's name, the `environment`, the `folder` and the `cores` that it was started
-            with.
+            with, and the `asker`, whose place it takes.
         *streams: its standard input, output and error.
     """
     for descriptor, stream in enumerate(streams):
@@ -75,9 +84,47 @@ def run_as_worker(request: dict[str, Any], *streams: int) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     os.sched_setaffinity(0, request["cores"])
+    _enter_namespaces(request["asker"])
     command = request["command"]
     unbuffered = command[0] == "-u"
-    _run(command[unbuffered:], request["environment"], request["folder"])
+    command = command[unbuffered:]
+    if command[:3] == LAUNCHES or WORKER in command[0]:  # both leave before the interpreter's end
+        _run(command, request["environment"], request["folder"])
+    else:
+        _end_as_python(lambda: _run(command, request["environment"], request["folder"]))
+
+
+def _enter_namespaces(asker: int) -> None:
+    """The network and the host name of the process that has asked for this one."""
+    for kind in ("net", "uts"):
+        there = Path(f"/proc/{asker}/ns/{kind}")
+        if there.stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino:
+            with there.open() as namespace:
+                assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(
+                    ctypes.get_errno()
+                )
+
+
+def _end_as_python(run: Callable[[], None]) -> NoReturn:
+    """Run, and end as a Python does that was started for it: its messages, its last calls, its exit code."""
+    code: object = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:  # noqa: BLE001 - as Python itself does
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_RUN:
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit((code or 0) & 255)
 
 
 def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
@@ -95,6 +142,11 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
         sys.argv = command[1:]
         sys.path.insert(0, folder)
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(command[1], "<string>", "exec"), vars(main))
     else:
         sys.argv = command
         sys.path.insert(0, str(Path(command[0]).parent))
@@ -135,11 +187,13 @@ class Workers:
             _, streams, _, _ = socket.recv_fds(asks, 1, 3)
             with asks.makefile("rb") as lines:
                 request = json.loads(lines.readline())
+            request["asker"] = asker = _process_of(asks)
             worker = self._context.Process(target=run_as_worker, args=(request, *map(_Descriptor, streams)))
             with self._turn:
                 worker.start()
                 # Whichever thread starts the next one would ask whether this one has ended, which only one may.
                 multiprocessing.process._children.discard(worker)
+            FORK_OF[asker] = worker.pid
             for stream in streams:
                 os.close(stream)
             while worker.is_alive():
@@ -154,6 +208,13 @@ class Workers:
                     worker.join()
                     return
             asks.sendall(str(worker.exitcode).encode())
+
+
+def _process_of(asks: socket.socket) -> int:
+    """Who is at the other end."""
+    pid: int
+    pid, _, _ = struct.unpack("3i", asks.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid
 
 
 class _Descriptor:

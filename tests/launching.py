@@ -63,12 +63,18 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[...,
 
 @pytest.fixture
 def launch(
-    start: Callable[..., subprocess.Popen[str]], forked_workers: dict[str, str]
+    start: Callable[..., subprocess.Popen[str]], forked_workers: dict[str, str], forked_alone: dict[str, str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `zero-plugin launch …` in `tmp_path` to its end; launcher and workers are forks, unless started `afresh`."""
+    """Run `zero-plugin launch …` in `tmp_path` to its end; launcher and workers are forks, unless started `afresh`.
 
-    def launch(*arguments: str, afresh: bool = False, **extra_environment: str) -> subprocess.CompletedProcess[str]:
-        launcher = start(*arguments, **({} if afresh else forked_workers), **extra_environment)
+    With `workers_afresh` the launcher alone is one.
+    """
+
+    def launch(
+        *arguments: str, afresh: bool = False, workers_afresh: bool = False, **extra_environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        forks = {} if afresh else forked_alone if workers_afresh else forked_workers
+        launcher = start(*arguments, **forks, **extra_environment)
         output, errors = launcher.communicate(timeout=200)
         return subprocess.CompletedProcess(launcher.args, launcher.returncode, output, errors)
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from itertools import groupby
 from pathlib import Path
@@ -52,6 +54,7 @@ def make():
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
     return accelerator, *accelerator.prepare(net, adam, torch.utils.data.DataLoader(data, batch_size=4))
 if sys.argv[1] == "key":
+    import deepspeed  # while nothing is noted: each call of its imports would take longer
     accelerator, model, optimizer, loader = walk("key", make)
 else:
     accelerator, model, optimizer, loader = make()
@@ -77,28 +80,36 @@ walk(name, run)
 # By the title of each walk: its name, the program that is traced, and the program's arguments.
 WALKS = {
     "A config key to the engine": ("key", _TRAINING, ["key"]),
-    "A batch through a step": ("step", _TRAINING, ["step"]),
-    "A save": ("save", _TRAINING, ["save"]),
+    "A batch through a step": ("step", _TRAINING, ["loop"]),
+    "A save": ("save", _TRAINING, ["loop"]),
     "A launch": ("launch", _COMMAND, ["launch", "launch", "--cpu", "--num_processes", "2", "script.py"]),
     "A plan": ("plan", _COMMAND, ["plan", "plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"]),
 }
 
 
-def _trace(title: str, folder: Path) -> list[str]:
-    name, program, arguments = WALKS[title]
-    script = folder / "walk.py"
-    script.write_text(_NOTE + program)
-    (folder / "script.py").write_text("print('ran')\n")
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
-    environment |= {"PACKAGE": str(PACKAGE), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["HF_HOME"] = str(folder)  # where a default config is looked for
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=folder, env=environment
-    )
+@functools.cache
+def _walks_of(program: str, *arguments: str) -> dict[str, list[str]]:
+    """The files of each walk of a program."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        script = folder / "walk.py"
+        script.write_text(_NOTE + program)
+        (folder / "script.py").write_text("print('ran')\n")
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
+        environment |= {"PACKAGE": str(PACKAGE), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "startup")))}
+        environment["HF_HOME"] = made  # where a default config is looked for
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=folder, env=environment
+        )
     walks = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("WALK ")]
-    found = [files for walk, files in walks if walk == name]
-    assert found, done.stdout + done.stderr
-    return found[0]
+    assert walks, done.stdout + done.stderr
+    return dict(walks)
+
+
+def _trace(title: str) -> list[str]:
+    name, program, arguments = WALKS[title]
+    return _walks_of(program, *arguments)[name]
 
 
 def _lines(files: list[str]) -> list[str]:
@@ -121,19 +132,16 @@ def _documented(title: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", WALKS)
-def test_walk(title: str, tmp_path: Path) -> None:
+def test_walk(title: str) -> None:
     """The files of the walk are those that it enters, in this order."""
-    assert _documented(title) == _lines(_trace(title, tmp_path))
+    assert _documented(title) == _lines(_trace(title))
 
 
 def main() -> None:
     """Write the walks anew."""
-    import tempfile
-
     text = DOCUMENT.read_text()
     for title in WALKS:
-        with tempfile.TemporaryDirectory() as folder:
-            lines = _lines(_trace(title, Path(folder)))
+        lines = _lines(_trace(title))
         before, heading, rest = text.partition(f"\n### {title}\n")
         body, following, after = rest.partition("\n#")
         prose = "\n".join(line for line in body.splitlines() if not _IN_WALK.match(line)).strip("\n")

@@ -31,6 +31,20 @@ else:
     time.sleep(100)
 """
 
+ALONE = """
+import atexit, subprocess, sys
+
+atexit.register(print, "at its end")
+print(sys.argv, __name__, sys.stdin.read(), "deepspeed" in sys.modules, flush=True)
+print("deepspeed" in sys.modules, file=sys.stderr)
+subprocess.run([sys.executable, "-c", "import sys; print('of a child:', 'deepspeed' in sys.modules)"], check=True)
+
+def fail():
+    raise ValueError("its own")
+
+fail() if sys.argv[1] == "fail" else sys.exit(int(sys.argv[1]))
+"""
+
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
@@ -80,3 +94,19 @@ def test_they_end_with_the_launcher(
         assert launcher.wait(60) == (143 if number == signal.SIGTERM else -number)
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert alive == []
+
+
+@pytest.mark.parametrize("how", ["fail", "7", "0"])
+def test_a_program_that_is_forked_alone(how: str, tmp_path: Path, forked_alone: dict[str, str]) -> None:
+    """It prints and ends as under Python, to the traceback; what it starts is no fork."""
+    (tmp_path / "program.py").write_text(ALONE)
+    ends = []
+    for variables in ({}, forked_alone):
+        program = [sys.executable, str(tmp_path / "program.py"), how]
+        pipes = {"cwd": tmp_path, "env": {**os.environ, **variables}, "capture_output": True, "text": True}
+        ends.append(subprocess.run(program, input="in", timeout=90, **pipes))
+    assert ends[0].returncode == ends[1].returncode
+    for fresh, forked in ((ends[0].stdout, ends[1].stdout), (ends[0].stderr, ends[1].stderr)):
+        assert fresh.splitlines()[0].replace("False", str(bool(forked_alone))) == forked.splitlines()[0]
+        assert fresh.splitlines()[1:] == forked.splitlines()[1:]
+    assert "of a child: False" in ends[1].stdout

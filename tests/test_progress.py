@@ -2,9 +2,9 @@
 
 import io
 import re
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,8 +190,8 @@ from rich.console import Console
 from torch import distributed
 from zero_plugin.loop.progress import Progress
 
-distributed.init_process_group("gloo")
-rank = distributed.get_rank()
+store, rank, world = sys.argv[1], *map(int, sys.argv[2:])
+distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 console = Console(file=io.StringIO())
 with Progress(total=30, seconds=0.02, console=console) as progress:
     for step in range(1, 31):
@@ -205,8 +205,9 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.processes
-def test_two_processes_report_together_and_the_first_speaks(run_launcher: Callable[..., Any]) -> None:
+def test_two_processes_report_together_and_the_first_speaks(
+    run_processes: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """The loss is the mean over processes, only rank 0 writes, and unequal speeds do not hang."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
-    done = run_launcher([*command, sys.executable, "-c", TWO_PROCESSES], seconds=200)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "reports.py").write_text(TWO_PROCESSES)
+    run_processes(tmp_path / "reports.py", 2)

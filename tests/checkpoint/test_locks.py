@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,11 @@ from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_
 from zero_plugin.checkpoint.locks import claim, give_up, lock_of
 
 JOB = """
-import sys
+import os, sys
 import torch
 from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint import locks
+print(os.getpid(), flush=True)
 locks._OTHERS_END_S = 0.5
 how, folder = sys.argv[1:]
 project = ProjectConfiguration(folder, automatic_checkpoint_naming=how == "automatic")
@@ -45,22 +46,31 @@ print(open_draft(Path(sys.argv[1]), 1))
 """
 
 
+Start = Callable[[str, Path], "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two, each of which saves when it is told to, in the folder of the other."""
+def start(forked_alone: dict[str, str]) -> Iterator[Start]:
+    """Starts a job that saves when it is told to, in a folder that another may have."""
     started: list[subprocess.Popen[str]] = []
-    yield started
+
+    def start(how: str, folder: Path) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", JOB, how, str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **forked_alone}
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
+        return started[-1]
+
+    yield start
     for job in started:
         job.kill()
         job.communicate()
 
 
-def start(jobs: list[subprocess.Popen[str]], how: str, folder: Path) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", JOB, how, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    jobs.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
-    return jobs[-1]
+def process_of(job: subprocess.Popen[str]) -> int:
+    """The process that has the lock, which the job prints first; see `forked_alone`."""
+    assert job.stdout is not None
+    return int(job.stdout.readline())
 
 
 def save(job: subprocess.Popen[str], name: str = "") -> str:
@@ -76,30 +86,31 @@ def save(job: subprocess.Popen[str], name: str = "") -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["automatic", "named"])
-def test_the_second_is_refused(how: str, jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_the_second_is_refused(how: str, start: Start, tmp_path: Path) -> None:
     """While the first lives, at any name that it uses; after a kill the next one takes over."""
-    first = start(jobs, how, tmp_path)
+    first = start(how, tmp_path)
+    process = process_of(first)
     saved = [Path(save(first, "/last")) for _ in range(3)]
-    second = start(jobs, how, tmp_path)
+    second = start(how, tmp_path)
     assert save(second, "/last") == ""
     errors = second.communicate()[1]
-    assert f"process {first.pid} on {socket.gethostname()} saves checkpoints in {saved[0].parent} too" in errors
+    assert f"process {process} on {socket.gethostname()} saves checkpoints in {saved[0].parent} too" in errors
     assert second.returncode != 0
     assert all(find_damage(folder) is None for folder in saved)
     assert find_damage(Path(save(first, "/last"))) is None
-    first.send_signal(signal.SIGKILL)
+    os.kill(process, signal.SIGKILL)
     first.wait()
-    third = start(jobs, how, tmp_path)
+    third = start(how, tmp_path)
     assert find_damage(Path(save(third, "/last"))) is None
     assert third.communicate()[1].count("CheckpointError") == 0
     assert not list(tmp_path.rglob("*.lock"))
 
 
 @pytest.mark.processes
-def test_jobs_with_names_of_their_own(jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_jobs_with_names_of_their_own(start: Start, tmp_path: Path) -> None:
     """A sweep saves into `run_1` and `run_2` of one folder, and leaves one lock each, however often it saves."""
     for number in (1, 2):
-        job = start(jobs, "named", tmp_path)
+        job = start("named", tmp_path)
         for step in range(3):
             assert save(job, f"/run_{number}/step_{step}").endswith(f"step_{step}")
         assert save(job, f"/run_{number}")
@@ -156,7 +167,7 @@ def test_no_locks_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["a copy is made", "a link is saved to", "the folder is removed"])
-def test_what_a_script_does_meanwhile(what: str, jobs: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_what_a_script_does_meanwhile(what: str, start: Start, tmp_path: Path) -> None:
     """The other job is refused all the same."""
     project = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
@@ -175,11 +186,11 @@ def test_what_a_script_does_meanwhile(what: str, jobs: list[subprocess.Popen[str
     else:
         shutil.rmtree(tmp_path / "run")
         accelerator.save_state()
-    other = start(jobs, "automatic", tmp_path / "run")
+    other = start("automatic", tmp_path / "run")
     assert save(other) == ""
     assert f"process {os.getpid()} on " in other.communicate()[1]
     accelerator.end_training()
-    assert save(start(jobs, "automatic", tmp_path / "run")) != ""
+    assert save(start("automatic", tmp_path / "run")) != ""
 
 
 def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:

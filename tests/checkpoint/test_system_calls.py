@@ -46,13 +46,14 @@ accelerator.end_training()
 """
 _CALL = re.compile(r'(\w+)\((?:\d+<|"|AT_FDCWD<[^>]*>, ")([^">]*)[>"](?:, (?:AT_FDCWD<[^>]*>, )?"([^"]*)")?.*\) += 0$')
 _UNFINISHED, _RESUMED = "<unfinished ...>", re.compile(r"^<\.\.\. \w+ resumed>")
+STRACE = ("strace", "-f", "--seccomp-bpf")  # the latter leaves calls alone that are not asked for
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir"
 
 
 def trace(folder: Path, *arguments: str) -> list[tuple[str, str, str]]:
     """The calls that succeeded, each with its path and, for a rename, the new one."""
     found = folder / "trace"
-    command = ["strace", "-f", "-y", "-o", str(found), "-e", f"trace={CALLS}", sys.executable, "-c", SAVES, *arguments]
+    command = [*STRACE, "-y", "-o", str(found), "-e", f"trace={CALLS}", sys.executable, "-c", SAVES, *arguments]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
     lines = _complete_lines(found.read_text(errors="replace"))
     return [(match[1], match[2], match[3] or "") for line in lines if (match := _CALL.match(line))]
@@ -138,7 +139,7 @@ def test_one_that_fails(call: str, error: str, when: int, tmp_path: Path, tried:
     row = tried(f"{call} fails with {error}", 1)
     kinds = {"fsync": "fsync", "rename": "rename,renameat,renameat2"}[call]
     inject = f"inject={kinds}:error={error}:when={when}"
-    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={kinds}", "-e", inject]
+    command = [*STRACE, "-qq", "-o", "/dev/null", "-e", f"trace={kinds}", "-e", inject]
     done = subprocess.run(
         [*command, sys.executable, "-c", SAVES], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )

@@ -87,7 +87,9 @@ def test_a_process_that_dies_is_a_line_of_the_table(tmp_path: Path, run_launcher
     assert list(found)[-1] == "data loader"
 
 
-def test_what_this_machine_lacks_is_told_with_its_remedy(tmp_path: Path, run_launcher: Run) -> None:
+def test_what_this_machine_lacks_is_told_with_its_remedy(
+    tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]
+) -> None:
     """An error that says what to do is not answered with the advice for a wrong result."""
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
@@ -95,7 +97,7 @@ def test_what_this_machine_lacks_is_told_with_its_remedy(tmp_path: Path, run_lau
     for file in (lock, lock.parent):
         os.utime(file, (0, 0))
     arguments = ("--config_file", str(CONFIGS / "zero2_offload.yaml"), "--num_processes", "1")
-    added = environment(tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    added = environment(tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path), **forked_workers)
     found = checks(run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=added))["optimizer step"]
     assert found["result"] == "wrong"
     assert found["said"].startswith("A C++ op build was killed")

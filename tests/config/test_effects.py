@@ -94,16 +94,22 @@ def is_excused(key: str) -> bool:
     return any(f"{key}.".startswith(f"{known}.") for known in NOT_TO_BE_SEEN)
 
 
-def spoken(case: Case) -> list[str]:
-    """What `check` says of the configuration with the key, and not of the one without."""
+_PROBLEMS: dict[str, set[str]] = {}
 
-    def problems(config: dict[str, Any]) -> set[str]:
+
+def problems(config: dict[str, Any]) -> set[str]:
+    """What `check` says of a configuration; many cases start from the same one."""
+    if (known := repr(config)) not in _PROBLEMS:
         try:
             found: Iterable[Any] = find_problems(document_from_mapping(config, "code"))
         except ConfigError as error:
             found = error.problems
-        return {f"{p.severity}: {p.key}: {p.message}" for p in found if p.severity != "note"}
+        _PROBLEMS[known] = {f"{p.severity}: {p.key}: {p.message}" for p in found if p.severity != "note"}
+    return _PROBLEMS[known]
 
+
+def spoken(case: Case) -> list[str]:
+    """What `check` says of the configuration with the key, and not of the one without."""
     new = problems(case.after) - problems(case.before)
     faulty = [line for line in new if "unknown key" in line or "is not legal here" in line]
     assert not faulty, f"{case.name}: the table's value is none: {faulty}"

@@ -51,7 +51,7 @@ def prepared(loader: DataLoader, **options) -> DataLoaderShard:
 
 def check_the_order_is_process_0_s() -> None:
     rank = dist.get_rank()
-    samples = 3001  # beyond one broadcast of 1024 batches
+    samples = 2101  # beyond two broadcasts of 1024 batches
     generator = torch.Generator().manual_seed(50 + rank)
     loaders = [
         DataLoader(range(samples), batch_size=1, shuffle=True),
@@ -115,7 +115,7 @@ def check_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
         per_process = DataLoader(range(samples), 2, shuffle=True, generator=generator, num_workers=workers)
         together = DataLoader(range(samples), 2 * world, shuffle=True, generator=generator, num_workers=workers)
         shared = prepared(per_process)
-        for left_after in (1, 2):
+        for left_after in (1, 2) if workers == 0 else (2,):
             generator.manual_seed(60 + rank)
             for _, _ in zip(range(left_after), shared, strict=False):
                 pass
@@ -176,10 +176,10 @@ class Recorded:
 
 
 def check_each_sample_is_read_once() -> None:
-    """Also with three workers on each process, in a loop that resumes, or that is left and started again."""
+    """Also with two workers on each process, in a loop that resumes, or that is left and started again."""
     data = Recorded(48, Path(f"{sys.argv[1]}-reads"))
     world = dist.get_world_size()
-    for workers, persistent in ((0, False), (3, False), (3, True)):
+    for workers, persistent in ((0, False), (2, False), (2, True)):
         data.epoch = 0
         loader = DataLoader(
             data, 2, num_workers=workers, persistent_workers=persistent, prefetch_factor=workers or None

@@ -57,10 +57,15 @@ def test_fewer_steps_than_one_accumulation_are_refused(
     "way", [way if way in ("zero2", "python") else pytest.param(way, marks=pytest.mark.campaign) for way in WAYS]
 )
 def test_script_leaves_weights_curves_and_a_sample(
-    way: str, run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
+    way: str,
+    run_launcher: Callable[..., Any],
+    forked_workers: dict[str, str],
+    forked_alone: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """Weights load into the plain module and give the loss that was printed; one row of the table for each step."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forked_workers}
+    forks = forked_alone if way == "python" else forked_workers
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forks}
     command = [sys.executable, *WAYS[way], *SMALL]
     done = run_launcher(command, seconds=250, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

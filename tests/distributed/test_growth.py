@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from zero_plugin.distributed import joining
 from zero_plugin.distributed.collective_check import Call, CollectiveCheck, Patience, Waiting, publish
 
-WORLDS = (2, 8, 64, 1024)
+WORLDS = (2, 8, 64, 256, pytest.param(1024, marks=pytest.mark.campaign))
 
 
 class Counted:

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from forked import ALONE, FORKS
 from pages import PAGES, ROOT, Block, blocks_of, commands_of, missing_lines
 from tables import (
     BEFORE,
@@ -33,7 +34,8 @@ from tables import (
 )
 
 # Of the environment, what says where Python, this package and the compiler are; nothing else is a new reader's.
-_KEPT = ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "CXX", "OMP_NUM_THREADS", "ZERO_PLUGIN_TESTS_FORKS")
+_KEPT = ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "CXX", "OMP_NUM_THREADS", FORKS)
+_RUNS = re.compile(r"\bpython \w+\.py\b")  # a script by itself: a fork, see forked.py
 
 
 class Reader:
@@ -116,7 +118,8 @@ class Reader:
         elif replaced := find_row(SECOND_MACHINE, page, command, None):
             typed = shlex.join(["on-two-machines", typed, typed.replace(*replaced)])
         keep = f'{{ export -p; printf "cd %q\\n" "$PWD"; }} > {self._state}'
-        done = self._shell(f". {self._state}\n{typed}\ncode=$?\n{keep}\nexit $code")
+        forks = "" if FORKS not in os.environ or not _RUNS.search(typed) else f"export {ALONE}=${FORKS}"
+        done = self._shell(f". {self._state}\n{forks}\n{typed}\ncode=$?\nunset {ALONE}\n{keep}\nexit $code")
         wanted = find_row(EXIT_CODES, page, command, 0)
         assert done.returncode == wanted, f"{typed}: exit code {done.returncode}, not {wanted}\n{done.stdout}"
         return done.stdout

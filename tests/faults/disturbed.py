@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from zero_plugin import Accelerator, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -34,7 +35,8 @@ def deadlock() -> None:
 
 
 def loop() -> None:
-    """Compute without an end."""
+    """Compute without an end, when nobody else wants the processor."""
+    os.nice(19)
     while True:
         pass
 
@@ -85,6 +87,8 @@ def main(moment: str, fault: str, rank: int, stage: int, limit: float) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
     for number, (batch,) in enumerate(loader):
         if number == 2:
+            if fault == "loop":  # what is next waits in vain however slow the machine is, and a processor is busy
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
             reach("forward")
         loss = model(batch).square().mean()
         if number == 2:

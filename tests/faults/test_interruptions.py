@@ -96,10 +96,12 @@ class Training:
         self.out = folder / uuid.uuid4().hex
         self.workers = Workers(self.out.name)
 
-    def start(self, *flags: str, pause: float = 0.15, fault: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, *flags: str, pause: float = 0.15, fault: tuple[str, ...] = (), **forks: str
+    ) -> subprocess.Popen[str]:
         """Start it once more; `pause` seconds after each of its 16 steps."""
         script = (str(TRAIN), self.out.name, str(self._stage), str(pause), *fault)
-        return self._start("--cpu", "--num_processes", "2", *flags, *script, OMP_NUM_THREADS="1")
+        return self._start("--cpu", "--num_processes", "2", *flags, *script, OMP_NUM_THREADS="1", **forks)
 
     def finish(self, launcher: subprocess.Popen[str]) -> tuple[int, str]:
         """Exit code, and what was printed to stderr."""
@@ -126,10 +128,15 @@ def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any],
     assert training.result() == undisturbed[stage]
 
 
-def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
+def test_a_restart_and_a_request_to_stop(
+    start: Start,
+    tmp_path: Path,
+    lines_of: Callable[..., Iterator[str]],
+    forked_workers: dict[str, str],
+) -> None:
     """After a kill the run goes on from its checkpoint; after SIGTERM the next start does; the end is the same bits."""
     training = Training(start, tmp_path, 0)
-    launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"))
+    launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"), **forked_workers)
     assert launcher.stdout is not None
     started = list(islice(lines_of(launcher.stdout), 4))
     assert started == ["started at 0\n"] * 2 + ["started at 6\n"] * 2
@@ -140,7 +147,7 @@ def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path, lines_of:
     assert "rank 1 was ended by signal 9 (SIGKILL); all workers start again (restart 1 of 1)" in errors
     assert "stopped by SIGTERM" in errors
     assert not (training.out / "final.json").exists()
-    code, errors = training.finish(training.start("--auto_resume", pause=0, fault=("again",)))
+    code, errors = training.finish(training.start("--auto_resume", pause=0, fault=("again",), **forked_workers))
     assert (code, "restored weights, optimizers, orders of the loaders, random states" in errors) == (0, True), errors
     assert training.result() == json.loads((training.out / "again" / "final.json").read_text())
 

@@ -67,7 +67,7 @@ def test_a_rank(
     fault: str,
     stage: int,
     start: Callable[..., subprocess.Popen[str]],
-    tmp_path: Path,
+    forked_alone: dict[str, str],
     tried: Callable[..., dict[str, Any]],
 ) -> None:
     """Within the bound, with the code and the words that are right, and the other rank is not blamed."""
@@ -78,6 +78,7 @@ def test_a_rank(
     launcher = start(
         *("--cpu", "--num_processes", "2", str(SCRIPT), moment, fault, str(rank), str(stage), limit, workers.mark),
         OMP_NUM_THREADS="1",
+        **forked_alone,
     )
     ports = {int(environment["MASTER_PORT"]) for _, environment in workers.wait_for(2, launcher).values()}
     began = time.monotonic()

@@ -53,12 +53,23 @@ def plain_losses() -> dict[str, list[float]]:
 
 
 @pytest.fixture
-def losses_of(tmp_path: Path, run_launcher: Callable[..., Any], built_ops: None) -> Callable[..., list[float]]:
-    """Launch a program to its end; the losses that it prints."""
+def losses_of(
+    tmp_path: Path,
+    run_launcher: Callable[..., Any],
+    forked_workers: dict[str, str],
+    forked_alone: dict[str, str],
+    built_ops: None,
+) -> Callable[..., list[float]]:
+    """Run a program to its end, under the launcher where flags of it are given; the losses that it prints.
+
+    The launcher is a fork, and so are the workers whose program ends its process group itself.
+    """
 
     def losses_of(program: str, *flags: str) -> list[float]:
-        command = (*LAUNCH, *flags, str(HERE / "programs" / f"{program}.py"))
+        command = (*(LAUNCH if flags else LAUNCH[:1]), *flags, str(HERE / "programs" / f"{program}.py"))
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environ |= forked_workers if flags and not PROGRAMS[program][0] else forked_alone
+        environ |= {} if flags else {"ACCELERATE_USE_CPU": "true"}
         done: subprocess.CompletedProcess[str] = run_launcher(command, seconds=400, cwd=tmp_path, env=environ)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
         line = next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
@@ -92,7 +103,7 @@ def test_trains_as_one_process_does(
     if missing := [module for module in needs if importlib.util.find_spec(module) is None]:
         pytest.skip(f"{', '.join(missing)} not installed; `make test-foreign` has it")
     if program not in plain_losses:
-        plain_losses[program] = losses_of(program, "--cpu", "--num_processes", "1")
+        plain_losses[program] = losses_of(program)
     file = tmp_path / f"{config}.json"
     file.write_text(json.dumps(CONFIGS[config]))
     losses = losses_of(program, "--config_file", str(file), "--num_processes", "2")

@@ -113,7 +113,7 @@ def test_modules_and_executables(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "go.py").write_text("import sys; print(__name__, sys.argv[1:])")
     assert launch("--cpu", "-m", "pack.go", "-x").stdout.strip() == "__main__ ['-x']"
-    assert launch("--cpu", "--no-python", "echo", "-n", "a b", afresh=True).stdout == "a b"
+    assert launch("--cpu", "--no-python", "echo", "-n", "a b", workers_afresh=True).stdout == "a b"
 
 
 def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None:
@@ -362,14 +362,16 @@ def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path)
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)', '{mark}'])\n"
         "sys.exit(3)\n"
     )
-    assert launch("--cpu", "parent.py", afresh=True).returncode == 3
+    assert launch("--cpu", "parent.py", workers_afresh=True).returncode == 3
     assert is_gone(mark)
 
 
-def test_two_launches_at_once_never_clash(start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
+def test_two_launches_at_once_never_clash(
+    start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]], forked_workers: dict[str, str]
+) -> None:
     """Two launches of two processes each form their own groups at the same time, without a port being named."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
-    launchers = [start("--cpu", "--num_processes", "2", "meet.py") for _ in range(2)]
+    launchers = [start("--cpu", "--num_processes", "2", "meet.py", **forked_workers) for _ in range(2)]
     for launcher in launchers:
         output, errors = launcher.communicate(timeout=200)
         assert (launcher.returncode, sorted(lines_of(output.splitlines()))) == (0, ["0/2", "1/2"]), errors
@@ -387,15 +389,19 @@ def test_a_port_can_be_chosen_and_is_free_afterwards(
 
 
 def test_two_machines(
-    start: Start, tmp_path: Path, free_port: Callable[[], int], lines_of: Callable[..., Iterator[str]]
+    start: Start,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    lines_of: Callable[..., Iterator[str]],
+    forked_workers: dict[str, str],
 ) -> None:
     """Two launchers with two machine ranks form one group of two processes."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
     port = str(free_port())
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    common += ["--main_process_port", port]
     launchers = [
-        start(*common, "--main_process_port", port, "--machine_rank", rank, "meet.py", GLOO_SOCKET_IFNAME="lo")
-        for rank in "01"
+        start(*common, "--machine_rank", rank, "meet.py", GLOO_SOCKET_IFNAME="lo", **forked_workers) for rank in "01"
     ]
     for rank, launcher in enumerate(launchers):
         output, errors = launcher.communicate(timeout=200)
@@ -417,13 +423,18 @@ accelerator.end_training()
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_failure_on_one_machine_ends_the_workers_of_all(
-    start: Start, tmp_path: Path, free_port: Callable[[], int], lines_of: Callable[..., Iterator[str]], restarts: int
+    start: Start,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    lines_of: Callable[..., Iterator[str]],
+    forked_workers: dict[str, str],
+    restarts: int,
 ) -> None:
     """Without `--max_restarts` the run ends on both machines; with it both start again, without c10d's open store."""
     (tmp_path / "fails.py").write_text(FAILS_ONCE)
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
     common += ["--main_process_port", str(free_port()), "--max_restarts", str(restarts)]
-    launchers = [start(*common, "--machine_rank", rank, "fails.py") for rank in "01"]
+    launchers = [start(*common, "--machine_rank", rank, "fails.py", **forked_workers) for rank in "01"]
     ends = [launcher.communicate(timeout=200) for launcher in launchers]
     codes = [launcher.returncode for launcher in launchers]
     assert codes == ([0, 0] if restarts else [1, 7]), ends
@@ -434,11 +445,14 @@ def test_a_failure_on_one_machine_ends_the_workers_of_all(
     assert restarts or "waited for another in vain" in ends[0][1]
 
 
-def test_c10d_says_what_it_opens(start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_c10d_says_what_it_opens(
+    start: Start, tmp_path: Path, free_port: Callable[[], int], forked_workers: dict[str, str]
+) -> None:
     """It runs on request alone, and names the place that is open to all who reach it."""
     (tmp_path / "a.py").write_text("")
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    launchers = [start("--cpu", "--num_processes", "2", "--num_machines", "2", *meeting, "a.py") for _ in range(2)]
+    counts = ["--num_processes", "2", "--num_machines", "2"]
+    launchers = [start("--cpu", *counts, *meeting, "a.py", **forked_workers) for _ in range(2)]
     for launcher in launchers:
         _, errors = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, errors

@@ -55,16 +55,19 @@ def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
 
 
 @pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_machines_come_and_go(
+    joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int], forked_workers: dict[str, str]
+) -> None:
     """Of two launchers one is killed, and may have begun later: weights and learning rate end as in one run."""
     out = uuid.uuid4().hex
     port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    waits = f"last_call_timeout={2 if joins else 5},keep_alive_interval=1"
+    waits = f"last_call_timeout={2 if joins else 15},keep_alive_interval=1"
 
     def join() -> subprocess.Popen[str]:
-        return start(*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5", OMP_NUM_THREADS="1")
+        command = (*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5")
+        return start(*command, OMP_NUM_THREADS="1", **forked_workers)
 
     folder = tmp_path / out
     folder.mkdir()

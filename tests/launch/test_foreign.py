@@ -190,14 +190,11 @@ def train(
     run_launcher: Callable[..., Any],
     built_ops: None,
 ) -> Callable[..., dict[str, Any]]:
-    """Launch a script of this folder to its end and return what it printed; nothing is left behind.
+    """Launch a script of this folder to its end and return what it printed; nothing is left behind."""
 
-    In processes of its own: such a script leaves the process group to the interpreter's end, at which a fork may hang.
-    """
-
-    def train(script: str, *flags: str, arguments: tuple[str, ...] = ()) -> dict[str, Any]:
+    def train(script: str, *flags: str, forks: dict[str, str], arguments: tuple[str, ...] = ()) -> dict[str, Any]:
         command = (*LAUNCH, *flags, str(FOLDER / script), *arguments)
-        with_cache = {**environment, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": CACHE}
+        with_cache = {**environment, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": CACHE, **forks}
         done = run_launcher(command, seconds=200, cwd=tmp_path, env=with_cache)
         assert done.returncode == 0, done.stdout + done.stderr
         assert not list(tmp_path.glob("zero_plugin_*"))
@@ -211,15 +208,21 @@ def train(
 @pytest.mark.campaign  # every day tests/foreign launches a Trainer at ZeRO-2
 @pytest.mark.processes
 @pytest.mark.timeout(1200)  # three launches
-def test_a_trainer_script_runs_unchanged(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """transformers' Trainer at ZeRO-2 and on DDP: two processes each, the same losses, its arguments filled in."""
+def test_a_trainer_script_runs_unchanged(
+    train: Callable[..., dict[str, Any]], tmp_path: Path, forked_alone: dict[str, str]
+) -> None:
+    """transformers' Trainer at ZeRO-2 and on DDP: two processes each, the same losses, its arguments filled in.
+
+    They are no forks: the script leaves the process group to the interpreter's end, at which a fork may hang.
+    """
     config = tmp_path / "zero2.json"
     config.write_text(
         json.dumps({"gradient_clipping": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})
     )
     numbers = ("max_grad_norm=0.5", "gradient_accumulation_steps=1")
-    ddp = train("train_trainer.py", "--cpu", "--num_processes", "2", arguments=numbers)
-    zero = train("train_trainer.py", "--config_file", str(config), "--num_processes", "2", arguments=numbers)
+    given: dict[str, Any] = {"arguments": numbers, "forks": forked_alone}
+    ddp = train("train_trainer.py", "--cpu", "--num_processes", "2", **given)
+    zero = train("train_trainer.py", "--config_file", str(config), "--num_processes", "2", **given)
     assert (ddp["kind"], ddp["processes"], ddp["config"]) == ("MULTI_CPU", 2, None)
     assert (zero["kind"], zero["processes"], zero["wrapped"]) == ("DEEPSPEED", 2, "DeepSpeedEngine")
     assert zero["config"]["train_micro_batch_size_per_gpu"] == 4
@@ -232,12 +235,15 @@ def test_a_trainer_script_runs_unchanged(train: Callable[..., dict[str, Any]], t
 
 @pytest.mark.processes
 @pytest.mark.timeout(1200)  # three launches
-def test_an_accelerate_script_runs_unchanged(train: Callable[..., dict[str, Any]]) -> None:
+def test_an_accelerate_script_runs_unchanged(
+    train: Callable[..., dict[str, Any]], forked_workers: dict[str, str]
+) -> None:
     """Accelerate itself: ZeRO on one process, ZeRO on two that name gloo, and DDP, train alike."""
     script, flags = "train_accelerate.py", ("--gradient_accumulation_steps", "1", "--gradient_clipping", "0")
-    one = train(script, "--zero_stage", "2", *flags, "--num_processes", "1")
-    two = train(script, "--zero_stage", "3", *flags, "--num_processes", "2", arguments=("gloo",))
-    ddp = train(script, "--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "1")
+    forks = forked_workers
+    one = train(script, "--zero_stage", "2", *flags, "--num_processes", "1", forks=forks)
+    two = train(script, "--zero_stage", "3", *flags, "--num_processes", "2", arguments=("gloo",), forks=forks)
+    ddp = train(script, "--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "1", forks=forks)
     assert [run["kind"] for run in (one, two, ddp)] == ["DEEPSPEED", "DEEPSPEED", "MULTI_CPU"]
     assert [run["processes"] for run in (one, two, ddp)] == [1, 2, 2]
     assert two["config"]["zero_optimization"]["stage"] == 3

@@ -74,12 +74,16 @@ def machine() -> list[str]:
 
 @pytest.fixture
 def listeners(
-    machine: list[str], tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., Any]
+    machine: list[str],
+    tmp_path: Path,
+    environment: dict[str, str],
+    run_launcher: Callable[..., Any],
+    forked_alone: dict[str, str],
 ) -> Callable[..., list[dict[str, object]]]:
     """Run a command there, and return what its workers and their launcher listened at."""
 
     def run(*command: str | Path) -> list[dict[str, object]]:
-        done = run_launcher([*machine, *command], seconds=200, cwd=tmp_path, env=environment)
+        done = run_launcher([*machine, *command], seconds=200, cwd=tmp_path, env={**environment, **forked_alone})
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -140,7 +144,7 @@ def test_what_a_client_writes_into_the_store_is_not_run(
 ) -> None:
     """The launcher reads no pickle there, at its start, while it watches, nor when it starts its workers again."""
     (tmp_path / "attack.py").write_text(ATTACKS)
-    done = launch("--cpu", "--max_restarts", "1", "attack.py", afresh=True)
+    done = launch("--cpu", "--max_restarts", "1", "attack.py", workers_afresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["kept there: False"] * 2
     assert not (tmp_path / "attacked").exists()

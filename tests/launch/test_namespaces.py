@@ -150,10 +150,12 @@ def assert_trained(output: str) -> None:
     assert losses["3"] == pytest.approx(expected_losses(), rel=1e-5)
 
 
-def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host]) -> None:
+def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host], forked_workers: dict[str, str]) -> None:
     """Two launchers with a static rendezvous train as one process does; each names itself by its own network."""
     main, other = hosts
-    launchers = [host.launch(*static(main, rank), str(SCRIPT)) for rank, host in enumerate((main, other))]
+    launchers = [
+        host.launch(*static(main, rank), str(SCRIPT), **forked_workers) for rank, host in enumerate((main, other))
+    ]
     for code, output, errors in ends(*launchers):
         assert code == 0, errors
         assert_trained(output)
@@ -274,14 +276,17 @@ def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> 
 SOON = ("--rdzv_conf", "timeout=3,join_timeout=3,read_timeout=3,last_call_timeout=1")
 
 
-def test_a_missing_machine(hosts: tuple[Host, Host]) -> None:
+def test_a_missing_machine(hosts: tuple[Host, Host], forked_alone: dict[str, str]) -> None:
     """The one that waits says for whom and how long; the one that nobody waits for, that nobody answers."""
     main, other = hosts
     waiting, lonely, waiting_elastic, lonely_elastic = (
-        main.launch(*static(main, 0, *SOON), str(SCRIPT)),
-        other.launch(*static(main, 1, *SOON, "--main_process_port", "29544"), str(SCRIPT)),
-        other.launch(*elastic(other, *SOON), str(SCRIPT)),
-        main.launch(*elastic(other, *SOON, "--rdzv_endpoint", f"{other.address}:29544"), str(SCRIPT)),
+        host.launch(*flags, *SOON, str(SCRIPT), **forked_alone)
+        for host, flags in (
+            (main, static(main, 0)),
+            (other, static(main, 1, "--main_process_port", "29544")),
+            (other, elastic(other)),
+            (main, elastic(other, "--rdzv_endpoint", f"{other.address}:29544")),
+        )
     )
     done = ends(waiting, lonely, waiting_elastic, lonely_elastic)
     assert [code for code, _, _ in done] == [1, 1, 1, 1]
@@ -293,7 +298,7 @@ def test_a_missing_machine(hosts: tuple[Host, Host]) -> None:
     assert "Traceback" not in "".join(told)
 
 
-def test_a_taken_port(hosts: tuple[Host, Host]) -> None:
+def test_a_taken_port(hosts: tuple[Host, Host], forked_alone: dict[str, str]) -> None:
     """Machine 0 says at once that another program has the port; the other side ends in bounded time, too."""
     main, other = hosts
     server = f"import socket, time; s = socket.create_server(('', {PORT})); print('up', flush=True); time.sleep(300)"
@@ -301,9 +306,9 @@ def test_a_taken_port(hosts: tuple[Host, Host]) -> None:
     assert taker.stdout is not None
     assert taker.stdout.readline() == "up\n"
     done = ends(
-        main.launch(*static(main, 0, *SOON), str(SCRIPT)),
-        other.launch(*static(main, 1, *SOON), str(SCRIPT)),
-        main.launch(*elastic(main, *SOON), str(SCRIPT)),
+        main.launch(*static(main, 0, *SOON), str(SCRIPT), **forked_alone),
+        other.launch(*static(main, 1, *SOON), str(SCRIPT), **forked_alone),
+        main.launch(*elastic(main, *SOON), str(SCRIPT), **forked_alone),
     )
     taker.kill()
     taker.communicate()

@@ -29,12 +29,12 @@ settings = {"text": "from a cell", "numbers": torch.arange(3.0)}
 
 
 @pytest.fixture
-def run_cells(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_cells(tmp_path: Path, forked_alone: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run cells as a notebook's kernel does: no file to import them from, all names in `__main__`."""
 
     def run(*cells: str, **environment: str) -> subprocess.CompletedProcess[str]:
         run = [sys.executable, "-c", NOTEBOOK + "\n".join(cells)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **forked_alone, **environment}
         return subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
 
     return run

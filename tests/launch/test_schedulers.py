@@ -31,7 +31,10 @@ def clean(environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_tasks_of_srun_find_each_other(
-    tmp_path: Path, environment: dict[str, str], lines_of: Callable[..., Iterator[str]]
+    tmp_path: Path,
+    environment: dict[str, str],
+    lines_of: Callable[..., Iterator[str]],
+    forked_alone: dict[str, str],
 ) -> None:
     """Two processes with what srun sets for two tasks of one node form a group; so does one alone in a batch script."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -43,7 +46,7 @@ def test_tasks_of_srun_find_each_other(
         subprocess.Popen(
             [sys.executable, "script.py"],
             cwd=tmp_path,
-            env={**clean(environment), **variables},
+            env={**clean(environment), **variables, **forked_alone},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -247,10 +247,13 @@ def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
         ("raise RuntimeError('my database: Connection reset by peer')", 1, "failed first, with exit code 1"),
     ],
 )
-def test_codes_as_the_system_sees_them(ends: str, code: int, said: str, tmp_path: Path) -> None:
+def test_codes_as_the_system_sees_them(
+    ends: str, code: int, said: str, tmp_path: Path, forked_alone: dict[str, str]
+) -> None:
     """Also of a copy of itself that a script makes, which is no rank; and other libraries lose other peers."""
     (tmp_path / "ends.py").write_text(f"import os, sys, time, torch\n{ends}\n")
     launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "ends.py"]
-    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, **forked_alone}
+    done = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
     assert "in vain" not in done.stderr

@@ -36,7 +36,7 @@ CHECKS = {
     for name, case in CASES.items()
     for size in (2, 4)
 }
-_ON_FOUR = ("ddp", "zero2", "zero3")  # daily, for what is done on every path
+_ON_FOUR = ("ddp", "zero3")  # daily, for what is done on every path
 # Names, with processes where they are daily on fewer.
 RARE = {
     found

@@ -4,7 +4,9 @@ There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it
 
 `zero-plugin launch` and its workers, in a test that gives them the variable below, do nothing themselves: a fork does,
 of a process in which all imports are done. They pass on what they were started with, the signals that they get, and how
-the fork ends. See `Workers` in forked.py.
+the fork ends. So does any Python to which a test gives the other variable; those that it starts are not forks.
+
+See `Workers` in forked.py.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import os
 import sys
 
 FORKS = "ZERO_PLUGIN_TESTS_FORKS"
-LAUNCHES = sys.orig_argv[1:4] == ["-m", "zero_plugin", "launch"]
+ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"
+COMMAND = sys.orig_argv[1:]
+if COMMAND and COMMAND[0].endswith("/zero-plugin"):  # the script that pip writes
+    COMMAND[:1] = ["-m", "zero_plugin"]
+LAUNCHES = COMMAND[:3] == ["-m", "zero_plugin", "launch"]
 
 
 def be_forked(place: str) -> None:
@@ -25,7 +31,7 @@ def be_forked(place: str) -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the launcher, as the worker itself would
     environment = {name: value for name, value in os.environ.items() if name != FORKS or LAUNCHES}
-    request = {"command": sys.orig_argv[1:], "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
+    request = {"command": COMMAND, "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
     request["cores"] = [*os.sched_getaffinity(0)]
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(place)
@@ -42,5 +48,7 @@ def be_forked(place: str) -> None:
 
 sys.modules["mlflow"] = None  # type: ignore[assignment]
 WORKS = any(argument.endswith("zero_plugin/launch/worker.py") for argument in sys.orig_argv[1:3])
-if FORKS in os.environ and (LAUNCHES or WORKS):
+if ALONE in os.environ:
+    be_forked(os.environ.pop(ALONE))
+elif FORKS in os.environ and (LAUNCHES or WORKS):
     be_forked(os.environ[FORKS])

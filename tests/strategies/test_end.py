@@ -21,9 +21,11 @@ Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def torchrun(run_launcher: Callable[..., subprocess.CompletedProcess[str]]) -> Torchrun:
+def torchrun(run_launcher: Callable[..., subprocess.CompletedProcess[str]], forked_alone: dict[str, str]) -> Torchrun:
     """`torchrun job.py …` with two processes, to its end."""
-    return lambda *arguments: run_launcher([*TORCHRUN, JOB, *arguments], seconds=200, env=ENVIRONMENT)
+    return lambda *arguments: run_launcher(
+        [*TORCHRUN, JOB, *arguments], seconds=200, env={**ENVIRONMENT, **forked_alone}
+    )
 
 
 def assert_clean(torchrun: Torchrun, path: str, how: str, nvme: Path) -> None:
@@ -74,11 +76,12 @@ del model, optimizer, accelerator
 
 
 def test_the_group_ends_after_all_that_holds_it(
-    run_launcher: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    run_launcher: Callable[..., subprocess.CompletedProcess[str]], forked_alone: dict[str, str], tmp_path: Path
 ) -> None:
     """A gloo group that somebody still holds aborts its process at exit, now and then: DDP goes first, cycles too."""
     (tmp_path / "script.py").write_text(TELLS_OF_ITS_END)
-    run = run_launcher([*TORCHRUN, "--tee", "3", tmp_path / "script.py"], seconds=200, env=ENVIRONMENT)
+    environment = {**ENVIRONMENT, **forked_alone}
+    run = run_launcher([*TORCHRUN, "--tee", "3", tmp_path / "script.py"], seconds=200, env=environment)
     assert run.returncode == 0, run.stderr
     for rank in (0, 1):
         said = [line.partition(":")[2] for line in run.stdout.splitlines() if line.startswith(f"[default{rank}]:")]
@@ -141,7 +144,11 @@ print("trained")
     ],
 )
 def test_an_exception_at_the_end_is_a_failure(
-    start: str, what: str, run_launcher: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    start: str,
+    what: str,
+    run_launcher: Callable[..., subprocess.CompletedProcess[str]],
+    forked_alone: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """Of any kind, at the exit of a script that did not call end_training(): Python by itself would exit with 0.
 
@@ -150,7 +157,8 @@ def test_an_exception_at_the_end_is_a_failure(
     (tmp_path / "script.py").write_text(FAILS_AT_ITS_END)
     launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "2", "--tee", "3"]
     command = {"python": [sys.executable], "torchrun": TORCHRUN, "launch": launch}[start]
-    run = run_launcher([*command, tmp_path / "script.py", what], seconds=200, env=ENVIRONMENT)
+    environment = {**ENVIRONMENT, **({} if start == "python" else forked_alone)}
+    run = run_launcher([*command, tmp_path / "script.py", what], seconds=200, env=environment)
     assert run.returncode == 1, run.stderr
     assert "ConnectionError: at the end" in run.stderr or what == "exit"
     assert run.stdout.count("trained") == (1 if start == "python" else 2)
