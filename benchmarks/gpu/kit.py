@@ -100,12 +100,12 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []
     little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "2", "--rounds", "3"]
     short = ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "15"]
-    few = ["-k", "plain and zero2"] if rehearse else []
+    few, some = (["-k", f"{words} and zero2"] if rehearse else [] for words in ("plain", "clip"))
     return {
         "ops": [["tests/build_ops.py"]],
         "streams": [[*pytest, "tests/gpu"]],
         "parity": [[*pytest, *few, "tests/parity"]],
-        "checks": [[*pytest, *few, "tests/strategies/test_every_path.py", "tests/several_models"]],
+        "checks": [[*pytest, *some, "tests/strategies/test_every_path.py", "tests/several_models"]],
         "kinds": [[*pytest, "-m", "campaign", *(["--collect-only"] if rehearse else []), "tests/kinds"]],
         "peaks": [
             [f"{gpu}/plan_peaks.py", "--only", "peaks", "--together", "4", "--kept", str(rows), *small]

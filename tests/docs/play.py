@@ -55,6 +55,8 @@ class Reader:
             made.mkdir()
         self._state.touch()
         self._environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        if page.name == "README.md":  # the first page's commands are new processes, as they are a user's
+            self._environment.pop(FORKS, None)
         path = (
             f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a stand-in for srun, and two machines
         )
@@ -118,7 +120,7 @@ class Reader:
         elif replaced := find_row(SECOND_MACHINE, page, command, None):
             typed = shlex.join(["on-two-machines", typed, typed.replace(*replaced)])
         keep = f'{{ export -p; printf "cd %q\\n" "$PWD"; }} > {self._state}'
-        forks = "" if FORKS not in os.environ or not _RUNS.search(typed) else f"export {ALONE}=${FORKS}"
+        forks = "" if FORKS not in self._environment or not _RUNS.search(typed) else f"export {ALONE}=${FORKS}"
         done = self._shell(f". {self._state}\n{forks}\n{typed}\ncode=$?\nunset {ALONE}\n{keep}\nexit $code")
         wanted = find_row(EXIT_CODES, page, command, 0)
         assert done.returncode == wanted, f"{typed}: exit code {done.returncode}, not {wanted}\n{done.stdout}"
