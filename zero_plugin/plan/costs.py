@@ -12,8 +12,9 @@ step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). DDP 
 ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, run beside the computation of their
 micro-batch. Between devices, stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on, with
 which stage 2 reduces beside its backwards. Stage 3, which has it on, gathers ahead beside each pass and reduces beside
-each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. The step begins
-when the last gradient is there, and the next forward when the last weight is.
+each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. Processes that
+share samples exchange heads in the computation's own stream. The step begins when the last gradient is there, and the
+next forward when the last weight is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import gcd
 from typing import Final
 
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup, Workload
@@ -570,7 +572,8 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
             waited = dict.fromkeys(between, 0.0)
     hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
     hidden |= {name: between[name] - waited[name] for name in between}
-    terms = {"compute": compute, slowest: wait, **waited}
+    heads = micro_batches * _heads_between_devices(work, setup, cluster)
+    terms = {"compute": compute, slowest: wait, **waited, "heads between devices": heads}
     for name, seconds in _update(model, work.optimizer, setup, cluster).items():
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
@@ -634,6 +637,27 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str,
     else:
         gradients, gathered = (micro_batches if setup.stage == 2 else 1) * 2 * trained, trained if setup.stage else 0.0
     return {"gradients between devices": gradients, "weights between devices": gathered}
+
+
+def _heads_between_devices(work: Workload, setup: Setup, cluster: Cluster) -> float:
+    """Seconds of one micro-batch in which processes that share samples exchange parts of the sequence for heads.
+
+    Of N tokens of h elements, each layer's attention sends queries, keys, values and its result, 4·N·h, of which each
+    of P processes has 4·N·h/P (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509, section 3); 1/P of that stays
+    with it. The backward sends as much, and with activation checkpointing the second forward. What leaves a node is
+    the same of all its processes together. Keys with fewer heads count as if they had all.
+    """
+    sharing, model = cluster.shared_by, work.model
+    passes = (3 if setup.activation_checkpointing else 2) * (model.layers or 0)
+    item = _FP32 if setup.precision == "no" else 2
+    tokens = setup.micro_batch * work.activations.sample_length
+    own = passes * 4 * tokens * (model.hidden_size or 0) * item / sharing
+    in_node = gcd(sharing, cluster.devices)  # of a group, if some are elsewhere
+    outside = cluster.devices * own * (sharing - in_node) / sharing
+    return max(
+        _seconds(own * (in_node - 1) / sharing, cluster.link_bandwidth, "link_bandwidth"),
+        _seconds(outside, cluster.network_bandwidth, "network_bandwidth"),
+    )
 
 
 def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
