@@ -218,6 +218,13 @@ def test_offloaded_weights_come_twice_a_micro_batch() -> None:
     assert time(setup).hidden["PCIe"] == pytest.approx(both / 4 / 1e10)
 
 
+def test_activations_in_cpu_memory_go_and_come() -> None:
+    """`save_on_cpu` copies in the computation's own stream: ten samples' 1e9 bytes to it and back, not hidden."""
+    moving = replace(WORK, moved=Affine(0, 10**9))
+    found = terms(Setup(stage=1, micro_batch=5, accumulation=2), activations=moving)
+    assert found["PCIe"] == pytest.approx(2 * 10 * 1e9 / 1e10)
+
+
 def test_disk() -> None:
     """Masters, two states and gradients, 16 bytes an element, are read and written; nothing hides that."""
     found = terms(Setup(stage=3, offload_optimizer="nvme"))

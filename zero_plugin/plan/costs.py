@@ -449,6 +449,9 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
     kept = work.activations.under(setup.stage)
     saved, forward, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
+    moved = kept.moved.at(setup.micro_batch)
+    if cluster.is_of_cpus:  # whose memory is the device's
+        saved, moved = saved + moved, 0
     beside = {"gathered parameters": memory.gathered_parameters(), "reduction buffers": memory.reduction_buffers()}
     at_end_of_forward = {
         "gradients": memory.carried_gradients(),
@@ -469,7 +472,7 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     }
     phases = {name: _with_margins(terms, states, cluster) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
-    host, pinned, locked = _host(memory, cluster.devices)
+    host, pinned, locked = _host(memory, cluster.devices, moved)
     nvme = {k: v * cluster.devices for k, v in memory.nvme_states().items()}
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
 
@@ -492,10 +495,17 @@ def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: 
     return found
 
 
-def _host(memory: ProcessMemory, devices: int) -> tuple[dict[str, int], int, int]:
-    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
+def _host(memory: ProcessMemory, devices: int, moved: int) -> tuple[dict[str, int], int, int]:
+    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers.
+
+    Args:
+        memory: of one process.
+        devices: processes of a node.
+        moved: bytes of activations that each keeps there; torch rounds page-locked ones up beside that.
+    """
     setup, locked, tensors = memory.setup, memory.swap_buffers(), memory.host_tensors()
-    found = {"processes": PROCESS_BYTES, "NVMe buffers": locked} | {name: sum(tensors[name]) for name in tensors}
+    found = {"processes": PROCESS_BYTES, "NVMe buffers": locked, "activations": moved}
+    found |= {name: sum(tensors[name]) for name in tensors}
     pinned = {}
     if setup.pin_memory:
         # The optimizer makes its states in plain memory, and stage 3 its master weights.
@@ -574,7 +584,10 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
     hidden |= {name: between[name] - waited[name] for name in between}
     heads = micro_batches * _heads_between_devices(work, setup, cluster)
     terms = {"compute": compute, slowest: wait, **waited, "heads between devices": heads}
-    for name, seconds in _update(model, work.optimizer, setup, cluster).items():
+    update = _update(model, work.optimizer, setup, cluster)
+    # Activations that `save_on_cpu` moves go and come in the computation's own stream.
+    moved = 2 * micro_batches * work.activations.under(setup.stage).moved.at(setup.micro_batch)
+    for name, seconds in (*update.items(), ("PCIe", _seconds(moved, cluster.pcie_bandwidth, "pcie_bandwidth"))):
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
 
