@@ -4,7 +4,8 @@
     python benchmarks/long_context.py --only time --rounds 7
 
 A Llama-like model is trained by the loop of any training on 1, 2 and 4 processes that share each sample, without and
-with a loss in chunks and checkpointed blocks. Memory: the most that a process holds beside what it held before the step
+with a loss in chunks and checkpointed blocks, whose checkpoints may leave the process as torch's `save_on_cpu` has them
+leave a GPU. Memory: the most that a process holds beside what it held before the step
 (`VmHWM`, reset before), for samples of growing length; the longest under `--limit` is found between two of them. The
 process's own thread pools and allocator are in it, as they are in a run.
 
@@ -23,20 +24,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 WORDS, SIZE, LAYERS, HEADS = 8192, 128, 4, 8
+# A loss in chunks, checkpointed blocks, checkpoints elsewhere.
 WAYS = {
-    "plain": (False, False),
-    "loss in chunks": (True, False),
-    "loss in chunks, checkpointed blocks": (True, True),
+    "plain": (False, False, False),
+    "loss in chunks": (True, False, False),
+    "loss in chunks, checkpointed blocks": (True, True, False),
+    "loss in chunks, checkpointed blocks, checkpoints elsewhere": (True, True, True),
 }
 
 
@@ -77,11 +84,30 @@ def read_peak(*, reset: bool = False) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
+@contextmanager
+def saving_elsewhere() -> Iterator[None]:
+    """As torch's `save_on_cpu`, with files for the CPU's memory, since here the CPU's is the device's."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = count()
+
+        def pack(tensor: Tensor) -> tuple[str, torch.dtype, torch.Size]:
+            file = f"{folder}/{next(names)}"
+            tensor.detach().reshape(-1).view(torch.uint8).numpy().tofile(file)
+            return file, tensor.dtype, tensor.shape
+
+        def unpack(packed: tuple[str, torch.dtype, torch.Size]) -> Tensor:
+            file, dtype, shape = packed
+            return torch.from_numpy(np.fromfile(file, np.uint8)).view(dtype).reshape(shape)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+
 def measure_memory(length: int, way: str) -> int:
     """Bytes that a step takes at most on this process, beside what was there before."""
     from zero_plugin.long_context import chunk_loss
 
-    chunked, checkpointed = WAYS[way]
+    chunked, checkpointed, elsewhere = WAYS[way]
     accelerator = start(dist_size())
     model = make_model(length, checkpointed=checkpointed)
     if chunked:
@@ -92,7 +118,8 @@ def measure_memory(length: int, way: str) -> int:
     for batch in (short, ids):  # the first step makes the optimizer's states and the engine's buffers
         gc.collect()
         before = read_peak(reset=True)
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        with saving_elsewhere() if elsewhere else nullcontext():
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         optimizer.zero_grad()
         taken = read_peak() - before
@@ -239,6 +266,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of the times (default 9)")
     parser.add_argument("--length", type=int, default=4096, help="of the samples whose step is timed (default 4096)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
+    parser.add_argument("--shortest", type=int, default=1024, help="length of a process's first sample (default 1024)")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -246,10 +275,10 @@ def main() -> None:
         return
     if options.only != "time":
         print("| way | processes | longest sample | of one process | MiB of a step by length |\n|---|---|---|---|---|")
-        for way in WAYS:
+        for way in options.ways:
             alone = 0.0
             for processes in options.processes:
-                lengths = [processes * 1024 * 2**power for power in range(7)]
+                lengths = [processes * options.shortest * 2**power for power in range(7)]
                 found, shown = longest(processes, way, int(options.limit * 2**20), lengths)
                 alone = alone or found / processes
                 print(f"| {way} | {processes} | {found:.0f} | {found / alone:.2f} | {', '.join(shown)} |", flush=True)

@@ -268,6 +268,35 @@ def test_no_powers_of_ten(plan: PlanCommand) -> None:
     assert "e+0" not in output
 
 
+def test_changes_of_a_model_where_activations_do_not_fit(
+    plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What MLPs in chunks and checkpoints in CPU memory take less, of the model that a function returns; not MLPs in
+    chunks where it has them.
+    """
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "long_samples.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from zero_plugin.long_context import chunk_layer\n"
+        "def whole():\n"
+        "    sizes = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)\n"
+        "    return LlamaForCausalLM(LlamaConfig(intermediate_size=8192, use_cache=False, **sizes))\n"
+        "def in_chunks():\n"
+        "    model = whole()\n"
+        "    for block in model.model.layers: chunk_layer(block.mlp, 16)\n"
+        "    return model\n"
+    )
+    small = ("--gpu_memory", "4GiB", "--host_memory", "64GiB", "--sequence_length", "131072")
+    code, output, _ = plan("long_samples:whole", *small)
+    assert code == 1
+    assert "  chunk_layer(block.mlp, 4) of zero_plugin.long_context for every block: " in output
+    saving = "activation checkpointing under torch.autograd.graph.save_on_cpu(pin_memory=True)"
+    assert re.search(rf"  {re.escape(saving)}, with [0-9.]+ [GM]iB more in CPU memory: ", output)
+    assert "chunk_layer" not in plan("long_samples:in_chunks", *small)[1]
+    code, _, _ = plan("long_samples:in_chunks", *small[2:], "--gpu_memory", "8GiB")
+    assert code == 0
+
+
 def test_quiet_prints_only_what_does_not_fit(tmp_path: Path) -> None:
     """Where a strategy fits nothing is printed, and files are written; where none does, all of it is."""
     command = [sys.executable, "-m", "zero_plugin", "plan", "-q", *LLAMA]

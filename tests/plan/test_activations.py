@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from zero_plugin.errors import ConfigError
+from zero_plugin.long_context import chunk_layer, chunk_loss
 from zero_plugin.plan import activations as device_kernels
-from zero_plugin.plan.activations import LiveBytes, trace_activations
+from zero_plugin.plan.activations import LiveBytes, trace_activations, trace_changes
 from zero_plugin.plan.blocks import repeated_blocks
+from zero_plugin.plan.situation import Activations
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
 BATCH, TOKENS = 4, 96
@@ -265,6 +269,129 @@ def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
         outputs = _forward(model, batch, "bf16")
         outputs["loss"].backward()
     assert traced == pytest.approx(max(tape.after), rel=0.03)
+
+
+class Elsewhere(save_on_cpu):
+    """Torch's own; a tape sees of it what comes back alone, in memory of its own as on a GPU.
+
+    Attributes:
+        taken: of each tensor that it took, the storage in CPU memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(pin_memory=True)  # else it copies nothing on a CPU
+        self.taken: list[weakref.ref[Any]] = []
+        take = self.pack_hook
+
+        def unseen(tensor: Tensor) -> Any:
+            with _disable_current_modes():
+                packed = take(tensor)
+            self.taken.append(weakref.ref(packed[1].untyped_storage()))
+            return packed
+
+        self.pack_hook, self.unpack_hook = unseen, lambda packed: packed[1].clone()
+
+
+class Under(nn.Module):
+    """A model whose forward runs under a context."""
+
+    def __init__(self, model: nn.Module, context: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.model, self.context = model, context
+
+    def forward(self, **inputs: Any) -> Any:
+        with self.context:
+            return self.model(**inputs)
+
+
+def _measure(model: nn.Module, inputs: dict[str, Any], moving: Elsewhere | None = None) -> tuple[int, int, int]:
+    """Bytes of a step in bf16: at the end of its forward, at its peak, and those in CPU memory after the forward."""
+    model.bfloat16()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+    with LiveBytes([*model.parameters(), *model.buffers()]) as tape:
+        batch = map_leaves(torch.clone, inputs)
+        outputs = _forward(model, batch, "bf16")
+        saved, taken = tape.live, [storage() for storage in (moving.taken if moving else ())]
+        moved = sum(storage.nbytes() for storage in taken if storage is not None)
+        del taken
+        outputs["loss"].backward()
+    return saved, max(tape.after), moved
+
+
+def _traced(found: Activations) -> tuple[int, int, int]:
+    saved, space, _ = found.at(BATCH, checkpointing=False)
+    return saved, saved + space, found.moved.at(BATCH)
+
+
+def _saving_llama(*ways: str) -> tuple[Any, dict[str, Any]]:
+    model: Any
+    model, inputs = _llama()
+    if "checkpoints" in ways:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has another name for it
+            model.gradient_checkpointing_enable()
+    if "MLPs in chunks" in ways:
+        for block in model.model.layers:
+            chunk_layer(block.mlp, 4)
+    if "loss in chunks" in ways:
+        chunk_loss(model, 8)
+    return model, inputs
+
+
+WAYS = [("MLPs in chunks",), ("checkpoints", "MLPs in chunks"), ("loss in chunks", "checkpoints", "MLPs in chunks")]
+
+
+@pytest.mark.parametrize("ways", WAYS, ids="+".join)
+def test_what_a_model_saves_by_itself_is_seen(ways: tuple[str, ...]) -> None:
+    """MLPs and losses in chunks, and checkpointed blocks, keep what a real run keeps, at its peak too, within 1 %."""
+    found = trace_activations(*_saving_llama(*ways), "bf16")
+    assert _traced(found) == pytest.approx(_measure(*_saving_llama(*ways)), rel=0.01)
+
+
+@pytest.mark.parametrize("ways", [(), *WAYS], ids="+".join)
+def test_what_save_on_cpu_takes_is_in_cpu_memory(ways: tuple[str, ...]) -> None:
+    """A model that enters it has on the device and in CPU memory what a real run has there, within 1 %: every tensor
+    as often as it is saved, weights too, and back on the device as the backward needs it.
+    """
+    model, inputs = _saving_llama(*ways)
+    found = trace_activations(Under(model, save_on_cpu()), inputs, "bf16")
+    assert found.checkpointed is None
+    moving = Elsewhere()
+    measured = _measure(Under(_saving_llama(*ways)[0], moving), inputs, moving)
+    assert _traced(found) == pytest.approx(measured, rel=0.01)
+    assert found.moved.per_sample > 0
+    assert found.autocast is not None
+    assert found.autocast.moved.per_sample > 0
+
+
+def test_changes_of_a_model_are_what_they_save() -> None:
+    """What is advised keeps what a run does that follows the advice, within 1 %; the model stays as it is."""
+    model, inputs = _llama()
+    attributes = [dict(vars(module)) for module in model.modules()]
+    found = trace_changes(model, lambda: trace_activations(model, inputs, "bf16"))
+    assert attributes == [vars(module) for module in model.modules()]
+    chunked, moved = found.values()
+    assert [what.split("(")[0] for what in found] == [
+        "chunk_layer",
+        "activation checkpointing under torch.autograd.graph.save_on_cpu",
+    ]
+    assert _traced(chunked) == pytest.approx(_measure(*_saving_llama("MLPs in chunks")), rel=0.01)
+    moving = Elsewhere()
+    measured = _measure(Under(_saving_llama("checkpoints")[0], moving), inputs, moving)
+    assert _traced(moved) == pytest.approx(measured, rel=0.01)
+    checkpointing, inputs = _saving_llama("checkpoints")
+    *_, moved = trace_changes(checkpointing, lambda: trace_activations(checkpointing, inputs, "bf16")).values()
+    assert _traced(moved) == pytest.approx(measured, rel=0.01)
+
+
+def test_changes_that_a_model_does_not_take_are_left_out() -> None:
+    """Experts, MLPs in chunks already, and a model without blocks."""
+    for model, inputs in (_mixture(), _saving_llama("MLPs in chunks"), _perceptron()):
+        found = trace_changes(model, lambda: trace_activations(model, inputs, "no"))  # noqa: B023
+        assert [what.split()[0] for what in found] == ["activation"]
+    linear = nn.Linear(4, 4)
+    assert trace_changes(linear, lambda: trace_activations(linear, torch.zeros(2, 4), "no")) == {}
 
 
 def test_operations_are_counted() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from zero_plugin.plan import activations
 from zero_plugin.plan.activations import trace_activations
@@ -82,6 +83,22 @@ def test_rows(rows: list[list[str]], few: bool, monkeypatch: pytest.MonkeyPatch)
     assert quick == whole
     assert known == {few}
     assert [list(row.children()) for row in model.rows] == before
+
+
+def test_rows_whose_activations_go_to_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `save_on_cpu` takes there grows with the blocks, too."""
+
+    class Moving(Tower):
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            with save_on_cpu():
+                return super().forward(input_ids)
+
+    quick, whole, known = both(
+        Moving(["narrow"] * 12), {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, monkeypatch
+    )
+    assert quick == whole
+    assert known == {True}
+    assert whole.moved.per_sample > 0
 
 
 def test_a_forward_that_counts_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,31 @@ def test_where_nothing_fits() -> None:
         prepared(asked(OPEN, "700MiB"), gpt2())
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = rows + self.mlp(rows)
+        return added
+
+
+def test_what_the_model_of_a_run_could_save() -> None:
+    """Where activations do not fit, the error names MLPs in chunks and checkpoints in CPU memory; the micro-batch alone
+    is not worth the traces.
+    """
+    model, batch = nn.Sequential(nn.Sequential(*(Residual() for _ in range(6)))), torch.zeros(1, 2**16, 16)
+    with pytest.raises(ConfigError) as raised:
+        prepared(asked(OPEN, "2GiB"), model, batch)
+    fix = raised.value.problems[0].fix
+    assert "; chunk_layer(block.mlp, 4) of zero_plugin.long_context for every block" in fix
+    assert "activation checkpointing under torch.autograd.graph.save_on_cpu(pin_memory=True), with " in fix
+    _, reason = micro_batch(prepared(asked(TYPED, "2GiB"), model, batch))
+    assert "chunk_layer" not in reason
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_a_loader_that_comes_later_wins() -> None:
     """What it trains on is settled anew, and that the plan was made for another number is said."""
     document, model = asked(TYPED), gpt2()

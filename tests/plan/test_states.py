@@ -346,3 +346,15 @@ def test_a_cpu_has_no_context_and_no_empty_buckets() -> None:
     assert not {"context", "fragmentation"} & cpu.device.keys()
     assert cpu.device_bytes == 7 * 32_000_000
     assert footprint(work, setup, gpu).device_bytes > 2e9
+
+
+def test_activations_in_cpu_memory() -> None:
+    """They are in that of the machine, of all its processes; where the device is a CPU, in the device's."""
+    setup, moving = Setup(2, micro_batch=3), Activations(Affine(0, GIB), moved=Affine(100, 1000))
+    work = Workload(SEVEN, moving, ADAM)
+    found = footprint(work, setup, A100)
+    assert found.host["activations"] == 8 * (100 + 3000)
+    assert found.phases["forward"]["activations"] == 3 * GIB
+    on_cpus = footprint(work, setup, replace(A100, device_name=CPU))
+    assert "activations" not in on_cpus.host
+    assert on_cpus.phases["forward"]["activations"] == 3 * GIB + 3100

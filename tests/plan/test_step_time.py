@@ -135,6 +135,33 @@ def test_stage_3_gathers_and_reduces_beside_its_passes() -> None:
     assert offloaded["PCIe"] > 0.9
 
 
+@pytest.mark.parametrize(
+    ("nodes", "shared_by", "seconds_of_a_pass"),
+    [
+        (1, 2, 4 * (1000 / 2) * 64 * 2 / 2 / 1e11),  # a half of what it has goes to the other one
+        (1, 4, 4 * (1000 / 4) * 64 * 2 * 3 / 4 / 1e11),
+        (2, 4, 4 * (1000 / 4) * 64 * 2 * 3 / 4 / 1e11),  # a group is a node
+        (2, 8, 4 * 4 * (1000 / 8) * 64 * 2 * 4 / 8 / 1e10),  # a half of what a node's four have goes to the other node
+    ],
+)
+def test_processes_that_share_samples_exchange_heads(nodes: int, shared_by: int, seconds_of_a_pass: float) -> None:
+    """Queries, keys, values and the result of 1000 tokens × 64 × 2 bytes, in both passes of each of three layers; with
+    checkpoints once more. In the computation's own stream, so that nothing hides it.
+    """
+    model = replace(MODEL, hidden_size=64, layers=3)
+    work = replace(WORK, sample_length=1000)
+    cluster = replace(CLUSTER, nodes=nodes, shared_by=shared_by)
+    for setup, passes in (
+        (Setup(stage=1, micro_batch=5, accumulation=2), 2),
+        (Setup(stage=3, activation_checkpointing=True, overlap_comm=True, micro_batch=5, accumulation=2), 3),
+    ):
+        found = terms(setup, cluster, model=model, activations=work)
+        assert found["heads between devices"] == pytest.approx(10 * 3 * passes * seconds_of_a_pass)
+        assert "heads between devices" not in terms(setup, replace(cluster, shared_by=1), model=model, activations=work)
+    wide = terms(Setup(stage=1, precision="no"), cluster, model=model, activations=work)
+    assert wide["heads between devices"] == pytest.approx(3 * 2 * 2 * seconds_of_a_pass)
+
+
 def test_nodes() -> None:
     """Between nodes the ring is as slow as the network: 15/16 of 2 GB at 1e10."""
     found = terms(Setup(stage=1), replace(CLUSTER, nodes=4))
@@ -189,6 +216,13 @@ def test_offloaded_weights_come_twice_a_micro_batch() -> None:
     setup = Setup(stage=3, offload_optimizer="cpu", offload_param="cpu", accumulation=2)
     both = 2 * 2 * 2e9 + 3 * 4e9  # and gradients
     assert time(setup).hidden["PCIe"] == pytest.approx(both / 4 / 1e10)
+
+
+def test_activations_in_cpu_memory_go_and_come() -> None:
+    """`save_on_cpu` copies in the computation's own stream: ten samples' 1e9 bytes to it and back, not hidden."""
+    moving = replace(WORK, moved=Affine(0, 10**9))
+    found = terms(Setup(stage=1, micro_batch=5, accumulation=2), activations=moving)
+    assert found["PCIe"] == pytest.approx(2 * 10 * 1e9 / 1e10)
 
 
 def test_disk() -> None:

@@ -9,7 +9,7 @@ import pytest
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.search import Wanted, plan
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Workload
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Workload
 from zero_plugin.plan.what_if import WhatIf, scale_model, what_if
 
 GIB = 2**30
@@ -162,3 +162,43 @@ def test_what_nvme_cannot_hold() -> None:
     assert choice.chosen is None
     told = [c.rejected for c in choice.table if c.setup.offload_param == "nvme"]
     assert any("mostly gradients" in why and "DeepSpeed 0.19.8 keeps there and never on NVMe" in why for why in told)
+
+
+ONE = ModelSizes("one", (ParameterSize(1000),))
+CHANGED = {
+    "chunk_layer": Activations(Affine(0, 10 * GIB)),
+    "save_on_cpu": Activations(Affine(0, 5 * GIB), moved=Affine(0, 35 * GIB)),
+}
+
+
+@pytest.mark.parametrize(("host", "processes"), [(100, 1), (30, 1), (30, 2)])
+def test_changes_of_the_model(host: int, processes: int) -> None:
+    """40 GiB of activations on 24: each change alone is enough, where CPU memory holds what the second moves there; of
+    two processes that share a sample each has a half, and their machine both halves.
+    """
+    cluster = state_cluster(gpu_memory=24 * GIB, host_memory=host * GIB, gpus=processes)
+    cluster = replace(cluster, shared_by=processes)
+    whole = Activations(Affine(0, 40 * GIB * processes))
+    work = Workload(ONE, whole.of_a_part(processes), ADAM)
+    wanted = Wanted(stage="ddp", micro_batch=1, precision="no")
+    answer = what_if(work, cluster, wanted, lambda: CHANGED)
+    enough = [change.what for change in answer.changes if change.what in CHANGED]
+    assert enough == (["chunk_layer", "save_on_cpu"] if host == 100 else ["chunk_layer"])
+    savings = dict(answer.savings)
+    assert savings["chunk_layer"] == pytest.approx((40 - 10 / processes) * GIB, rel=0.06)
+    assert savings["save_on_cpu, with 35 GiB more in CPU memory"] == pytest.approx((40 - 5 / processes) * GIB, rel=0.06)
+    if host == 100:
+        (moving,) = (change for change in answer.changes if change.what == "save_on_cpu")
+        assert moving.chosen.setup.activation_checkpointing
+        assert moving.chosen.footprint.host["activations"] == 35 * GIB
+
+
+def test_the_model_is_not_changed_where_activations_are_not_why() -> None:
+    """It would be traced anew for nothing."""
+
+    def never() -> dict[str, Activations]:
+        raise AssertionError("called")
+
+    cluster = state_cluster(gpu="A100-40GB", host_memory=8 * GIB)
+    large = decoder_sizes(parameters=30 * 10**9)
+    assert what_if(Workload(large, Activations(Affine(0, GIB)), ADAM), cluster, Wanted(micro_batch=1), never).changes

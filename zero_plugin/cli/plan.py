@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -23,7 +24,7 @@ from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, printable
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import UNNAMED, state_cluster
-from zero_plugin.plan.model_source import ModelSource, find_model, open_model
+from zero_plugin.plan.model_source import ModelSource, changed_activations, find_model, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted
 from zero_plugin.plan.search import plan as make_plan
@@ -487,7 +488,8 @@ def plan(**typed: Any) -> None:
         print(printable(message), file=sys.stderr)
     work = Workload(model, activations, optimizer)
     choice = make_plan(work, cluster, wanted)
-    answers = what_if(work, cluster, wanted) if options.what_if or choice.chosen is None else None
+    changed = partial(changed_activations, source, options.sequence_length, wanted.precision)
+    answers = what_if(work, cluster, wanted, changed) if options.what_if or choice.chosen is None else None
     report = Report(work, cluster, wanted, choice, answers)
     written = []
     if options.output is not None and choice.chosen is not None:

@@ -15,31 +15,41 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.long_context.chunks import chunk_layer
 from zero_plugin.plan.blocks import Trace, repeated_blocks, trace_few
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.model_source import Example, example_inputs, forward_arguments, full_shape, usual_length
+from zero_plugin.plan.model_source import (
+    Example,
+    example_inputs,
+    forward_arguments,
+    full_shape,
+    is_expert,
+    usual_length,
+)
 from zero_plugin.plan.situation import Activations, Affine, Highest, ModelSizes, highest
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
 _SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CHUNKS: Final = 4  # of an MLP, in `trace_changes`
 _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
 
 
@@ -121,6 +131,58 @@ def find_activations(
     return Activations(source=source, margin=_UNKNOWN_MARGIN)
 
 
+def trace_changes(model: nn.Module, trace: Callable[[], Activations]) -> dict[str, Activations]:
+    """What a forward would keep after each of two changes that a user can make, by what to write for it.
+
+    They are made in the model itself, which is then traced, and undone. Its MLPs are the modules of that name in
+    repeated blocks, as in most models of transformers; no mixture of experts, and none that has another forward.
+
+    Args:
+        model: the user's module.
+        trace: of the model, as it is when called; a change that raises `ConfigError` there is left out.
+    """
+    blocks, found = repeated_blocks(model), {}
+    if mlps := [mlp for block in blocks for name, mlp in block.named_children() if name == "mlp" and _is_plain(mlp)]:
+        with _restored(mlps), suppress(ConfigError):
+            for mlp in mlps:
+                chunk_layer(mlp, _CHUNKS)
+            found[f"chunk_layer(block.mlp, {_CHUNKS}) of zero_plugin.long_context for every block"] = trace()
+    if blocks:
+        by_itself = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # transformers
+        with _restored([model, *blocks]), suppress(ConfigError):
+            for block in () if by_itself else blocks:
+                block.forward = wraps(block.forward)(partial(checkpoint, block.forward, use_reentrant=False))
+            model.forward = _saving_on_cpu(model.forward)
+            found["activation checkpointing under torch.autograd.graph.save_on_cpu(pin_memory=True)"] = trace()
+    return found
+
+
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether it has the forward of its class, and no expert is a part of it."""
+    return "forward" not in vars(mlp) and not any(is_expert(name) for name, _ in mlp.named_parameters())
+
+
+def _saving_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules their own attributes again afterwards."""
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def _sequence_length(batch: Any) -> int:
     """Tokens of one sample: of the first matrix of integers in the batch; 0 where there is none."""
     matrices = (leaf for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() == 2)
@@ -136,21 +198,27 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     def step(run: Callable[[Any], Any]) -> Trace:
-        with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as blocks:
+        with (
+            LiveBytes(weights.values()) as tape,
+            watch_blocks(repeated_blocks(model), tape) as blocks,
+            _replaced(saved_tensors_hooks, "__enter__", lambda hooks: tape.enter_hooks(hooks)),
+        ):
             batch = map_leaves(_fake, example)  # which the loop holds, beside what the model gets
             with regime:
                 outputs = run(map_leaves(narrowed, batch))
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
-            saved, flops, forward = tape.live, tape.flops + kernels.flops, len(tape.after)
+            saved, moved, flops, forward = tape.live, tape.moved, tape.flops + kernels.flops, len(tape.after)
             blocks.end_forward(outputs)
             # Not torch.autograd.backward, during which torch suspends `DeviceKernels`: forwards that checkpoints run
             # again there need it.
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-            found = Trace(saved, flops, (tape.after[:forward], tape.after[forward:]))
-            return replace(found, checkpointed=blocks.checkpointed(found)) if blocks.passes else found
+            found = Trace(saved, flops, (tape.after[:forward], tape.after[forward:]), moved=moved)
+            if not blocks.passes or tape.has_cpu:
+                return found
+            return replace(found, checkpointed=blocks.checkpointed(found))
 
     with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
         weights: dict[str, Tensor] = {
@@ -185,7 +253,8 @@ def _affine(two: Trace, three: Trace) -> Activations:
     """The lines through the traces of two samples and of three."""
     saved, transient = _lines(two, three, slice(None))
     flops = three.flops - two.flops
-    found = Activations(saved, transient, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
+    moved = _line(two.moved, three.moved)
+    found = Activations(saved, transient, moved=moved, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
     if two.checkpointed is None or three.checkpointed is None:
         return found
     line, forward = _lines(two.checkpointed, three.checkpointed, slice(1))
@@ -296,6 +365,7 @@ _ASK_DEVICE: Final = torch.ops.prim.device.default
 _CONVERT: Final = torch.ops.aten._to_copy.default
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _STEPS: Final = (64, 128)
+_ENTER_HOOKS: Final = saved_tensors_hooks.__enter__
 
 
 @dataclass(slots=True)
@@ -323,6 +393,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after: bytes alive after each operation, in order.
         flops: floating-point operations so far (a multiplication and an addition are two), of those that torch's own
             counter knows: matrix products, convolutions, attention.
+        moved: bytes that `save_on_cpu` holds now; see `enter_hooks`.
+        has_cpu: whether `save_on_cpu` was entered.
 
     Args:
         apart: tensors that do not count, such as parameters.
@@ -333,6 +405,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.after: list[int] = []
         self.flops = 0.0
+        self.moved = 0
+        self.has_cpu = False
         self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in apart}
         self._alive: dict[int, Storage] = {}  # by address
 
@@ -349,6 +423,28 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             apart: addresses of storages that do not count.
         """
         return [found for key, found in self._alive.items() if begin <= found.born < end and key not in apart]
+
+    def enter_hooks(self, hooks: saved_tensors_hooks) -> None:
+        """In place of `saved_tensors_hooks.__enter__`: what `save_on_cpu` takes is gone until it comes back.
+
+        By itself it would move nothing, since fake tensors are a CPU's.
+        """
+        if isinstance(hooks, save_on_cpu):
+            self.has_cpu = True
+            hooks = saved_tensors_hooks(self._move, lambda comes_back: comes_back())
+        _ENTER_HOOKS(hooks)
+
+    def _move(self, tensor: Tensor) -> Callable[[], Tensor]:
+        shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.numel() * tensor.element_size()
+        is_dense = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) == tensor.numel()
+        comes_back = partial(torch.empty_strided, shape, strides) if is_dense else partial(torch.empty, shape)
+        moved = partial(comes_back, dtype=tensor.dtype)
+        self.moved += size
+        weakref.finalize(moved, self._come_back, size)
+        return moved
+
+    def _come_back(self, size: int) -> None:
+        self.moved -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and look at what it made."""
@@ -637,7 +733,7 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             outside.pop().__exit__()
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if found.forward is None:
+        if found.forward is None and not tape.has_cpu:  # whose hooks lie on top, and nothing is to be checkpointed
             step_in()
             inputs = {(leaf.untyped_storage()._cdata, tape.born(leaf)): leaf for leaf in _counted((args, kwargs), tape)}
             storages = [leaf.untyped_storage() for key, leaf in inputs.items() if key not in given]
@@ -647,7 +743,7 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             found.passes.append(_Pass(len(tape.after), tape.live, kept))
 
     def leave(_: nn.Module, __: Any, outputs: Any) -> None:
-        if found.forward is not None:
+        if found.forward is not None or tape.has_cpu:
             return
         step_out()
         own = found.passes[-1]

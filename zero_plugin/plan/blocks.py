@@ -48,12 +48,14 @@ class Trace:
         courses: bytes alive after each operation of the forward; then of the backward; then, with checkpointing, the
             most bytes alive in each block's second forward.
         checkpointed: the same step with activation checkpointing, where there are blocks to checkpoint.
+        moved: bytes in CPU memory after the forward, by torch's `save_on_cpu`.
     """
 
     saved: int
     flops: float
     courses: tuple[list[int], ...]
     checkpointed: Trace | None = None
+    moved: int = 0
 
 
 def trace_few(model: nn.Module, trace: Callable[[], Trace]) -> Trace | None:
@@ -169,7 +171,8 @@ def _extend(base: Trace, longer: Sequence[Trace], times: Sequence[int]) -> Trace
     more = [(found, count) for found, count in zip(longer, times, strict=True)]
     saved = base.saved + sum(count * (found.saved - base.saved) for found, count in more)
     flops = base.flops + sum(count * (found.flops - base.flops) for found, count in more)
-    return Trace(saved, flops, tuple(courses), checkpointed)
+    moved = base.moved + sum(count * (found.moved - base.moved) for found, count in more)
+    return Trace(saved, flops, tuple(courses), checkpointed, moved)
 
 
 @dataclass(frozen=True, slots=True)

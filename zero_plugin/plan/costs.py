@@ -12,8 +12,9 @@ step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). DDP 
 ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, run beside the computation of their
 micro-batch. Between devices, stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on, with
 which stage 2 reduces beside its backwards. Stage 3, which has it on, gathers ahead beside each pass and reduces beside
-each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. The step begins
-when the last gradient is there, and the next forward when the last weight is.
+each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. Processes that
+share samples exchange heads in the computation's own stream. The step begins when the last gradient is there, and the
+next forward when the last weight is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import gcd
 from typing import Final
 
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup, Workload
@@ -447,6 +449,9 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
     kept = work.activations.under(setup.stage)
     saved, forward, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
+    moved = kept.moved.at(setup.micro_batch)
+    if cluster.is_of_cpus:  # whose memory is the device's
+        saved, moved = saved + moved, 0
     beside = {"gathered parameters": memory.gathered_parameters(), "reduction buffers": memory.reduction_buffers()}
     at_end_of_forward = {
         "gradients": memory.carried_gradients(),
@@ -467,7 +472,7 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     }
     phases = {name: _with_margins(terms, states, cluster) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
-    host, pinned, locked = _host(memory, cluster.devices)
+    host, pinned, locked = _host(memory, cluster.devices, moved)
     nvme = {k: v * cluster.devices for k, v in memory.nvme_states().items()}
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
 
@@ -490,10 +495,17 @@ def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: 
     return found
 
 
-def _host(memory: ProcessMemory, devices: int) -> tuple[dict[str, int], int, int]:
-    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
+def _host(memory: ProcessMemory, devices: int, moved: int) -> tuple[dict[str, int], int, int]:
+    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers.
+
+    Args:
+        memory: of one process.
+        devices: processes of a node.
+        moved: bytes of activations that each keeps there; torch rounds page-locked ones up beside that.
+    """
     setup, locked, tensors = memory.setup, memory.swap_buffers(), memory.host_tensors()
-    found = {"processes": PROCESS_BYTES, "NVMe buffers": locked} | {name: sum(tensors[name]) for name in tensors}
+    found = {"processes": PROCESS_BYTES, "NVMe buffers": locked, "activations": moved}
+    found |= {name: sum(tensors[name]) for name in tensors}
     pinned = {}
     if setup.pin_memory:
         # The optimizer makes its states in plain memory, and stage 3 its master weights.
@@ -570,8 +582,12 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
             waited = dict.fromkeys(between, 0.0)
     hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
     hidden |= {name: between[name] - waited[name] for name in between}
-    terms = {"compute": compute, slowest: wait, **waited}
-    for name, seconds in _update(model, work.optimizer, setup, cluster).items():
+    heads = micro_batches * _heads_between_devices(work, setup, cluster)
+    terms = {"compute": compute, slowest: wait, **waited, "heads between devices": heads}
+    update = _update(model, work.optimizer, setup, cluster)
+    # Activations that `save_on_cpu` moves go and come in the computation's own stream.
+    moved = 2 * micro_batches * work.activations.under(setup.stage).moved.at(setup.micro_batch)
+    for name, seconds in (*update.items(), ("PCIe", _seconds(moved, cluster.pcie_bandwidth, "pcie_bandwidth"))):
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
 
@@ -634,6 +650,27 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str,
     else:
         gradients, gathered = (micro_batches if setup.stage == 2 else 1) * 2 * trained, trained if setup.stage else 0.0
     return {"gradients between devices": gradients, "weights between devices": gathered}
+
+
+def _heads_between_devices(work: Workload, setup: Setup, cluster: Cluster) -> float:
+    """Seconds of one micro-batch in which processes that share samples exchange parts of the sequence for heads.
+
+    Of N tokens of h elements, each layer's attention sends queries, keys, values and its result, 4·N·h, of which each
+    of P processes has 4·N·h/P (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509, section 3); 1/P of that stays
+    with it. The backward sends as much, and with activation checkpointing the second forward. What leaves a node is
+    the same of all its processes together. Keys with fewer heads count as if they had all.
+    """
+    sharing, model = cluster.shared_by, work.model
+    passes = (3 if setup.activation_checkpointing else 2) * (model.layers or 0)
+    item = _FP32 if setup.precision == "no" else 2
+    tokens = setup.micro_batch * work.activations.sample_length
+    own = passes * 4 * tokens * (model.hidden_size or 0) * item / sharing
+    in_node = gcd(sharing, cluster.devices)  # of a group, if some are elsewhere
+    outside = cluster.devices * own * (sharing - in_node) / sharing
+    return max(
+        _seconds(own * (in_node - 1) / sharing, cluster.link_bandwidth, "link_bandwidth"),
+        _seconds(outside, cluster.network_bandwidth, "network_bandwidth"),
+    )
 
 
 def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:

@@ -94,22 +94,41 @@ def open_model(
     if source.model is None:
         sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # tied is no number
         return _by_formula(sizes, source.numbers, sequence_length or DEFAULT_LENGTH, precision)
-    if _FUNCTION.fullmatch(source.model):
-        with working(f"building the model of {source.model}, without its weights"):
-            model, example = call_function(source.model, sequence_length)
-        return _traced(model, example, precision, source.model)
     config, shapes = find_model(source.model)
+    if _FUNCTION.fullmatch(source.model):
+        return _traced(*_built(source.model, config, sequence_length), precision, source.model)
     if config is None:
         return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
         flag = next(iter(source.numbers)).replace("parameters", "params")
         raise _error(f"--{flag} is given beside {source.model}, which has sizes of its own", "Leave one of them out.")
     if source.trace and installed_version("transformers"):
-        with working(f"building the model of {source.model}, without its weights"):
-            model = build_model(config)
-        length = sequence_length or usual_length(model.config)
-        return _traced(model, example_inputs(model, length), precision, str(config))
+        return _traced(*_built(source.model, config, sequence_length), precision, str(config))
     return _from_config(config, sequence_length, precision)
+
+
+def changed_activations(
+    source: ModelSource, sequence_length: int | None = None, precision: Precision = "bf16"
+) -> Mapping[str, Activations]:
+    """See `trace_changes`; empty where `open_model` computes activations by a formula. Arguments as there."""
+    if source.model is None:
+        return {}
+    config, _ = find_model(source.model)
+    if not (_FUNCTION.fullmatch(source.model) or (config and source.trace and installed_version("transformers"))):
+        return {}
+    from zero_plugin.plan.activations import trace_activations, trace_changes  # imports torch
+
+    model, example = _built(source.model, config, sequence_length)
+    return trace_changes(model, lambda: trace_activations(model, example, precision))
+
+
+def _built(name: str, config: Path | None, sequence_length: int | None) -> tuple[Any, Any]:
+    """The model that a function returns, or of a configuration, and its inputs."""
+    with working(f"building the model of {name}, without its weights"):
+        if config is None or _FUNCTION.fullmatch(name):
+            return call_function(name, sequence_length)
+        model = build_model(config)
+    return model, example_inputs(model, sequence_length or usual_length(model.config))
 
 
 def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:

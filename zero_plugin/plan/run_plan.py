@@ -24,7 +24,7 @@ from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
 from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
+from zero_plugin.plan.model_source import ModelSource, changed_activations, model_sizes, open_model
 from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import CPU, Activations, Cluster, ModelSizes, Setup, Stage, Workload, asked_optimizer
 from zero_plugin.plan.what_if import WhatIf, what_if
@@ -301,7 +301,13 @@ def _plans_micro_batch(facts: Facts) -> bool:
 
 
 def fill_fields(
-    document: Document, resolved: Resolved, facts: Facts, model: ModelSizes, activations: Activations, cluster: Cluster
+    document: Document,
+    resolved: Resolved,
+    facts: Facts,
+    model: ModelSizes,
+    activations: Activations,
+    cluster: Cluster,
+    changed: Callable[[], Mapping[str, Activations]] = dict,
 ) -> Planned:
     """The values of the fields that only a plan can fill, with their reasons.
 
@@ -312,6 +318,7 @@ def fill_fields(
         model: its sizes.
         activations: in the resolved precision.
         cluster: the machines.
+        changed: see `what_if`.
 
     Raises:
         ConfigError: nothing fits, or what is fixed excludes itself.
@@ -327,7 +334,7 @@ def fill_fields(
     if choice.chosen is None:
         first = open_fields(document.deepspeed, facts)[0]
         where = document.deepspeed.entries[first].origin.where
-        raise fits_nowhere(choice, what_if(work, cluster, wanted), where)
+        raise fits_nowhere(choice, what_if(work, cluster, wanted, changed), where)
     return planned_values(choice, wanted, document.deepspeed)
 
 
@@ -359,7 +366,8 @@ def plan_before_run(
     resolved = resolve(document, replace(facts, complete=False))
     model, activations = open_model(source, sequence_length, resolved.precision)
     activations = activations.of_a_part(facts.machine.shared_by)
-    return fill_fields(document, resolved, facts, model, activations, cluster)
+    changed = partial(changed_activations, source, sequence_length, resolved.precision)
+    return fill_fields(document, resolved, facts, model, activations, cluster, changed)
 
 
 def lay_plan(document: Document, planned: Planned) -> Document:
@@ -429,17 +437,18 @@ def _plan(
 
     That one is chosen only where something tells what a sample takes, and is as without a plan where nothing fits.
     """
-    from zero_plugin.plan.activations import find_activations
+    from zero_plugin.plan.activations import find_activations, trace_changes
 
     alone = waiting == [MICRO_BATCH]
     sizes = model_sizes(model) if alone else _trained_sizes(model, facts)
     guesses = facts.loop.micro_batch is None
-    activations = find_activations(model, sizes, batch, resolved.precision, guesses=guesses)
-    activations = activations.of_a_part(facts.machine.shared_by)
+    find = partial(find_activations, model, sizes, batch, resolved.precision, guesses=guesses)
+    activations = find().of_a_part(facts.machine.shared_by)
     if alone and not activations.saved.per_sample:
         return {}, None
     try:
-        planned = fill_fields(document, resolved, facts, sizes, activations, measure())
+        changed = dict if alone else partial(trace_changes, model, find)
+        planned = fill_fields(document, resolved, facts, sizes, activations, measure(), changed)
     except ConfigError as error:
         if not alone:
             raise

@@ -114,7 +114,7 @@ class Activations:
         saved: bytes kept from the forward to the backward, logits and loss included.
         transient: the largest working space on top of them.
         checkpointed, checkpointed_transient: the same with activation checkpointing of every block, the working space
-            being the backward's; None where the model has no blocks to checkpoint.
+            being the backward's; None where the model has no blocks to checkpoint, or uses `save_on_cpu`.
         checkpointed_forward: the forward's working space then, with autocast's copies of all blocks' weights, which
             with checkpointing the backward does not hold; None where it is no larger than the backward's.
         flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
@@ -124,6 +124,7 @@ class Activations:
         margin: the share of memory that a plan leaves free, by how all this is known.
         autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
             where that is no other.
+        moved: bytes that torch's `save_on_cpu` keeps in CPU memory beside what is saved.
     """
 
     saved: Affine = field(default_factory=Affine)
@@ -136,6 +137,7 @@ class Activations:
     source: str = ""
     margin: float = 0.1
     autocast: Activations | None = None
+    moved: Affine = field(default_factory=Affine)
 
     @property
     def knowledge(self) -> str:
@@ -180,6 +182,7 @@ class Activations:
 
         names = ("saved", "transient", "checkpointed", "checkpointed_transient", "checkpointed_forward")
         found = {name: changed(getattr(self, name)) for name in names}
+        found["moved"] = self.moved if self.moved == Affine() else lines(self.moved)
         autocast = self.autocast and self.autocast.mapped(lines, flops)
         return replace(self, flops_per_sample=self.flops_per_sample * flops, autocast=autocast, **found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -61,13 +61,17 @@ class WhatIf:
     savings: tuple[tuple[str, int], ...] = ()
 
 
-def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
+def what_if(
+    work: Workload, cluster: Cluster, wanted: Wanted, changed: Callable[[], Mapping[str, Activations]] = dict
+) -> WhatIf:
     """The nearest configurations that fit, each with one thing changed, and the largest model that fits.
 
     Args:
         work: what is trained, in the wanted precision.
         cluster: the machines.
         wanted: what is fixed.
+        changed: what a forward of complete samples would keep after changes of the model, by what to write for each;
+            called where nothing fits and activations are why.
 
     Raises:
         ConfigError: what is fixed excludes itself.
@@ -75,7 +79,14 @@ def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
     question = Question(work, cluster, wanted)
     if _fits(question):
         return WhatIf((), _largest(question))
-    return WhatIf(tuple(_changes(question)), _largest(question), tuple(_savings(question)))
+    table = plan(work, cluster, wanted).table
+    least = min([c for c in table if c.short] or table, key=question.excess)
+    terms = least.footprint.device
+    by_activations = 2 * (terms.get("activations", 0) + terms.get("transient", 0)) >= least.footprint.device_bytes
+    others = changed() if by_activations else {}
+    others = {what: kept.of_a_part(cluster.shared_by) for what, kept in others.items()}
+    savings = tuple(_savings(question, others, least)) if by_activations else ()
+    return WhatIf(tuple(_changes(question, others)), _largest(question), savings)
 
 
 def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
@@ -99,7 +110,7 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
     return larger, activations.mapped(line, factor)
 
 
-def _changes(question: Question) -> Iterator[Change]:
+def _changes(question: Question, others: Mapping[str, Activations]) -> Iterator[Change]:
     wanted, cluster = question.wanted, question.cluster
     for name in (known.name for known in fields(Wanted)):
         value = getattr(wanted, name)
@@ -110,7 +121,7 @@ def _changes(question: Question) -> Iterator[Change]:
     if wanted.stage == "ddp" and not wanted.gradient_views:
         views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
         yield from _first_that_fits(question, [(views, {"wanted": {"gradient_views": True}})])
-    smaller = tuple(_smaller_activations(question))
+    smaller = tuple(_smaller_activations(question, others))
     yield from smaller
     for name, where in _MEMORIES.items():
         least = _least(question, name)
@@ -128,18 +139,23 @@ _CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in th
 
 
 def _with_logits_in_chunks(question: Question, stage: Stage) -> Activations | None:
-    """The activations then; None where no such logits are among them."""
+    """The activations then; None where no such logits are among them, or it is not known how many are moved."""
     kept = question.work.activations
+    if kept.moved != Affine():
+        return None
     logits = _LOGITS_BYTES * (question.work.model.vocabulary or 0) * kept.sample_length
     is_there = 0 < logits <= kept.under(stage).saved.per_sample
     return kept.with_logits_in_chunks(logits, _CHUNKS) if is_there else None
 
 
-def _smaller_activations(question: Question) -> Iterator[Change]:
-    """A loss in chunks; and the longest samples, by halves, with which something fits."""
+def _smaller_activations(question: Question, others: Mapping[str, Activations]) -> Iterator[Change]:
+    """A loss in chunks, other changes of the model; and the longest samples, by halves, with which something fits."""
     kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
     if chunked is not None:
         yield from _first_that_fits(question, [(_CHUNKED, {"work": {"activations": chunked}})])
+    for what, other in others.items():
+        recomputes = {"activation_checkpointing": True} if other.moved != Affine() else {}
+        yield from _first_that_fits(question, [(what, {"work": {"activations": other}, "wanted": recomputes})])
     yield from _first_that_fits(question, _sharing(question))
     shorter = [kept.sample_length // 2**n for n in _DOUBLINGS if kept.sample_length // 2**n >= _SHORTEST]
     what = f"tokens instead of {kept.sample_length:,}"
@@ -158,19 +174,18 @@ def _sharing(question: Question) -> Iterator[Attempt]:
             yield what, {"work": part, "cluster": machines}
 
 
-def _savings(question: Question) -> Iterator[tuple[str, int]]:
-    """What takes less on each device, and bytes, where activations fill most of it: of what is closest to fitting."""
-    kept, table = question.work.activations, plan(question.work, question.cluster, question.wanted).table
-    least = min([c for c in table if c.short] or table, key=question.excess)
-    setup, terms = least.setup, least.footprint.device
-    if 2 * (terms.get("activations", 0) + terms.get("transient", 0)) < least.footprint.device_bytes:
-        return
+def _savings(question: Question, others: Mapping[str, Activations], least: Candidate) -> Iterator[tuple[str, int]]:
+    """What takes less on each device than what is closest to fitting, and bytes."""
+    kept, setup = question.work.activations, least.setup
     tried: dict[str, tuple[Setup, Activations]] = {}
     chunked = _with_logits_in_chunks(question, setup.stage)
     if chunked is not None:
         tried[_CHUNKED] = (setup, chunked)
     if kept.checkpointed is not None and not setup.activation_checkpointing:
         tried["activation checkpointing"] = (replace(setup, activation_checkpointing=True), kept)
+    for what, changed in others.items():
+        recomputes = setup.activation_checkpointing or changed.moved != Affine()
+        tried[what] = (replace(setup, activation_checkpointing=recomputes), changed)
     for what, changes in islice(_sharing(question), 1):
         tried[what] = (setup, changes["work"]["activations"])
     if kept.sample_length >= 2 * _SHORTEST:
@@ -180,8 +195,10 @@ def _savings(question: Question) -> Iterator[tuple[str, int]]:
         tried[f"micro-batch {setup.micro_batch // 2}"] = (replace(setup, micro_batch=setup.micro_batch // 2), kept)
     for what, (other, activations) in tried.items():
         needed = _changed(question, {"work": {"activations": activations}}).measure(other)
+        more = needed.host_bytes - least.footprint.host_bytes
         if needed.device_bytes < least.footprint.device_bytes:
-            yield what, least.footprint.device_bytes - needed.device_bytes
+            beside = f", with {show_bytes(more)} more in CPU memory" if more > 0 else ""
+            yield f"{what}{beside}", least.footprint.device_bytes - needed.device_bytes
 
 
 def _changed(question: Question, changes: Mapping[str, Mapping[str, Any]]) -> Question:
