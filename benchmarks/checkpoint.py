@@ -232,7 +232,7 @@ def main() -> None:
     ):
         table.add_column(column, justify="left" if column in ("case", "") else "right")
     for case in options.cases:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
             torch.multiprocessing.spawn(measure, (options.processes, case, folder, options), nprocs=options.processes)
             rounds = torch.load(Path(folder, "rounds.pt"))
         verification = median(one[OURS]["verification"] for one in rounds)

@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="where the model is written (default: here)")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
         for name, config in (("small", GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64)), ("large", None)):
             model = GPT2LMHeadModel(config or make_config(options.gigabytes))
             model.save_pretrained(Path(folder, name))

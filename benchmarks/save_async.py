@@ -156,7 +156,7 @@ def main() -> None:
     ):
         table.add_column(column, justify="right")
     for stage in options.stages:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
             torch.multiprocessing.spawn(measure, (options.processes, stage, folder, options), nprocs=options.processes)
             results = torch.load(Path(folder, "results.pt"))
         pauses, quiet, behind = Timings(results["pauses"]), median(results["quiet"]), results["behind"]

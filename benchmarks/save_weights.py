@@ -189,7 +189,7 @@ def main() -> None:
     ):
         table.add_column(column, justify="right")
     for precision in options.precisions:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
             spawned = (options.processes, precision, folder, options)
             torch.multiprocessing.spawn(measure, spawned, nprocs=options.processes)
             rounds = torch.load(Path(folder, "rounds.pt"))
