@@ -88,7 +88,7 @@ def check_tensor_parallel_layers_lose_sums(path: str) -> None:
 def check_expert_layers_have_other_parameters(path: str) -> None:
     """Why `expert_parallel` is refused: DeepSpeed's layers hold stacks of this process' experts, under names of theirs.
 
-    From a model of transformers 5.21 or later they cannot be built at all.
+    From a model of transformers 5.23 they cannot be built at all.
     """
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.utils import output_capturing
