@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ _PROGRAMS = (
     "test_examples.py",
     "test_forked_workers.py",
 )
+_LARGEST_GROUP = 400  # daily tests that share processes; more of them would be the last to end
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
@@ -141,16 +143,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {here / name: number for number, name in enumerate(_LONGEST, start=1)}
     assert all(file.exists() for file in place)
     starting = [item for item in items if item.get_closest_marker("processes")]
+    sizes: Counter[str] = Counter()
     for item in starting:
         asked = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         together = (
             item.path.relative_to(here).with_suffix(""),
             *(asked[name] for name in ("path", "world") if name in asked),
         )
-        item.add_marker(pytest.mark.xdist_group("-".join(map(str, together))))
+        group = "-".join(map(str, together))
+        is_daily = not item.get_closest_marker("campaign")
+        part = sizes[group] // _LARGEST_GROUP
+        sizes[group] += is_daily
+        item.add_marker(pytest.mark.xdist_group(f"{group}-part{part}" if part else group))
     last = len(place) + 1
     starts = set(map(id, starting))
     items.sort(key=lambda item: place.get(item.path, last) if id(item) in starts else 0)
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """The name of the tests that run in the same processes."""
+    mark = item.get_closest_marker("xdist_group")
+    return mark.args[0] if mark else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -217,8 +230,8 @@ def built_ops() -> None:
 
 
 @pytest.fixture(scope="session")
-def check_folders() -> dict[tuple[Path, int], Path]:
-    """The outcomes of each worker script, on each number of processes, that has run."""
+def check_folders() -> dict[str, Path]:
+    """The outcomes of each group of checks that has run."""
     return {}
 
 
@@ -226,29 +239,25 @@ def check_folders() -> dict[tuple[Path, int], Path]:
 def run_check(
     request: pytest.FixtureRequest,
     run_processes: Callable[..., list[str]],
-    check_folders: dict[tuple[Path, int], Path],
+    check_folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     built_ops: None,
 ) -> Callable[[Path, str, int, str], None]:
     """Fail unless check NAME of MODULE passed on each of WORLD processes, which run a worker script.
 
-    All checks of the script that this session is to run on so many processes run once, in one group of them; with
-    `--unpooled` each check has processes of its own.
+    All checks of the script that this session is to run together, see `pytest_collection_modifyitems`, run once in one
+    group of processes; with `--unpooled` each check has processes of its own.
     """
 
     def run(worker: Path, module: str, world: int, name: str) -> None:
-        if request.config.getoption("--unpooled") is not None:
-            items = [request.node]
-            check_folders.pop((worker, world), None)
-        else:
-            items = [item for item in request.session.items if item.path.parent == worker.parent]
-        if (worker, world) not in check_folders:
-            check_folders[worker, world] = folder = tmp_path_factory.mktemp(f"{worker.parent.name}-{world}")
-            calls = [getattr(item, "callspec", None) for item in items]
-            asked = [call.params for call in calls if call and "module" in call.params]
-            chosen = [f"{check['module']}.{check['name']}" for check in asked if check.get("world", world) == world]
-            run_processes(worker, world, ",".join(chosen), folder)
-        outcomes = [json.loads(file.read_text()) for file in sorted(check_folders[worker, world].glob("rank-*.json"))]
+        is_alone = request.config.getoption("--unpooled") is not None
+        group = request.node.nodeid if is_alone else _group_of(request.node)
+        if group not in check_folders:
+            check_folders[group] = folder = tmp_path_factory.mktemp(f"{worker.parent.name}-{world}")
+            items = [request.node] if is_alone else [item for item in request.session.items if _group_of(item) == group]
+            asked = [item.callspec.params for item in items]
+            run_processes(worker, world, ",".join(f"{check['module']}.{check['name']}" for check in asked), folder)
+        outcomes = [json.loads(file.read_text()) for file in sorted(check_folders[group].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of these checks did not run to their end"
         found = [outcome[f"{module}.{name}"] for outcome in outcomes]
         failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]

@@ -23,6 +23,7 @@ WARM = {
     "zero_plugin.launch.rendezvous",  # a subclass of torch's, imported by the process that runs torchrun's engine
     "zero_plugin.cli.selftest_worker",
     "zero_plugin.plan.activations",  # these read live models, or build some
+    "zero_plugin.plan.live_bytes",
     "zero_plugin.plan.blocks",
     "zero_plugin.plan.speeds",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from zero_plugin.cli.main import main
+from zero_plugin.plan import run_plan
 
 ZERO3 = """\
 distributed_type: DEEPSPEED
@@ -350,8 +352,9 @@ def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Pat
     assert any(line.startswith(name) for line in printed)
 
 
-def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
+def test_a_plan_before_the_run(explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model and stated memory the open stage and devices are the plan's, with reasons; else they wait."""
+    monkeypatch.setattr(run_plan, "open_model", functools.cache(run_plan.open_model))  # traced once, not five times
     (tmp_path / "auto.yaml").write_text(AUTO)
     code, _, errors = explain("auto.yaml", "--sequence_length=64")
     assert code == 2

@@ -279,11 +279,11 @@ def test_changes_of_a_model_where_activations_do_not_fit(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "from zero_plugin.long_context import chunk_layer\n"
         "def whole():\n"
-        "    sizes = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)\n"
+        "    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)\n"
         "    return LlamaForCausalLM(LlamaConfig(intermediate_size=8192, use_cache=False, **sizes))\n"
         "def in_chunks():\n"
         "    model = whole()\n"
-        "    for block in model.model.layers: chunk_layer(block.mlp, 16)\n"
+        "    for block in model.model.layers: chunk_layer(block.mlp, 8)\n"
         "    return model\n"
     )
     small = ("--gpu_memory", "4GiB", "--host_memory", "64GiB", "--sequence_length", "131072")

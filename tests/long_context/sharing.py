@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -182,8 +182,9 @@ def sharing(
 
 
 def assert_trains_alike(path: str, size: int, case: Case, tolerance: float = 2e-5) -> None:
-    """Losses, weights and logits are those of one process."""
+    """Losses, weights and logits are those of one process; one group has half the samples: as many steps as two."""
     groups = dist.get_world_size() // size
+    case = replace(case, count=case.count * groups // 2)
     wanted = train_plainly(case, groups)
     with sharing(path, size, gradient_accumulation_steps=case.accumulation) as accelerator:
         found = train_shared(accelerator, case)

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.long_context import chunk_layer, chunk_loss
-from zero_plugin.plan import activations as device_kernels
-from zero_plugin.plan.activations import LiveBytes, trace_activations, trace_changes
+from zero_plugin.plan import live_bytes as device_kernels
+from zero_plugin.plan.activations import trace_activations, trace_changes
 from zero_plugin.plan.blocks import repeated_blocks
+from zero_plugin.plan.live_bytes import LiveBytes
 from zero_plugin.plan.situation import Activations
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
