@@ -36,6 +36,17 @@ def test_a_known_process_goes_on() -> None:
         assert draw() == drawn[rank]
 
 
+def test_an_objects_own_generator_goes_on() -> None:
+    """With a checkpoint that has its state; with one of before it stays as it is."""
+    then, now = torch.Generator().manual_seed(3), torch.Generator()
+    states = [random_state([None, then])]
+    assert restore_random_state(states, 0, [None, now]) is None
+    assert torch.equal(now.get_state(), then.get_state())
+    del states[0]["own"]
+    assert restore_random_state(states, 0, [None, now.manual_seed(4)]) is None
+    assert now.initial_seed() == 4
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_gpu_that_is_not_used(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where CUDA is there and nothing has used it, as in a run on the CPU, it is not asked, and makes no context."""

@@ -170,17 +170,22 @@ def seeded() -> torch.Generator:
         lambda how: DataLoader(Augmented(8), 2, sampler=RandomSampler(range(8), True, 8, seeded()), **how),
         lambda how: DataLoader(Augmented(20), batch_size=5, sampler=PythonShuffle(), **how),
         lambda how: DataLoader(AugmentedStream(8), batch_size=2, **how),
+        lambda how: DataLoader(Augmented(8), 2, sampler=RandomSampler(range(8)), generator=seeded(), **how),
+        lambda how: DataLoader(AugmentedStream(8), batch_size=2, generator=seeded(), **how),
     ],
-    ids=["in order", "samples", "shuffled", "own generator", "replacement", "python", "stream"],
+    ids=["in order", "samples", "shuffled", "own generator", "replacement", "python", "stream", "workers", "stream's"],
 )
 def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int) -> None:
     """Their order, what their workers draw, and what the loop draws; also where the state was saved again at once."""
 
+    def drawn_by(loader):
+        return random_state([getattr(loader, "workers_generator", None)])
+
     def events(loader, epochs: int):
         for _ in range(epochs):
             for batch in loader:
-                yield (batch.tolist(), random.random()), loader.state_dict(), random_state()
-            yield torch.rand(()).item(), loader.state_dict(), random_state()
+                yield (batch.tolist(), random.random()), loader.state_dict(), drawn_by(loader)
+            yield torch.rand(()).item(), loader.state_dict(), drawn_by(loader)
 
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     whole = list(events(alone(build({"num_workers": workers})), 3))
@@ -193,7 +198,7 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
                 loader = alone(build({"num_workers": workers}))
                 loader.load_state_dict(pickle.loads(pickle.dumps(kept)), skip=way != "skipped by the script")
                 kept = loader.state_dict()
-            restore_random_state([drawn], 0)
+            restore_random_state([drawn], 0, [loader.workers_generator])
             if place == each - 2:  # within the last batch: the script draws once more before the next epoch
                 torch.rand(())
             elif place != each - 1:

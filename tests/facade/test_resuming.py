@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.config.run_files import CUT_VARIABLE
@@ -99,6 +99,24 @@ def test_a_run_that_goes_on(restarted: bool, make: Make, launch: Launch) -> None
     assert report is not None
     assert (report.steps, report.epochs, report.batches) == (8, [1], [2])
     assert training.run(range(report.epochs[0], 3)) == losses[8:]
+
+
+def test_the_generator_that_seeds_a_loaders_workers_goes_on(tmp_path: Path) -> None:
+    """It is no part of the sampler's order, and of none of the global states."""
+    states = []
+    for seed in (3, 4):
+        own = torch.Generator().manual_seed(seed)
+        accelerator = Accelerator(cpu=True)
+        data = TensorDataset(torch.arange(4.0))
+        loader = accelerator.prepare(DataLoader(data, sampler=SequentialSampler(data), generator=own))
+        if seed == 3:
+            assert len(list(loader)) == 4
+            accelerator.save_state(tmp_path / "saved")
+        else:
+            accelerator.load_state(tmp_path / "saved")
+        states.append(own.get_state())
+        accelerator.end_training()
+    assert torch.equal(*states)
 
 
 def test_what_a_launch_before_has_saved(

@@ -310,8 +310,12 @@ def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _DECODERS[name](_decode(content, tensors))
 
 
-def random_state() -> dict[str, Any]:
-    """This process' generators, as nested containers of arrays and tensors."""
+def random_state(own: Sequence[torch.Generator | None] = ()) -> dict[str, Any]:
+    """This process' generators, as nested containers of arrays and tensors.
+
+    Args:
+        own: those that belong to one object each, such as a loader; None where one has none.
+    """
     version, words, gauss = random.getstate()
     return {
         "python": (version, np.array(words, dtype=np.uint64), gauss),
@@ -320,10 +324,13 @@ def random_state() -> dict[str, Any]:
         # Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
+        "own": [None if generator is None else generator.get_state() for generator in own],
     }
 
 
-def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str | None:
+def restore_random_state(
+    saved: Sequence[Mapping[str, Any]], rank: int, own: Sequence[torch.Generator | None] = ()
+) -> str | None:
     """Resume drawing where a checkpoint was made; a sentence where this process cannot.
 
     A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
@@ -332,15 +339,16 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
     Args:
         saved: of each process that wrote the checkpoint.
         rank: of this process.
+        own: as for `random_state`; those of a process that begins anew stay.
     """
     if not saved:
         return "random states: there are none in the checkpoint"  # it was imported
     if rank < len(saved):
-        _restore(saved[rank])
+        _restore(saved[rank], own)
         return None
     first = saved[0]
     if all(_same(first, other) for other in saved[1:]):
-        _restore(first)
+        _restore(first, own)
         return f"the random states of process {rank}, which was not there: it draws as the others do"
     other: Tensor = saved[rank % len(saved)]["torch"]
     seed = zlib.crc32(other.numpy().tobytes()) + rank
@@ -348,15 +356,19 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
     return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
 
 
-def _restore(state: Mapping[str, Any]) -> None:
+def _restore(state: Mapping[str, Any], own: Sequence[torch.Generator | None]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    if state.get("xla") is not None and "torch_xla" in sys.modules:  # checkpoints of before have no such key
+    # Checkpoints of before lack these two keys.
+    if state.get("xla") is not None and "torch_xla" in sys.modules:
         sys.modules["torch_xla"].manual_seed(state["xla"])
+    for generator, then in zip(own, state.get("own", ()), strict=False):
+        if generator is not None and then is not None:
+            generator.set_state(then)
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

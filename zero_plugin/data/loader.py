@@ -27,7 +27,7 @@ from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
 from zero_plugin.data.sharing import Sharing, take_skipped
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_values, num_processes, start_sum
-from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed
+from zero_plugin.distributed.seeding import Draws, generator_of, synchronize_rng_states, undisturbed
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
 
@@ -444,6 +444,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 self._is_last = bool(self._is_last)
                 self._reading = Reading()
 
+    @property
+    def workers_generator(self) -> torch.Generator | None:
+        """The wrapped loader's own, where it seeds its workers alone: the sampler's is restored with the order."""
+        own = self.base_dataloader.generator
+        return None if own is generator_of(getattr(self._outer, "sampler", None)) else own
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict`.
 
@@ -492,7 +498,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if then is not None and self.total_batch_size is not None:
             batches = batches * then // self.total_batch_size
         place.resumed = batches if skip else 0
-        place.is_seeded = self.base_dataloader.generator is None  # another one is not restored, or with the order
+        is_apart = self.base_dataloader.generator is None or self.workers_generator is not None
+        place.is_seeded = is_apart  # else its state is the order's, from before the seed was drawn
         if shard is not None:
             shard.resumed = draws
 

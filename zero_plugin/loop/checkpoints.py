@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
@@ -107,7 +107,7 @@ class Checkpoints:
                 "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
             )
         run = self._lineages.own(target.parent)
-        states = gather_nested(random_state(), what="random state")
+        states = gather_nested(random_state(self._own_generators), what="random state")
         sessions = [training.session for training in self._prepared.trainings]
         opened = open_checkpoint(
             target,
@@ -478,7 +478,7 @@ class Checkpoints:
             report.not_restored.append("registered objects: an imported checkpoint has none")
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
-        problem = restore_random_state(random_states, self._run.processes.rank)
+        problem = restore_random_state(random_states, self._run.processes.rank, self._own_generators)
         report.restored.extend(["random states"] if random_states else [])
         report.not_restored.extend([] if problem is None else [problem])
 
@@ -490,6 +490,10 @@ class Checkpoints:
         trains = next((one for one in loaders if isinstance(getattr(one, "sampler", None), RandomSampler)), loaders[0])
         size = trains.total_batch_size
         return None if size is None else size * self._prepared.trainings[0].window.steps
+
+    @property
+    def _own_generators(self) -> list[Generator | None]:
+        return [loader.workers_generator for loader in self._prepared.dataloaders]
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         loaders = self._prepared.dataloaders
