@@ -25,6 +25,7 @@ from torch.utils.data import (
 from zero_plugin.checkpoint.objects import random_state, restore_random_state
 from zero_plugin.data.loader import DataLoaderAdapter, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.distributed import seeding
 
 
 class Numbers(Dataset):
@@ -54,6 +55,19 @@ class PythonShuffle(Sampler):
 
     def __iter__(self):
         return iter(random.sample(range(10), 10) + [10 + int(n) for n in np.random.permutation(10)])
+
+
+class OwnBatches:
+    """A user's batch sampler, which draws as soon as it is asked for an iterator."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        return iter(torch.randperm(8, generator=self.generator).view(4, 2).tolist())
 
 
 def alone(loader: DataLoader, **options) -> DataLoaderAdapter:
@@ -172,8 +186,14 @@ def seeded() -> torch.Generator:
         lambda how: DataLoader(AugmentedStream(8), batch_size=2, **how),
         lambda how: DataLoader(Augmented(8), 2, sampler=RandomSampler(range(8)), generator=seeded(), **how),
         lambda how: DataLoader(AugmentedStream(8), batch_size=2, generator=seeded(), **how),
+        lambda how: DataLoader(Augmented(8), batch_sampler=OwnBatches(), **how),
+        lambda how: DataLoader(Augmented(8), batch_sampler=OwnBatches(seeded()), **how),
+        lambda how: DataLoader(Augmented(8), batch_sampler=OwnBatches(own := seeded()), generator=own, **how),
     ],
-    ids=["in order", "samples", "shuffled", "own generator", "replacement", "python", "stream", "workers", "stream's"],
+    ids=[
+        *("in order", "samples", "shuffled", "own generator", "replacement", "python", "stream"),
+        *("workers", "stream's", "global batches", "batches", "batches and workers"),
+    ],
 )
 def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int) -> None:
     """Their order, what their workers draw, and what the loop draws; also where the state was saved again at once."""
@@ -207,6 +227,51 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
             later = place // each + 1
             found, expected = events(loader, 3 - later), whole[later * each :]
             assert [one[0] for one in found] == [one[0] for one in expected], (place, way)
+
+
+class Pools:
+    """A user's batch sampler that shuffles a pool of samples by Python's generator when it gets there."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self):
+        for start in range(0, 24, 8):
+            pool = list(range(start, start + 8))
+            random.shuffle(pool)
+            yield from (pool[:4], pool[4:])
+
+
+@pytest.mark.parametrize(("workers", "together"), [(0, 1), (0, 1024), (1, 1024)])
+def test_an_order_that_is_drawn_while_the_epoch_runs_is_resumed(
+    workers: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing else draws from its generator: from any batch on, and again after a second interruption."""
+
+    def saved(loader: DataLoaderAdapter) -> bytes:
+        return pickle.dumps((loader.state_dict(), random_state()))
+
+    def resumed(kept: bytes) -> DataLoaderAdapter:
+        loader = alone(DataLoader(Numbers(24), batch_sampler=Pools(), num_workers=workers))
+        state, drawn = pickle.loads(kept)
+        loader.load_state_dict(state)
+        restore_random_state([drawn], 0)
+        return loader
+
+    monkeypatch.setattr(seeding, "_DRAWN_TOGETHER", together)
+    random.seed(3)
+    loader = alone(DataLoader(Numbers(24), batch_sampler=Pools(), num_workers=workers))
+    read = [(batch.tolist(), saved(loader)) for _ in range(2) for batch in loader]
+    whole, states = [list(column) for column in zip(*read, strict=True)]
+    for had, kept in enumerate(states[:6], start=1):
+        loader = resumed(kept)
+        assert [values(loader) for _ in range(1 + (had < 6))] == [whole[had:6], whole[6:]][had // 6 :], had
+    found, kept = [], states[0]
+    for _ in whole[1:]:
+        loader = resumed(kept)
+        found.append(next(iter(loader)).tolist())
+        kept = saved(loader)
+    assert found == whole[1:]
 
 
 @pytest.mark.parametrize("generator", [None, seeded], ids=["global", "own generator"])

@@ -135,7 +135,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             draw_here(sampler, draws)
             end_order(sampler)
         else:
-            deque(draws.begin(iter(self.batch_sampler), sampler), maxlen=0)
+            deque(draws.begin(self.batch_sampler, sampler), maxlen=0)
 
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
@@ -189,10 +189,12 @@ class BatchSamplerShard(_AroundBatchSampler):
         """
         sampler = getattr(outer, "sampler", outer)
         if resumed is None:
-            self.draws = Draws.of(sampler)
-            return iter(outer)
-        self.draws = resumed
-        return resumed.begin(iter(outer), sampler)
+            self.draws, batches = Draws.of(sampler), iter(outer)
+        else:
+            self.draws, batches = resumed, resumed.begin(outer, sampler)
+        for drawn, batch in enumerate(batches, start=1):
+            self.draws = self.draws._replace(drawn=max(drawn, self.draws.drawn))
+            yield batch
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""

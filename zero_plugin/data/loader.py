@@ -448,13 +448,14 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def workers_generator(self) -> torch.Generator | None:
         """The wrapped loader's own, where it seeds its workers alone: the sampler's is restored with the order."""
         own = self.base_dataloader.generator
-        return None if own is generator_of(getattr(self._outer, "sampler", None)) else own
+        return None if own is generator_of(getattr(self._outer, "sampler", self._outer)) else own
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict`.
 
-        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators; random
-        numbers that the dataset draws while it is read are not.
+        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators: all of
+        it before its first batch, or with one that nothing else draws from. Random numbers that the dataset draws while
+        it is read are not.
         """
         place = self._place
         if place.loaded is not None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import chain, compress, islice
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +114,9 @@ def undisturbed() -> Iterator[None]:
         _restore(outside)
 
 
+_DRAWN_TOGETHER = 1024  # batches, of those that are drawn a second time
+
+
 class SameDraws:
     """A context in which Python's, NumPy's and torch's global generators go on from where it was last left.
 
@@ -159,10 +162,12 @@ class Draws(NamedTuple):
     Attributes:
         shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
         own: state of the sampler's own generator; None without one.
+        drawn: the batches that were drawn from here on, of which each may have taken something of the generators.
     """
 
     shared: list[Any]
     own: Any
+    drawn: int = 1
 
     @classmethod
     def of(cls, sampler: Any) -> Draws:
@@ -170,17 +175,22 @@ class Draws(NamedTuple):
         own = generator_of(sampler)
         return cls(_states(), None if own is None else own.get_state())
 
-    def begin(self, batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
-        """The batches of `sampler`, the first drawn from here; the global generators stay as they are.
+    def begin(self, batches: Iterable[Any], sampler: Any) -> Iterator[Any]:
+        """The batches of `sampler`, the first ones drawn from here; the global generators stay as they are.
 
-        torch's samplers draw all that they take of the global generators before their first batch.
+        torch's samplers draw all that they take of the global generators before their first batch; others do when they
+        are asked for an iterator, or now and then.
         """
-        if not self.shared:
-            return batches
         own = generator_of(sampler)
         if own is not None and self.own is not None:
             own.set_state(self.own)
-        with undisturbed():
-            _restore(self.shared)
-            first = list(islice(batches, 1))
-        return chain(first, batches)
+        inside, left, iterator = self.shared, max(1, self.drawn) if self.shared else 0, None
+        while left > 0:
+            with undisturbed():
+                _restore(inside)
+                iterator = iter(batches) if iterator is None else iterator
+                part = list(islice(iterator, min(left, _DRAWN_TOGETHER)))
+                inside = _states()
+            yield from part
+            left -= len(part) or left
+        yield from batches if iterator is None else iterator
