@@ -274,6 +274,33 @@ def test_an_order_that_is_drawn_while_the_epoch_runs_is_resumed(
     assert found == whole[1:]
 
 
+class InPlace(Sampler):
+    """A user's sampler whose order is that of the epoch before, shuffled once more."""
+
+    def __init__(self) -> None:
+        self.order = list(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(list(self.order))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_order_that_cannot_be_resumed_is_told(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it follows from earlier epochs too, which are in no checkpoint; that of the first epoch goes on."""
+    loader = alone(DataLoader(Numbers(8), batch_size=2, sampler=InPlace()))
+    whole = [(batch.tolist(), loader.state_dict()) for _ in range(epochs) for batch in loader]
+    state = whole[-3][1]
+    loader = alone(DataLoader(Numbers(8), batch_size=2, sampler=InPlace()))
+    loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert (values(loader) == [batch for batch, _ in whole[-2:]]) == (epochs == 1)
+    told = "InPlace gives another order than before the run was interrupted"
+    assert [told in line for line in caplog.messages] == [True] * (epochs - 1)
+
+
 @pytest.mark.parametrize("generator", [None, seeded], ids=["global", "own generator"])
 def test_lasting_workers_change_no_order_of_a_resumed_run(generator) -> None:
     """They get their only seed in the first epoch, which is the uninterrupted run's."""

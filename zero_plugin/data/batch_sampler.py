@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -30,10 +31,14 @@ from zero_plugin.data.sharing import (
     split_size,
     take_skipped,
 )
-from zero_plugin.distributed.collectives import broadcast_object_list, process_index
+from zero_plugin.distributed.collectives import announce, broadcast_object_list, process_index
 from zero_plugin.distributed.seeding import Draws
 from zero_plugin.errors import LoopError
 
+_OTHER_ORDER = (
+    "{} gives another order than before the run was interrupted: in this epoch samples are read twice or not at all. "
+    "What it remembers of earlier epochs is in no checkpoint; let its order follow from random numbers or set_epoch()."
+)
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
 _TORCHS_OWN = (*DRAWING_SAMPLERS, DistributedSampler, SequentialSampler, range, tuple)
 
@@ -192,8 +197,14 @@ class BatchSamplerShard(_AroundBatchSampler):
             self.draws, batches = Draws.of(sampler), iter(outer)
         else:
             self.draws, batches = resumed, resumed.begin(outer, sampler)
+        checksum = 0
         for drawn, batch in enumerate(batches, start=1):
-            self.draws = self.draws._replace(drawn=max(drawn, self.draws.drawn))
+            said = repr(batch)
+            checksum = zlib.crc32(said.encode(), checksum) if " at 0x" not in said else checksum  # an object's address
+            if drawn >= self.draws.drawn:
+                if resumed is not None and drawn == resumed.drawn and resumed.checksum not in (None, checksum):
+                    announce(_OTHER_ORDER.format(type(sampler).__name__))
+                self.draws = self.draws._replace(drawn=drawn, checksum=checksum)
             yield batch
 
     def sharing(self) -> Sharing:

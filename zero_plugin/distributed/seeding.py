@@ -163,11 +163,13 @@ class Draws(NamedTuple):
         shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
         own: state of the sampler's own generator; None without one.
         drawn: the batches that were drawn from here on, of which each may have taken something of the generators.
+        checksum: of these; None where nobody has made one.
     """
 
     shared: list[Any]
     own: Any
     drawn: int = 1
+    checksum: int | None = None
 
     @classmethod
     def of(cls, sampler: Any) -> Draws:
