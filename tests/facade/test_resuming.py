@@ -293,14 +293,19 @@ def test_checkpoints_of_before(make: Make, launch: Launch, tmp_path: Path) -> No
     assert make(GOES_ON).accelerator.resume().folder.name == "checkpoint_3"
 
 
-def test_a_stop_between_two_epochs(make: Make) -> None:
-    """Saved between two epochs, the next one is the first to come."""
-    losses = make().run(range(2), save_after=6)
+@pytest.mark.parametrize("is_left", [False, True], ids=["at the last batch", "after the loop"])
+def test_a_stop_between_two_epochs(is_left: bool, make: Make) -> None:
+    """After an epoch's loop, the next one is the first to come; at its last batch, what the script does after it."""
+    training = make()
+    losses = training.run(range(1), save_after=-1 if is_left else 6)
+    if is_left:
+        training.accelerator.save_state()
+    losses += training.run(range(1, 2))
     training = make(GOES_ON)
     report = training.accelerator.resume()
     assert report is not None
-    assert (report.epochs, report.batches) == ([1], [0])
-    assert training.run(range(1, 2)) == losses[6:]
+    assert (report.epochs, report.batches) == (([1], [0]) if is_left else ([0], [6]))
+    assert training.run(range(report.epochs[0], 2)) == losses[6:]
 
 
 def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ class DataLoaderStateMixin:
         repeats_unseen: name of what shares the samples and may repeat some; None where repeats are known.
         epoch_length: batches of a complete epoch; None if it is not known.
         loop: number of the loop that runs, or ran last.
+        trains: whether a micro-batch of a training was computed in it.
     """
 
     batch_size: int | None = None
@@ -40,6 +41,7 @@ class DataLoaderStateMixin:
     repeats_unseen: str | None = None
     epoch_length: int | None = None
     loop: int = 0
+    trains: bool = False
 
     @property
     def batches_left(self) -> int | None:
@@ -57,6 +59,7 @@ class DataLoaderStateMixin:
 
     def begin(self) -> None:
         """A loop over the loader begins."""
+        self.trains = False
         self.reset()
         RUNNING.enter(self)
 
@@ -66,10 +69,16 @@ class DataLoaderStateMixin:
 
 
 class ActiveLoaders:
-    """The loaders whose loops are running, innermost last."""
+    """The loaders whose loops are running, innermost last.
+
+    Attributes:
+        loaders: them.
+        batches: that all loops have had.
+    """
 
     def __init__(self) -> None:
         self.loaders: list[DataLoaderStateMixin] = []
+        self.batches = 0
 
     @property
     def current(self) -> DataLoaderStateMixin | None:
@@ -182,6 +191,7 @@ class LoaderProgress:
         self.is_own = self._dropped > 0 or all(seen.encloses for seen in self._seen.values())
         self._dropped = max(0, self._dropped - 1)
         for loader in loaders:
+            loader.trains = True
             seen = self._seen[loader.loop]
             if loader.position > seen.position or seen.ahead:
                 seen.ahead, _ = self._look_ahead(loader)

@@ -131,17 +131,6 @@ class BatchSamplerShard(_AroundBatchSampler):
         if self.split_batches:
             split_size(self.batch_size, self.num_processes)
 
-    def pass_over(self, draws: Draws) -> None:
-        """Leave the sampler's own generator where the whole epoch that is drawn from `draws` leaves it."""
-        sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
-        if draws.own is None:
-            return
-        if is_drawn_at_once(sampler):
-            draw_here(sampler, draws)
-            end_order(sampler)
-        else:
-            deque(draws.begin(self.batch_sampler, sampler), maxlen=0)
-
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
         return self._draw_shares(self.counts)
@@ -159,7 +148,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         if self.report_dropped is not None and self.real is None:
             order, is_known = self._draw_order(sampler, resumed, is_main=is_main)
         if order is not None and is_known:
-            at_end = partial(end_order, sampler) if is_main else lambda: None
+            at_end = partial(self._end_order, sampler, resumed) if is_main else lambda: None
             shares = share_order(order, outer, sharing, self.report_dropped, skip=skip, at_end=at_end)
         else:
             draw = partial(self._drawn, outer, resumed) if order is None else partial(order.batches, outer)
@@ -206,6 +195,12 @@ class BatchSamplerShard(_AroundBatchSampler):
                     announce(_OTHER_ORDER.format(type(sampler).__name__))
                 self.draws = self.draws._replace(drawn=drawn, checksum=checksum)
             yield batch
+        self.draws = self.draws._replace(ended=True)
+
+    def _end_order(self, sampler: Any, resumed: Draws | None) -> None:
+        end_order(sampler, has_drawn=resumed is not None and resumed.ended)
+        if self.draws is not None:
+            self.draws = self.draws._replace(ended=True)
 
     def sharing(self) -> Sharing:
         """How it shares the coming epoch."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from zero_plugin.data.active import DataLoaderStateMixin, GradientState
+from zero_plugin.data.active import RUNNING, DataLoaderStateMixin, GradientState
 from zero_plugin.data.batch_sampler import (
     SkipBatchSampler,
     batches_of,
@@ -132,6 +132,9 @@ class _Place:
         loaded: the state that the coming loop begins with; None where none was loaded since the last one began.
         resumed: the batches that the coming loop skips, since it resumes.
         is_seeded: whether the seed of the coming iterator's workers was drawn before that state was saved.
+        loop: number of the newest loop.
+        trains: whether gradients were computed in it; known when it was left.
+        left_at: how many batches all loops of this process had had when it was left; None before.
     """
 
     batches: int = 0
@@ -139,6 +142,9 @@ class _Place:
     loaded: dict[str, Any] | None = None
     resumed: int = 0
     is_seeded: bool = False
+    loop: int = 0
+    trains: bool = False
+    left_at: int | None = None
 
 
 class LogOnce:
@@ -412,8 +418,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         is_stream, is_sure, batches = self._know_end(first)
         reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
         self._batches = batches
-        place.batches, place.is_end, place.loaded = first, False, None
+        place.batches, place.is_end, place.loaded, place.left_at = first, False, None, None
         self.begin()
+        loop = place.loop = self.loop
         try:
             while (portion := reading.take()) is not None:
                 if is_sure and self.position + 1 == batches:
@@ -422,6 +429,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 if not self._sharing.is_counted:
                     self.real_samples = 0
                 self.position += 1
+                RUNNING.batches += 1
                 place.batches, place.loaded = place.batches + 1, None  # it may have been loaded in this loop
                 place.is_end = self.position + 1 == batches
                 # In a list, so that nothing here keeps it from being freed when the loop drops it.
@@ -440,24 +448,39 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             self._is_last = place.is_end = True
         finally:
             self.end()
+            if place.loop == loop:
+                place.trains, place.left_at = self.trains, RUNNING.batches
             if self._reading is reading:  # a loop that is left lets the wrapped loader's iterator, and its workers, end
                 self._is_last = bool(self._is_last)
                 self._reading = Reading()
 
     @property
-    def workers_generator(self) -> torch.Generator | None:
-        """The wrapped loader's own, where it seeds its workers alone: the sampler's is restored with the order."""
-        own = self.base_dataloader.generator
-        return None if own is generator_of(getattr(self._outer, "sampler", self._outer)) else own
+    def generators(self) -> list[torch.Generator | None]:
+        """Of the script's own: what the workers' seeds are drawn from, and the sampler's; None where it has none."""
+        return [self.base_dataloader.generator, generator_of(getattr(self._outer, "sampler", self._outer))]
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def was_given_up(self) -> bool:
+        """Whether the newest loop was left by `break` and will not go on.
+
+        An evaluation's, or one since which other loops have had batches. A training that has just been left inside an
+        epoch may have been asked to stop.
+        """
+        place = self._place
+        return place.left_at is not None and not (place.trains and RUNNING.batches == place.left_at)
+
+    def state_dict(self, *, is_over: bool = False) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict`.
+
+        Args:
+            is_over: what is to come is the next epoch, though this one was left before its end.
 
         The order of the samples is kept, as long as the sampler draws it with torch's or with global generators: all of
         it before its first batch, or with one that nothing else draws from. Random numbers that the dataset draws while
         it is read are not.
         """
         place = self._place
+        is_over = is_over or (place.is_end and place.left_at is not None)
         if place.loaded is not None:
             return dict(place.loaded)
         draws = None if self._shard is None else self._shard.draws
@@ -466,7 +489,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             "batches": place.batches,
             "total_batch_size": self.total_batch_size,
             "draws": None if draws is None else draws._asdict(),
-            "_iterator_finished": place.is_end,
+            "generators": [None if own is None else own.get_state() for own in self.generators],
+            "is_last": place.is_end,
+            "_iterator_finished": is_over,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], *, skip: bool = True) -> None:
@@ -480,6 +505,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         """
         place, shard, epoch = self._place, self._shard, state_dict["epoch"]
         place.loaded, place.resumed, place.is_seeded = None, 0, False
+        for own, then in zip(self.generators, state_dict["generators"], strict=True):
+            if own is not None and then is not None:
+                own.set_state(then)
         draws = None if state_dict["draws"] is None else Draws(**state_dict["draws"])
         if shard is not None:
             shard.resumed = None
@@ -488,24 +516,38 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         place.loaded = state_dict
         self.set_epoch(epoch)
         if state_dict["_iterator_finished"]:
-            if shard is not None and draws is not None:
-                shard.pass_over(draws)
-            self.set_epoch(epoch + 1)
-            # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
-            has_new = self._stream is None and self._epochs.of(self.dataset) is not None
-            place.is_seeded = self.base_dataloader.persistent_workers and not has_new
+            self._pass_over(epoch)
             return
-        batches, then = state_dict["batches"], state_dict["total_batch_size"]
-        if then is not None and self.total_batch_size is not None:
-            batches = batches * then // self.total_batch_size
-        place.resumed = batches if skip else 0
-        is_apart = self.base_dataloader.generator is None or self.workers_generator is not None
-        place.is_seeded = is_apart  # else its state is the order's, from before the seed was drawn
+        place.resumed = self.batches_had(state_dict) if skip else 0
+        place.is_seeded = True
         if shard is not None:
             shard.resumed = draws
 
+    def batches_had(self, state_dict: dict[str, Any]) -> int:
+        """Batches of this loader that the interrupted epoch has had, whose batch size may have been another one."""
+        if state_dict["_iterator_finished"]:
+            return 0
+        batches, then = int(state_dict["batches"]), state_dict["total_batch_size"]
+        return batches if then is None or self.total_batch_size is None else batches * then // self.total_batch_size
+
+    def _pass_over(self, epoch: int) -> None:
+        """The coming loop is not the rest of this epoch, but the next one, or what the script has set since."""
+        if self._epochs.chosen == epoch:
+            self.set_epoch(epoch + 1)
+        if self._shard is not None:
+            self._shard.resumed = None
+        # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
+        has_new = self._stream is None and self._epochs.of(self.dataset) is not None
+        self._place.is_seeded = self.base_dataloader.persistent_workers and not has_new
+
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
+        loaded = self._place.loaded
+        if loaded is not None and loaded["is_last"] and not loaded["_iterator_finished"]:
+            # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
+            is_through = max(self._skip, self._place.resumed) < self.batches_had(loaded)
+            if is_through or self._epochs.chosen != loaded["epoch"]:
+                self._pass_over(loaded["epoch"])
         self._delivery.begin_epoch()
         self._epochs.begin()
         epoch = self._epochs.of(self.dataset)

@@ -300,11 +300,16 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
     return Order(torch.cat(rounds)[:count])
 
 
-def end_order(sampler: Any) -> None:
-    """Leave the sampler as an iteration to its end does."""
+def end_order(sampler: Any, *, has_drawn: bool = False) -> None:
+    """Leave the sampler as an iteration to its end does.
+
+    Args:
+        sampler: as for `draw_order`.
+        has_drawn: it had come to its end before the run was interrupted.
+    """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.set_epoch(sampler.epoch + 1)
-    elif type(sampler) is RandomSampler and sampler.generator is not None:
+    elif type(sampler) is RandomSampler and sampler.generator is not None and not has_drawn:
         size = len(sampler.data_source)
         if sampler.num_samples == size:  # torch draws once more, for the rest of nothing
             torch.randperm(size, generator=sampler.generator)
@@ -315,20 +320,16 @@ def draw_here(sampler: Any, draws: Draws | None) -> tuple[Order, Draws, Tensor]:
 
     Args:
         sampler: one that `is_drawn_at_once`.
-        draws: of an epoch that was interrupted; the global generators then stay as they are.
+        draws: of an epoch that was interrupted; all generators then stay as they are.
 
     Returns:
         The order, what it was drawn from, and the state from which another process draws the same.
     """
     found = Draws.of(sampler) if draws is None else draws
-    own = generator_of(sampler)
-    if own is not None and draws is not None and draws.own is not None:
-        own.set_state(draws.own)
-    if isinstance(sampler, SeedableRandomSampler):
-        own = sampler.seed()
+    own = sampler.seed() if isinstance(sampler, SeedableRandomSampler) else generator_of(sampler)
     generator = torch.default_generator if own is None else own
-    if own is None and draws is not None:
-        generator = torch.Generator().set_state(draws.shared[-1])
+    if draws is not None and not isinstance(sampler, SeedableRandomSampler):
+        generator = torch.Generator().set_state(draws.shared[-1] if own is None else draws.own)
     state = generator.get_state()
     return draw_order(sampler, generator), found, state
 

@@ -105,13 +105,15 @@ def _restore(states: list[Any], generators: Iterable[_Generator] = _GENERATORS) 
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Python's, NumPy's and torch's global generators go on afterwards as if nothing had been drawn inside."""
-    outside = _states()
+def undisturbed(own: torch.Generator | None = None) -> Iterator[None]:
+    """Python's, NumPy's and torch's global generators, and `own`, go on as if nothing had been drawn inside."""
+    outside, then = _states(), None if own is None else own.get_state()
     try:
         yield
     finally:
         _restore(outside)
+        if own is not None and then is not None:
+            own.set_state(then)
 
 
 _DRAWN_TOGETHER = 1024  # batches, of those that are drawn a second time
@@ -164,12 +166,14 @@ class Draws(NamedTuple):
         own: state of the sampler's own generator; None without one.
         drawn: the batches that were drawn from here on, of which each may have taken something of the generators.
         checksum: of these; None where nobody has made one.
+        ended: whether that was all, and the sampler was asked for more.
     """
 
     shared: list[Any]
     own: Any
     drawn: int = 1
     checksum: int | None = None
+    ended: bool = False
 
     @classmethod
     def of(cls, sampler: Any) -> Draws:
@@ -178,21 +182,21 @@ class Draws(NamedTuple):
         return cls(_states(), None if own is None else own.get_state())
 
     def begin(self, batches: Iterable[Any], sampler: Any) -> Iterator[Any]:
-        """The batches of `sampler`, the first ones drawn from here; the global generators stay as they are.
+        """The batches of `sampler`, the first ones drawn from here; all generators stay as they are.
 
         torch's samplers draw all that they take of the global generators before their first batch; others do when they
         are asked for an iterator, or now and then.
         """
-        own = generator_of(sampler)
-        if own is not None and self.own is not None:
-            own.set_state(self.own)
-        inside, left, iterator = self.shared, max(1, self.drawn) if self.shared else 0, None
+        shared, own, drawing = self.shared, self.own, generator_of(sampler)
+        left, iterator = max(1, self.drawn) + self.ended if shared else 0, None
         while left > 0:
-            with undisturbed():
-                _restore(inside)
+            with undisturbed(drawing):
+                _restore(shared)
+                if drawing is not None and own is not None:
+                    drawing.set_state(own)
                 iterator = iter(batches) if iterator is None else iterator
                 part = list(islice(iterator, min(left, _DRAWN_TOGETHER)))
-                inside = _states()
+                shared, own = _states(), None if drawing is None else drawing.get_state()
             yield from part
             left -= len(part) or left
         yield from batches if iterator is None else iterator

@@ -27,7 +27,6 @@ from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
-from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
@@ -203,7 +202,7 @@ class Checkpoints:
             # How often each advances per applied step, and how many samples that step has.
             "schedules_advance": [scheduler.times for scheduler in self._prepared.schedulers],
             "samples_per_step": self._samples_per_step(),
-            "loaders": [loader.state_dict() for loader in self._prepared.dataloaders],
+            "loaders": [one.state_dict(is_over=one.was_given_up) for one in self._prepared.dataloaders],
             "iteration": self._project.iteration,
         }
         objects = [{"class": type(o).__qualname__, "state": o.state_dict()} for o in self.objects]
@@ -493,7 +492,7 @@ class Checkpoints:
 
     @property
     def _own_generators(self) -> list[Generator | None]:
-        return [loader.workers_generator for loader in self._prepared.dataloaders]
+        return [own for loader in self._prepared.dataloaders for own in loader.generators]
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         loaders = self._prepared.dataloaders
@@ -502,7 +501,7 @@ class Checkpoints:
         for loader, state in zip(loaders, states, strict=True):
             # Scripts skip the batches of the interrupted epoch themselves, unless loaders are configured to.
             loader.load_state_dict(state, skip=go_on)
-            report.batches.append(_batches_had(loader, state))
+            report.batches.append(loader.batches_had(state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
 
@@ -604,11 +603,3 @@ def _refuse_options(call: str, options: Mapping[str, Any], legal: str) -> None:
             f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not written by DeepSpeed, and take "
             f"none of its arguments.\nLeave them out; {call} takes {legal}."
         )
-
-
-def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
-    """Batches of this loader that the interrupted epoch has yielded, whose batch size may have been another one."""
-    if state["_iterator_finished"]:
-        return 0
-    then, now = state["total_batch_size"], loader.total_batch_size
-    return int(state["batches"] if then is None or now is None else state["batches"] * then // now)
