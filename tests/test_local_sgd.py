@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -33,6 +34,10 @@ def replay(world: int, *, enabled: bool) -> tuple[list[list[float]], float]:
 def main(store: str, rank: str, world: str) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     PartialState(cpu=True, init_method=f"file://{store}")
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zero_plugin").addHandler(listener)
     for enabled in (True, False):
         accelerator = Accelerator(cpu=True)
         plain = nn.Linear(1, 1, bias=False)
@@ -50,6 +55,10 @@ def main(store: str, rank: str, world: str) -> None:
         expected, last = replay(int(world), enabled=enabled)
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
         torch.testing.assert_close(plain.weight.item(), last, rtol=1e-5, atol=1e-6)
+        said.clear()
+        accelerator.save_state(f"{store}-saved")
+        own_states = "each process has an optimizer state of its own"
+        assert any(own_states in line for line in said) == (enabled and world != "1" and rank == "0")
         accelerator.free_memory()
     with pytest.raises(LoopError, match="local_sgd_steps is 0"):
         LocalSGD(accelerator, model, 0)

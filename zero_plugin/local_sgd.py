@@ -35,10 +35,10 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise LoopError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}; write 1 or more.")
-        session = accelerator._prepared.session_of(model)
-        if session is None:
+        training = accelerator._prepared.training_of(model)
+        if training is None:
             raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
-        if not session.unpartitioned_gradients:
+        if not training.session.unpartitioned_gradients:
             raise LoopError(
                 "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
                 "Launch without DeepSpeed, or leave LocalSGD out."
@@ -48,10 +48,12 @@ class LocalSGD:
         self.local_sgd_steps = local_sgd_steps
         self.accelerator = accelerator
         self.model = model
+        self._training = training
         self._local = ExitStack()
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
+            self._training.stepped_apart = True
             self._local.enter_context(self.accelerator.no_sync(self.model))
         return self
 

@@ -287,6 +287,25 @@ class InPlace(Sampler):
         return iter(list(self.order))
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_order_of_other_weights_is_told(changes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's own samplers too draw another order where what they draw from has changed since."""
+    weights = torch.ones(8)
+
+    def build() -> DataLoaderAdapter:
+        return alone(DataLoader(Numbers(8), batch_size=2, sampler=WeightedRandomSampler(weights, 8)))
+
+    loader = build()
+    next(iter(loader))
+    state = loader.state_dict()
+    weights[:4] = 0.0 if changes else 1.0
+    loader = build()
+    loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert len(values(loader)) == 3
+    told = "WeightedRandomSampler gives another order than before the run was interrupted"
+    assert [told in line for line in caplog.messages] == [True] * changes
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_order_that_cannot_be_resumed_is_told(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
     """Where it follows from earlier epochs too, which are in no checkpoint; that of the first epoch goes on."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from zero_plugin import Accelerator, ProjectConfiguration
+from zero_plugin import Accelerator, ProjectConfiguration, skip_first_batches
 from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.errors import CheckpointError, LoopError
 
@@ -101,22 +101,120 @@ def test_a_run_that_goes_on(restarted: bool, make: Make, launch: Launch) -> None
     assert training.run(range(report.epochs[0], 3)) == losses[8:]
 
 
-def test_the_generator_that_seeds_a_loaders_workers_goes_on(tmp_path: Path) -> None:
-    """It is no part of the sampler's order, and of none of the global states."""
-    states = []
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_loaders_own_generators_go_on(tmp_path: Path) -> None:
+    """That of its workers' seeds, and one that it shares with another loader, which has drawn from it since."""
+    orders = []
     for seed in (3, 4):
-        own = torch.Generator().manual_seed(seed)
         accelerator = Accelerator(cpu=True)
-        data = TensorDataset(torch.arange(4.0))
-        loader = accelerator.prepare(DataLoader(data, sampler=SequentialSampler(data), generator=own))
+        data, alone, shared = TensorDataset(torch.arange(6.0)), seeded(seed), seeded(seed)
+        loaders = accelerator.prepare(
+            DataLoader(data, sampler=SequentialSampler(data), generator=alone),
+            DataLoader(data, shuffle=True, generator=shared),
+            DataLoader(data, shuffle=True, generator=shared),
+        )
         if seed == 3:
-            assert len(list(loader)) == 4
-            accelerator.save_state(tmp_path / "saved")
+            for number, _ in enumerate(loaders[1]):
+                _ = list(loaders[0]), list(loaders[2])
+                if number == 2:
+                    accelerator.save_state(tmp_path / "saved")
+                    states = [alone.get_state(), shared.get_state()]
         else:
             accelerator.load_state(tmp_path / "saved")
-        states.append(own.get_state())
+            assert all(map(torch.equal, states, [alone.get_state(), shared.get_state()]))
+            _ = list(skip_first_batches(loaders[1], 3)), list(loaders[0]), list(loaders[2])
+            _ = list(loaders[0]), list(loaders[2]), list(loaders[0]), list(loaders[2])
+        orders.append([x.item() for loader in loaders for (x,) in loader])
         accelerator.end_training()
-    assert torch.equal(*states)
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("saved", ["in the training", "after its epoch"])
+def test_an_evaluation_that_is_left_begins_anew(saved: str, make: Make, tmp_path: Path) -> None:
+    """Of its first batches, as at any other time; what is shuffled draws on, and so does the training."""
+
+    def run(training: Training, evaluated: DataLoader[Any], epochs: range, *, saves: bool) -> list[float]:
+        found = []
+        for epoch in epochs:
+            for number, (x,) in enumerate(training.loader):
+                loss = (training.model(x) - x.sin()).square().mean()
+                training.accelerator.backward(loss)
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+                found.append(loss.item() + torch.rand(()).item())
+                if saves and (epoch, number, saved) == (1, 2, "in the training"):
+                    training.accelerator.save_state()
+                    found.clear()
+            for _, (x,) in zip(range(2), evaluated, strict=False):
+                found += x.flatten().tolist()
+            if saves and (epoch, saved) == (1, "after its epoch"):
+                training.accelerator.save_state()
+                found.clear()
+        return found
+
+    def build(config: dict[str, Any] | None = None) -> tuple[Training, Any]:
+        training = make(config)
+        return training, training.accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
+
+    losses = run(*build(), range(3), saves=True)
+    training, evaluated = build(GOES_ON)
+    report = training.accelerator.resume()
+    assert run(training, evaluated, range(report.epochs[0], 3), saves=False) == losses
+
+
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_a_training_loop_that_is_left(sets_epoch: bool, make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on with the rest of its epoch, which is said where it is saved; not where the script has set another."""
+
+    def run(training: Training, epochs: range, save: int) -> list[float]:
+        losses: list[float] = []
+        for epoch in epochs:
+            for number, (x,) in enumerate(training.loader):
+                if number == 4:
+                    break
+                training.accelerator.backward(loss := (training.model(x) - x.sin()).square().mean())
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+                losses.append(loss.item())
+            if epoch == save:
+                if sets_epoch:
+                    training.loader.set_epoch(epoch + 1)
+                training.accelerator.save_state()
+        return losses
+
+    losses = run(make(), range(3), 0)
+    assert ("save_state after a break out of the loop" in capfd.readouterr().err) != sets_epoch
+    training = make(GOES_ON)
+    report = training.accelerator.resume()
+    assert (report.epochs, report.batches) == (([1], [0]) if sets_epoch else ([0], [5]))
+    if sets_epoch:
+        assert run(training, range(1, 3), -1) == losses[4:]
+    else:
+        assert len(list(training.loader)) == 1
+
+
+def test_a_window_is_said_to_be_lost_though_it_has_no_gradients(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its micro-batches so far were left out by the script; where it ends would be another place."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1)))
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+    for number, (x,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            if number:
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        said = "save_state before the optimizer.step()"
+        capfd.readouterr()
+        accelerator.save_state(tmp_path / "saved")
+        assert (said in capfd.readouterr().err) == (number % 2 == 0)
+    accelerator.end_training()
 
 
 def test_what_a_launch_before_has_saved(

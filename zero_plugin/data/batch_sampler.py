@@ -32,12 +32,12 @@ from zero_plugin.data.sharing import (
     take_skipped,
 )
 from zero_plugin.distributed.collectives import announce, broadcast_object_list, process_index
-from zero_plugin.distributed.seeding import Draws
+from zero_plugin.distributed.seeding import Draws, generator_of
 from zero_plugin.errors import LoopError
 
 _OTHER_ORDER = (
     "{} gives another order than before the run was interrupted: in this epoch samples are read twice or not at all. "
-    "What it remembers of earlier epochs is in no checkpoint; let its order follow from random numbers or set_epoch()."
+    "Its data, weights or indices are others, or the order follows from earlier epochs too, which are in no checkpoint."
 )
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
 _TORCHS_OWN = (*DRAWING_SAMPLERS, DistributedSampler, SequentialSampler, range, tuple)
@@ -171,6 +171,9 @@ class BatchSamplerShard(_AroundBatchSampler):
         order, state = None, None
         if is_main and is_drawn_at_once(sampler):
             order, self.draws, state = draw_here(sampler, resumed)
+            self.draws = self.draws._replace(checksum=order.digest())
+            if resumed is not None and resumed.checksum not in (None, self.draws.checksum):
+                announce(_OTHER_ORDER.format(type(sampler).__name__))
         alike = draw_alike(sampler, order, state) if self._is_agreed else order
         return (order, False) if alike is None else (alike, True)
 
@@ -181,7 +184,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             outer: the batch sampler, or one of batches of one item.
             resumed: what they are drawn from, where they were drawn before.
         """
-        sampler = getattr(outer, "sampler", outer)
+        sampler = drawing_part(outer)
         if resumed is None:
             self.draws, batches = Draws.of(sampler), iter(outer)
         else:
@@ -192,7 +195,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             checksum = zlib.crc32(said.encode(), checksum) if " at 0x" not in said else checksum  # an object's address
             if drawn >= self.draws.drawn:
                 if resumed is not None and drawn == resumed.drawn and resumed.checksum not in (None, checksum):
-                    announce(_OTHER_ORDER.format(type(sampler).__name__))
+                    announce(_OTHER_ORDER.format(type(sampler if type(outer) is BatchSampler else outer).__name__))
                 self.draws = self.draws._replace(drawn=drawn, checksum=checksum)
             yield batch
         self.draws = self.draws._replace(ended=True)
@@ -275,6 +278,11 @@ class CutBatchSampler(_AroundBatchSampler):
     def __len__(self) -> int:
         """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
         return len(self.batch_sampler) * self._pieces
+
+
+def drawing_part(batches: Any) -> Any:
+    """What draws the order: the batch sampler, where it has a generator or no sampler, else its sampler."""
+    return batches if generator_of(batches) is not None else getattr(batches, "sampler", batches)
 
 
 def has_exact_length_and_order(sampler: Any) -> bool:

@@ -19,6 +19,7 @@ from zero_plugin.data.active import RUNNING, DataLoaderStateMixin, GradientState
 from zero_plugin.data.batch_sampler import (
     SkipBatchSampler,
     batches_of,
+    drawing_part,
     has_exact_length_and_order,
     shard_of,
     with_batches,
@@ -457,17 +458,24 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     @property
     def generators(self) -> list[torch.Generator | None]:
         """Of the script's own: what the workers' seeds are drawn from, and the sampler's; None where it has none."""
-        return [self.base_dataloader.generator, generator_of(getattr(self._outer, "sampler", self._outer))]
+        return [self.base_dataloader.generator, generator_of(drawing_part(self._outer))]
 
     @property
     def was_given_up(self) -> bool:
         """Whether the newest loop was left by `break` and will not go on.
 
-        An evaluation's, or one since which other loops have had batches. A training that has just been left inside an
-        epoch may have been asked to stop.
+        An evaluation's, one since which other loops have had batches, or where the script has set another epoch since.
+        A training that has just been left inside an epoch may have been asked to stop.
         """
         place = self._place
-        return place.left_at is not None and not (place.trains and RUNNING.batches == place.left_at)
+        is_newest = RUNNING.batches == place.left_at and self._epochs.chosen is None
+        return place.left_at is not None and not (place.trains and is_newest)
+
+    @property
+    def was_left_inside(self) -> bool:
+        """Whether the newest loop was left by `break` and may go on: the other case."""
+        place = self._place
+        return place.left_at is not None and not place.is_end and not self.was_given_up
 
     def state_dict(self, *, is_over: bool = False) -> dict[str, Any]:
         """Where the loop is, for `load_state_dict`.
@@ -485,7 +493,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             return dict(place.loaded)
         draws = None if self._shard is None else self._shard.draws
         return {
-            "epoch": self._epochs.current,
+            "epoch": self._epochs.current if not is_over or self._epochs.chosen is None else self._epochs.chosen - 1,
             "batches": place.batches,
             "total_batch_size": self.total_batch_size,
             "draws": None if draws is None else draws._asdict(),

@@ -165,14 +165,14 @@ class Draws(NamedTuple):
         shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
         own: state of the sampler's own generator; None without one.
         drawn: the batches that were drawn from here on, of which each may have taken something of the generators.
-        checksum: of these; None where nobody has made one.
+        checksum: of these, or of an order that was drawn at once; None where there is none.
         ended: whether that was all, and the sampler was asked for more.
     """
 
     shared: list[Any]
     own: Any
     drawn: int = 1
-    checksum: int | None = None
+    checksum: int | str | None = None
     ended: bool = False
 
     @classmethod

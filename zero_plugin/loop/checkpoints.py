@@ -100,11 +100,7 @@ class Checkpoints:
         self._wait_for_background()
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
-        if any(training.is_inside_window for training in self._prepared.trainings):
-            _log.info(
-                "save_state before the optimizer.step() of an accumulation window: its gradients so far are not in the "
-                "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
-            )
+        self._tell_what_is_lost()
         run = self._lineages.own(target.parent)
         states = gather_nested(random_state(self._own_generators), what="random state")
         sessions = [training.session for training in self._prepared.trainings]
@@ -489,6 +485,27 @@ class Checkpoints:
         trains = next((one for one in loaders if isinstance(getattr(one, "sampler", None), RandomSampler)), loaders[0])
         size = trains.total_batch_size
         return None if size is None else size * self._prepared.trainings[0].window.steps
+
+    def _tell_what_is_lost(self) -> None:
+        """What a run that resumes from the checkpoint will do in another way."""
+        trained = self._prepared.trained
+        if any(training.window.is_begun for training in trained):
+            collectives.announce(
+                "save_state before the optimizer.step() of an accumulation window: its gradients so far are not in the "
+                "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
+            )
+        if any(training.stepped_apart for training in trained):
+            collectives.announce(
+                "save_state in a run with LocalSGD: each process has an optimizer state of its own, and inside the "
+                "context other weights. The checkpoint has those of process 0."
+            )
+        for loader in self._prepared.dataloaders:
+            if loader.was_left_inside:
+                collectives.announce(
+                    f"save_state after a break out of the loop over {type(loader.dataset).__name__}: a run that "
+                    "resumes goes on with the other batches of that epoch. If the next one is to come, call the "
+                    "loader's set_epoch() with it before save_state."
+                )
 
     @property
     def _own_generators(self) -> list[Generator | None]:

@@ -71,6 +71,7 @@ class Training:
         prediction: the memory that a plan predicts; None if there was no plan.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not only in the last
             one of a window.
+        stepped_apart: whether each process has stepped by its own gradients, as inside `LocalSGD`.
     """
 
     session: Session
@@ -87,6 +88,7 @@ class Training:
     remove_scheduler: Callable[[], None] | None = None
     prediction: memory_check.Prediction | None = None
     reduces_each_batch: bool = False
+    stepped_apart: bool = False
 
     def __post_init__(self) -> None:
         self.ids = frozenset(map(id, self.parameters))

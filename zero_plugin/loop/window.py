@@ -206,6 +206,11 @@ class Window:
         return self._backwards > 0
 
     @property
+    def is_begun(self) -> bool:
+        """Whether micro-batches of this window were counted, and others are to come."""
+        return self.holds_gradients or (self._own.count > 0 and not self.ends_here)
+
+    @property
     def dropping_is_meant(self) -> bool:
         """Whether `zero_grad()`, called now, is between a backward and its step, so that it drops gradients.
 
