@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,6 +286,36 @@ class InPlace(Sampler):
     def __iter__(self):
         random.shuffle(self.order)
         return iter(list(self.order))
+
+
+class Hidden(Numbers):
+    """A dataset that counts what it was told, and does not show it."""
+
+    told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.told])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_epoch_that_no_loop_has_set_is_set_by_no_resume(told: bool) -> None:
+    """Where a dataset does not show its epoch, it is told what the loop tells the loader, and nothing else."""
+
+    def run(loader: DataLoaderAdapter, epochs: range) -> list[Any]:
+        found = []
+        for epoch in epochs:
+            if told:
+                loader.set_epoch(epoch)
+            found += [(batch.tolist(), loader.state_dict()) for batch in loader]
+        return found
+
+    whole = run(alone(DataLoader(Hidden(8), batch_size=2)), range(3))
+    loader = alone(DataLoader(Hidden(8), batch_size=2))
+    loader.load_state_dict(whole[5][1])
+    assert [batch for batch, _ in run(loader, range(1, 3))] == [batch for batch, _ in whole[6:]]
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -81,11 +81,17 @@ class Epochs:
         if self.chosen is not None:
             self.choose(self.chosen)
 
-    def choose(self, epoch: int) -> None:
-        """The coming start begins this one."""
+    def choose(self, epoch: int, *, by_loop: bool = True) -> None:
+        """The coming start begins this one.
+
+        Args:
+            epoch: which.
+            by_loop: else only those are told that each start tells, who show their epoch.
+        """
         self.chosen = epoch
         for part in self._parts:
-            part.set_epoch(epoch)
+            if by_loop or _epoch_of(part) is not None:
+                part.set_epoch(epoch)
 
     def begin(self) -> None:
         """An epoch starts."""
@@ -522,7 +528,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if epoch < 0:
             return
         place.loaded = state_dict
-        self.set_epoch(epoch)
+        self._epochs.choose(epoch, by_loop=False)
         if state_dict["_iterator_finished"]:
             self._pass_over(epoch)
             return
@@ -541,7 +547,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def _pass_over(self, epoch: int) -> None:
         """The coming loop is not the rest of this epoch, but the next one, or what the script has set since."""
         if self._epochs.chosen == epoch:
-            self.set_epoch(epoch + 1)
+            self._epochs.choose(epoch + 1, by_loop=False)
         if self._shard is not None:
             self._shard.resumed = None
         # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
