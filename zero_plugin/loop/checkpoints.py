@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,11 +25,12 @@ from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.run_files import RECORD_NAME, keep_run, kept_run, write_record
+from zero_plugin.config.run_files import RECORD_NAME, write_record
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError, DamagedError
+from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.scheduler import load_schedulers
@@ -521,71 +521,6 @@ class Checkpoints:
             report.batches.append(loader.batches_had(state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
-
-
-class Lineages:
-    """The run's id in each folder that it saves checkpoints into.
-
-    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
-    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
-    """
-
-    def __init__(self) -> None:
-        self._runs: dict[Path, str] = {}
-        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
-
-    def known(self, folder: Path) -> str | None:
-        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
-        folder = folder.resolve()
-        if folder not in self._runs:
-            known = collectives.gather_values(kept_run(folder, os.environ))
-            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
-                return None
-            self.join(folder, run)
-        return self._runs[folder]
-
-    def own(self, folder: Path) -> str:
-        """The id, made where there is none yet. Collective."""
-        run = self.known(folder)
-        if run is None:
-            run = collectives.broadcast_value(secrets.token_hex(8))
-            self.join(folder, run)
-        return run
-
-    def join(self, folder: Path, run: str) -> None:
-        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
-        folder = folder.resolve()
-        self._runs[folder] = run
-        keep_run(folder, run, os.environ)
-
-    def is_newest(self, path: Path, manifest: Manifest, damaged: Collection[Path]) -> bool:
-        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
-
-        On the main process.
-        """
-        run, number = manifest.about.get("run"), folders.split_number(path.name)
-        if run is None or number is None:
-            return False
-        order = manifest.about.get("order")  # None where the name had no number when it was saved
-        order = number[1] if order is None else order
-        return not any(
-            one.run == run and one.path not in damaged and one.order > order and folders.find_damage(one.path) is None
-            for one in folders.known_checkpoints(path.parent, number[0])
-        )
-
-    def next_order(self, target: Path) -> int | None:
-        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
-
-        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
-        """
-        number = folders.split_number(target.name)
-        if number is None:
-            return None
-        key = target.parent.resolve(), number[0]
-        if key not in self._orders:
-            self._orders[key] = max((one.order for one in folders.known_checkpoints(*key)), default=-1)
-        self._orders[key] = max(number[1], self._orders[key] + 1)
-        return self._orders[key]
 
 
 def _has_as_many(report: LoadReport, what: str, running: Sequence[Any], states: Sequence[Any]) -> bool:
