@@ -93,6 +93,7 @@ docs: $(VENV)/.installed-dev
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/errors.py
 	$(BIN)/python benchmarks/step.py --sizes tiny
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
