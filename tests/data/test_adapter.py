@@ -337,6 +337,31 @@ def test_an_order_of_other_weights_is_told(changes: bool, caplog: pytest.LogCapt
     assert [told in line for line in caplog.messages] == [True] * changes
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_generator_that_came_or_went_is_reported(adds: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed script that draws from another generator than before has another order, and the warning says so."""
+    own = {"generator": seeded()}
+    loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True, **({} if adds else own)))
+    next(iter(loader))
+    state = loader.state_dict()
+    loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True, **(own if adds else {})))
+    loader.load_state_dict(state)
+    assert len(values(loader)) == 3
+    assert "RandomSampler gives another order" in "".join(caplog.messages)
+
+
+def test_a_state_of_before_is_loaded() -> None:
+    """One without the generators, the checksum, and whether the batch was the last."""
+    torch.manual_seed(3)
+    loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True))
+    whole, states = zip(*[(batch.tolist(), loader.state_dict()) for batch in loader], strict=True)
+    state = {name: value for name, value in states[1].items() if name not in ("generators", "is_last")}
+    state["draws"] = {name: state["draws"][name] for name in ("shared", "own")}
+    loader = alone(DataLoader(Numbers(8), batch_size=2, shuffle=True))
+    loader.load_state_dict(state)
+    assert values(loader) == list(whole[2:])
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_order_that_cannot_be_resumed_is_told(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
     """Where it follows from earlier epochs too, which are in no checkpoint; that of the first epoch goes on."""

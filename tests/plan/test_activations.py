@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.long_context import chunk_layer, chunk_loss
-from zero_plugin.plan import live_bytes as device_kernels
+from zero_plugin.plan import live_bytes
 from zero_plugin.plan.activations import trace_activations, trace_changes
 from zero_plugin.plan.blocks import repeated_blocks
 from zero_plugin.plan.live_bytes import LiveBytes
@@ -171,7 +171,7 @@ def _nodes(root: Any) -> Iterator[str]:
 @pytest.fixture
 def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast as it is on a CPU, which leaves some functions in 16 bits that a GPU runs in fp32."""
-    monkeypatch.setattr(device_kernels, "_WIDE", frozenset())
+    monkeypatch.setattr(live_bytes, "_WIDE", frozenset())
 
 
 @pytest.mark.usefixtures("cpu_autocast")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -15,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from zero_plugin.data.sharing import (
@@ -172,8 +172,7 @@ class BatchSamplerShard(_AroundBatchSampler):
         if is_main and is_drawn_at_once(sampler):
             order, self.draws, state = draw_here(sampler, resumed)
             self.draws = self.draws._replace(checksum=order.digest())
-            if resumed is not None and resumed.checksum not in (None, self.draws.checksum):
-                announce(_OTHER_ORDER.format(type(sampler).__name__))
+            _warn_of_another_order(sampler, resumed, self.draws)
         alike = draw_alike(sampler, order, state) if self._is_agreed else order
         return (order, False) if alike is None else (alike, True)
 
@@ -189,14 +188,14 @@ class BatchSamplerShard(_AroundBatchSampler):
             self.draws, batches = Draws.of(sampler), iter(outer)
         else:
             self.draws, batches = resumed, resumed.begin(outer, sampler)
-        checksum = 0
+        checksum = xxhash.xxh3_64()
         for drawn, batch in enumerate(batches, start=1):
-            said = repr(batch)
-            checksum = zlib.crc32(said.encode(), checksum) if " at 0x" not in said else checksum  # an object's address
+            if " at 0x" not in (shown := repr(batch)):  # an object's address is another one in each process
+                checksum.update(shown.encode())
             if drawn >= self.draws.drawn:
-                if resumed is not None and drawn == resumed.drawn and resumed.checksum not in (None, checksum):
-                    announce(_OTHER_ORDER.format(type(sampler if type(outer) is BatchSampler else outer).__name__))
-                self.draws = self.draws._replace(drawn=drawn, checksum=checksum)
+                self.draws = self.draws._replace(drawn=drawn, checksum=checksum.hexdigest())
+                if resumed is not None and drawn == resumed.drawn:
+                    _warn_of_another_order(sampler if type(outer) is BatchSampler else outer, resumed, self.draws)
             yield batch
         self.draws = self.draws._replace(ended=True)
 
@@ -278,6 +277,11 @@ class CutBatchSampler(_AroundBatchSampler):
     def __len__(self) -> int:
         """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
         return len(self.batch_sampler) * self._pieces
+
+
+def _warn_of_another_order(sampler: Any, before: Draws | None, now: Draws) -> None:
+    if before is not None and before.checksum not in (None, now.checksum):
+        announce(_OTHER_ORDER.format(type(sampler).__name__))
 
 
 def drawing_part(batches: Any) -> Any:

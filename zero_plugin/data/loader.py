@@ -86,7 +86,7 @@ class Epochs:
 
         Args:
             epoch: which.
-            by_loop: else only those are told that each start tells, who show their epoch.
+            by_loop: else `set_epoch` is called only of what shows its `epoch`, as at each start.
         """
         self.chosen = epoch
         for part in self._parts:
@@ -519,7 +519,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         """
         place, shard, epoch = self._place, self._shard, state_dict["epoch"]
         place.loaded, place.resumed, place.is_seeded = None, 0, False
-        for own, then in zip(self.generators, state_dict["generators"], strict=True):
+        # Checkpoints of before have neither these states nor `is_last`.
+        for own, then in zip(self.generators, state_dict.get("generators", ()), strict=False):
             if own is not None and then is not None:
                 own.set_state(then)
         draws = None if state_dict["draws"] is None else Draws(**state_dict["draws"])
@@ -557,7 +558,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
         loaded = self._place.loaded
-        if loaded is not None and loaded["is_last"] and not loaded["_iterator_finished"]:
+        if loaded is not None and loaded.get("is_last") and not loaded["_iterator_finished"]:
             # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
             is_through = max(self._skip, self._place.resumed) < self.batches_had(loaded)
             if is_through or self._epochs.chosen != loaded["epoch"]:

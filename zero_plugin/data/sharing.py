@@ -329,7 +329,7 @@ def draw_here(sampler: Any, draws: Draws | None) -> tuple[Order, Draws, Tensor]:
     own = sampler.seed() if isinstance(sampler, SeedableRandomSampler) else generator_of(sampler)
     generator = torch.default_generator if own is None else own
     if draws is not None and not isinstance(sampler, SeedableRandomSampler):
-        generator = torch.Generator().set_state(draws.shared[-1] if own is None else draws.own)
+        generator = torch.Generator().set_state(draws.shared[-1] if draws.own is None else draws.own)
     state = generator.get_state()
     return draw_order(sampler, generator), found, state
 

@@ -172,7 +172,7 @@ class Draws(NamedTuple):
     shared: list[Any]
     own: Any
     drawn: int = 1
-    checksum: int | str | None = None
+    checksum: str | None = None
     ended: bool = False
 
     @classmethod

@@ -100,7 +100,7 @@ class Checkpoints:
         self._wait_for_background()
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
-        self._tell_what_is_lost()
+        self._warn_of_losses()
         run = self._lineages.own(target.parent)
         states = gather_nested(random_state(self._own_generators), what="random state")
         sessions = [training.session for training in self._prepared.trainings]
@@ -486,8 +486,8 @@ class Checkpoints:
         size = trains.total_batch_size
         return None if size is None else size * self._prepared.trainings[0].window.steps
 
-    def _tell_what_is_lost(self) -> None:
-        """What a run that resumes from the checkpoint will do in another way."""
+    def _warn_of_losses(self) -> None:
+        """Warn of what a run that resumes from the checkpoint will do differently."""
         trained = self._prepared.trained
         if any(training.window.is_begun for training in trained):
             collectives.announce(
@@ -509,6 +509,7 @@ class Checkpoints:
 
     @property
     def _own_generators(self) -> list[Generator | None]:
+        # Beside the loaders' states, which are process 0's: a script may seed them differently on each process.
         return [own for loader in self._prepared.dataloaders for own in loader.generators]
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
