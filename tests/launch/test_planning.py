@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where transformers is not installed: the trace of a large model takes seconds."""
-    monkeypatch.setattr("zero_plugin.launch.build.ModelSource", lambda model: ModelSource(model, trace=False))
+    monkeypatch.setattr("zero_plugin.plan.model_source.ModelSource", lambda model: ModelSource(model, trace=False))
 
 
 def asked(memory: str = "80GiB", micro_batch: Any = "auto", **zero: Any) -> Document:

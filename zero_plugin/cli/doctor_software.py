@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from packaging.requirements import Requirement
-
 from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.installed import TESTED, is_newer
 from zero_plugin.distributed.messages import working
@@ -232,6 +230,8 @@ def check_packages(installed: Mapping[str, str | None], required: list[str], *, 
         required: this package's requirements, as its metadata writes them.
         deepspeed: whether the run needs DeepSpeed.
     """
+    from packaging.requirements import Requirement  # here, since a launch looks for CUDA in this file alone
+
     always = (r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""}))
     limits = {requirement.name: requirement.specifier for requirement in always}
     for name, tested in TESTED.items():

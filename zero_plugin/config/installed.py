@@ -1,9 +1,12 @@
-"""Versions of the packages that a run needs: installed, tested, and the oldest DeepSpeed that works."""
+"""Versions of the packages that a run needs: installed, tested, the oldest DeepSpeed that works; and quick imports."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Final
 
@@ -11,6 +14,18 @@ from typing import Final
 TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
 OLDEST_DEEPSPEED: Final = "0.19.8"
 NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While it is entered, Python looks for no garbage: an import leaves none, and a look goes through all of torch."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @functools.cache  # each look parses the package's metadata anew

@@ -253,6 +253,8 @@ def _validator() -> Any:
 
 def violations(tree: Tree, schema: Mapping[str, Any]) -> Iterator[Violation]:
     """Every place where `tree` breaks a schema."""
+    if not tree and "required" not in schema:
+        return  # without jsonschema, which takes a twentieth of a second to import
     for error in _validator()(schema).iter_errors(tree.nested(auto="auto")):
         steps = list(error.absolute_path)
         depth = next((n for n, step in enumerate(steps) if not isinstance(step, str)), len(steps))
@@ -279,7 +281,7 @@ def read_as_wanted(tree: Tree, schema: Mapping[str, Any]) -> tuple[Tree, list[Pr
     notes: list[Problem] = []
     for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
         changes: dict[KeyPath, Entry] = {}
-        for found in violations(tree, schema) if tree else ():
+        for found in violations(tree, schema):
             if found.kind != "value" or found.path not in tree or found.index:
                 continue
             reading = next((r for r in _readings(found.value, found.wanted) if is_valid(r[0], found.wanted)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from zero_plugin.config.check import check_document, contradictions
 from zero_plugin.config.document import Document
@@ -40,10 +40,9 @@ from zero_plugin.launch.spec import (
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
 from zero_plugin.machine import hardware, network
 from zero_plugin.machine.scheduler_job import KUBERNETES, Allocation, find_allocation
-from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.model_source import ModelSource
-from zero_plugin.plan.run_plan import lay_plan, nvme_folder, plan_before_run, waits_for_plan
-from zero_plugin.plan.situation import Cluster
+
+if TYPE_CHECKING:  # few launches have a plan
+    from zero_plugin.plan.situation import Cluster
 
 
 def build_spec(
@@ -212,6 +211,8 @@ def plan_launch(
     Raises:
         ConfigError: there is no such model, or nothing fits.
     """
+    from zero_plugin.plan.run_plan import lay_plan
+
     settings = launch_settings(document)
     on_gpu = bool(gpus) and not asks_for_cpu(settings)
     processes = settings.num_processes or (gpus if on_gpu else 1) * settings.num_machines
@@ -226,6 +227,9 @@ def plan_launch(
 
 def _plan(document: Document, facts: Facts, model: str, sequence_length: int | None) -> Facts:
     """The facts with a plan, where ZeRO is requested and waits for one."""
+    from zero_plugin.plan.model_source import ModelSource
+    from zero_plugin.plan.run_plan import plan_before_run, waits_for_plan
+
     settings = launch_settings(document)
     if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
         return facts
@@ -242,6 +246,9 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
         settings: its launch part.
         processes: on all machines.
     """
+    from zero_plugin.plan.machines import state_cluster
+    from zero_plugin.plan.run_plan import nvme_folder
+
     nodes = settings.num_machines
     each = max(1, processes // nodes)
     folder = nvme_folder(document.deepspeed)

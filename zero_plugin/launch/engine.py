@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.installed import collector_paused
 from zero_plugin.config.run_files import (
     CUT_VARIABLE,
     OutOfMemoryReport,
@@ -306,7 +307,8 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
     Yields:
         A folder of this run alone, for the ranks' error files and, where the user keeps them, logs.
     """
-    import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
+    with collector_paused():
+        import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
 
     from zero_plugin.launch import rendezvous
 
