@@ -212,7 +212,8 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     whole = list(events(alone(build({"num_workers": workers})), 3))
     each = len(whole) // 3
-    for place in (0, 1, each - 2, each - 1, each + 1):
+    # With workers, each of whose epochs starts processes: an epoch's end, and a batch of a later epoch.
+    for place in (each - 1, each + 1) if workers else (0, 1, each - 2, each - 1, each + 1):
         _, state, drawn = whole[place]
         for way in ("resumed", "saved again", "skipped by the script"):
             kept = state
