@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import inspect
 import sys
 from collections.abc import Mapping
@@ -180,6 +181,8 @@ def main() -> None:
     except ZeroPluginError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    finally:
+        gc.freeze()  # else Python looks through all of torch and transformers for garbage once more, for a second
 
 
 def print_error(error: ZeroPluginError) -> None:

@@ -19,6 +19,7 @@ import typer
 from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
+from zero_plugin.config.installed import collector_paused
 from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, printable
@@ -480,7 +481,8 @@ def plan(**typed: Any) -> None:
     cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
-    model, activations = open_model(source, options.sequence_length, wanted.precision)
+    with collector_paused():
+        model, activations = open_model(source, options.sequence_length, wanted.precision)
     activations = activations.of_a_part(options.shared_by)
     optimizer = optimizer_sizes(options.optimizer, fused=True)
     if not is_known(options.optimizer):

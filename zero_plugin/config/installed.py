@@ -18,7 +18,10 @@ NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While it is entered, Python looks for no garbage: an import leaves none, and a look goes through all of torch."""
+    """While it is entered, Python looks for no garbage, since each look goes through all of torch.
+
+    For imports, which leave none, and in a short process for what leaves little.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
