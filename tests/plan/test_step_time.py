@@ -162,6 +162,14 @@ def test_processes_that_share_samples_exchange_heads(nodes: int, shared_by: int,
     assert wide["heads between devices"] == pytest.approx(3 * 2 * 2 * seconds_of_a_pass)
 
 
+def test_operations_that_are_not_known() -> None:
+    """Two for each element and token of a sample, of which each process that shares it computes its part."""
+    work = Activations(Affine(0, 1000), sample_length=1000)
+    for shared_by in (1, 4):
+        found = terms(Setup(stage=1, precision="bf16"), replace(CLUSTER, shared_by=shared_by), activations=work)
+        assert found["compute"] == pytest.approx(3 * 2 * 1e9 * 1000 / shared_by / 1e13)
+
+
 def test_nodes() -> None:
     """Between nodes the ring is as slow as the network: 15/16 of 2 GB at 1e10."""
     found = terms(Setup(stage=1), replace(CLUSTER, nodes=4))
