@@ -129,13 +129,16 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 # torch_xla is built for one torch, older than that of constraints.txt. Another torch has an environment of its own, and
-# all else is the other environment's.
-$(VENV_TPU)/.installed: torch := torch==2.9.0 torch-xla==2.9.0 numpy
-$(VENV_NEWEST)/.installed: torch := --upgrade torch numpy
-$(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: pyproject.toml constraints.txt $(VENV)/.installed-dev
+# all else is the other environment's, beside which it can be installed.
+$(VENV_TPU)/.torch: torch := torch==2.9.0 torch-xla==2.9.0 numpy
+$(VENV_NEWEST)/.torch: torch := --upgrade torch numpy
+$(VENV_TPU)/.torch $(VENV_NEWEST)/.torch: constraints.txt
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt $(torch)
+	@touch $@
+
+$(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: %/.installed: %/.torch pyproject.toml $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --no-deps --editable .
