@@ -49,9 +49,9 @@ test-programs: $(VENV)/.installed-dev libaio test-tools
 
 # Trainings that change their path go on in the other environment. What runs on a plain torch is tried on this older
 # one too, and so is DeepSpeed: clipping and accumulation on each path that needs no C++ op; `make test-older-torch` has
-# all of it.
+# all of it. XLA compiles much that runs a few times, so it does not optimize.
 test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
-	ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
+	XLA_FLAGS=--xla_backend_optimization_level=0 ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
 	$(VENV_TPU)/bin/python $(PYTEST) -m "not campaign and not processes" \
 		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
