@@ -175,7 +175,15 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "places"),
+    [
+        (0, lambda each: (0, 1, each - 2, each - 1, each + 1)),
+        (1, lambda each: (each - 1, each + 1)),  # each epoch starts processes
+        pytest.param(1, lambda each: (0, 1, each - 2), marks=pytest.mark.campaign),
+    ],
+    ids=["0", "1", "1, elsewhere"],
+)
 @pytest.mark.parametrize(
     "build",
     [
@@ -197,7 +205,7 @@ def seeded() -> torch.Generator:
         *("workers", "stream's", "global batches", "batches", "batches and workers"),
     ],
 )
-def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int) -> None:
+def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int, places) -> None:
     """Their order, what their workers draw, and what the loop draws; also where the state was saved again at once."""
 
     def drawn_by(loader):
@@ -212,8 +220,7 @@ def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, worker
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     whole = list(events(alone(build({"num_workers": workers})), 3))
     each = len(whole) // 3
-    # With workers, each of whose epochs starts processes: an epoch's end, and a batch of a later epoch.
-    for place in (each - 1, each + 1) if workers else (0, 1, each - 2, each - 1, each + 1):
+    for place in places(each):
         _, state, drawn = whole[place]
         for way in ("resumed", "saved again", "skipped by the script"):
             kept = state
