@@ -106,7 +106,7 @@ bench-quick: export ZERO_PLUGIN_QUIET := 1
 bench-quick: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/import_time.py --pairs 5
 	$(BIN)/python benchmarks/launch.py --pairs 3 --processes 2
-	$(BIN)/python benchmarks/step.py --sizes tiny --paths single zero2 zero3 --pairs 8
+	$(BIN)/python benchmarks/step.py --sizes tiny --paths single ddp zero2 zero3 --pairs 8
 	$(BIN)/python benchmarks/many_tensors.py --rounds 5 --windows 8
 	$(BIN)/python benchmarks/collectives.py --rounds 5
 	$(BIN)/python benchmarks/checkpoint.py --gigabytes 0.1 --rounds 1 --cases "stage 2, fp32"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from zero_plugin.config.installed import OLDEST_DEEPSPEED, TESTED, is_newer
+from zero_plugin.config.installed import OLDEST_DEEPSPEED, TESTED, garbage_collection_paused, is_newer
 
 OLD = f"DeepSpeed {OLDEST_DEEPSPEED} or newer is needed, and 0.18.2 is installed"
 FIX = f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
@@ -90,3 +92,19 @@ def test_a_newer_one_is_warned_of_once(rank: int, lines: int, tmp_path: Path) ->
 def test_what_counts_as_newer(version: str, tested: str, newer: bool) -> None:
     """The last number of a release from 1.0 on, and what follows a +, change no interface."""
     assert is_newer(version, tested) is newer
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_garbage_collection_is_as_the_script_had_it(wanted: bool) -> None:
+    """After an import, one that failed, and one inside of another; it is paused in between."""
+    was_enabled = gc.isenabled()
+    (gc.enable if wanted else gc.disable)()
+    try:
+        with suppress(ImportError), garbage_collection_paused():
+            with garbage_collection_paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == wanted
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

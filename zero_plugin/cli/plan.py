@@ -19,7 +19,7 @@ import typer
 from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_options, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
-from zero_plugin.config.installed import collector_paused
+from zero_plugin.config.installed import garbage_collection_paused
 from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, printable
@@ -481,7 +481,7 @@ def plan(**typed: Any) -> None:
     cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
-    with collector_paused():
+    with garbage_collection_paused():
         model, activations = open_model(source, options.sequence_length, wanted.precision)
     activations = activations.of_a_part(options.shared_by)
     optimizer = optimizer_sizes(options.optimizer, fused=True)

@@ -1,4 +1,4 @@
-"""Versions of the packages that a run needs: installed, tested, the oldest DeepSpeed that works; and quick imports."""
+"""The packages that a run needs: which versions are installed, tested and too old, and how to import them quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """While it is entered, Python looks for no garbage, since each look goes through all of torch.
 
     For imports, which leave none, and in a short process for what leaves little.

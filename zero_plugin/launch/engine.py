@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.installed import collector_paused
+from zero_plugin.config.installed import garbage_collection_paused
 from zero_plugin.config.run_files import (
     CUT_VARIABLE,
     OutOfMemoryReport,
@@ -307,7 +307,7 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
     Yields:
         A folder of this run alone, for the ranks' error files and, where the user keeps them, logs.
     """
-    with collector_paused():
+    with garbage_collection_paused():
         import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
 
     from zero_plugin.launch import rendezvous

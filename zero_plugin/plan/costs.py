@@ -616,8 +616,8 @@ def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster:
     A backward computes the gradients of the inputs, as many operations as the forward, and of the trained weights, in
     their share as many again; with activation checkpointing it repeats the forward.
     """
-    unknown = 2.0 * model.elements * activations.sample_length / cluster.shared_by
-    flops = setup.micro_batch * (activations.flops_per_sample or unknown)
+    assumed = 2.0 * model.elements * activations.sample_length / cluster.shared_by
+    flops = setup.micro_batch * (activations.flops_per_sample or assumed)
     speed = cluster.flops.get(setup.precision, 0.0)
     # Autocast reads fp32 weights, writes 16-bit copies and reads these.
     bytes_each = 8 if setup.stage is None and setup.precision != "no" else setup.weight_bytes

@@ -84,9 +84,10 @@ def lazy_names(
     def load(name: str) -> Any:
         if name not in home_of:
             return stand_in(module, name)
-        from zero_plugin.config.installed import collector_paused  # here, so that the package itself imports nothing
+        # Here, so that the package itself imports nothing.
+        from zero_plugin.config.installed import garbage_collection_paused
 
-        with collector_paused():
+        with garbage_collection_paused():
             return getattr(importlib.import_module(home_of[name]), name)
 
     def list_names() -> list[str]:
