@@ -23,7 +23,9 @@ done on this commit is not run again; rows that a piece had measured before it w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,7 +54,7 @@ def main() -> None:
         if done.exists() and not args.again:
             print(f"{name}: done before, {done}")
             continue
-        code, output, seconds = run_piece(name, folder, args.rehearse)
+        code, output, seconds = run_piece(name, folder, args)
         print(output, f"{name}: {seconds:.0f} s, exit code {code}", sep="\n", flush=True)
         if code:
             failed.append(name)
@@ -68,6 +70,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", nargs="+", choices=list(commands(ROOT, False)), default=list(commands(ROOT, False)))
     parser.add_argument("--again", action="store_true", help="also what is done on this commit")
+    parser.add_argument("--seconds", type=int, default=LIMIT_S, help=f"of one piece at most (default {LIMIT_S})")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes; nothing is written down")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
     return parser.parse_args()
@@ -99,7 +102,9 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     small = ["--cpu"] if rehearse else []
     tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []
     little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "2", "--rounds", "3"]
-    short = ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "15"]
+    short = (
+        ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "9", "--sizes", "tiny", "25M"]
+    )
     few, some = (["-k", f"{words} and zero2"] if rehearse else [] for words in ("plain", "clip"))
     return {
         "ops": [["tests/build_ops.py"]],
@@ -113,18 +118,8 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
         ],
         "capped": [[f"{gpu}/plan_peaks.py", "--only", "cap", "--kept", str(rows), *small]],
         "steps": [
-            [
-                f"{benchmarks}/step.py",
-                "--processes",
-                "1",
-                *short,
-                "--paths",
-                "single",
-                "zero0",
-                "zero1",
-                "zero2",
-                "zero3",
-            ]
+            [f"{benchmarks}/step.py", "--processes", "1", *short, "--paths", path]
+            for path in ("single", "zero0", "zero1", "zero2", "zero3")
         ],
         "stages": [[f"{gpu}/stages.py", *small, *tiny]],
         "checkpoints": [
@@ -135,28 +130,38 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     }
 
 
-def run_piece(name: str, folder: Path, rehearse: bool) -> tuple[int, str, float]:
+def run_piece(name: str, folder: Path, args: argparse.Namespace) -> tuple[int, str, float]:
     """Exit code, the end of what the commands print, and seconds."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    if rehearse:  # by the tests' compiler: each would build the ops of the others anew
+    if args.rehearse:  # by the tests' compiler: each would build the ops of the others anew
         environ |= {"CXX": "quick-g++", "PATH": f"{ROOT / 'tests'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     else:
         environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
     if name in ("streams", "parity", "checks", "kinds"):
         environ["OMP_NUM_THREADS"] = "1"  # many processes at a time, each of which would take all cores
     began, endings, code = time.monotonic(), [], 0
-    for arguments in commands(folder / "rows", rehearse)[name]:
-        left = LIMIT_S - (time.monotonic() - began)
+    for arguments in commands(folder / "rows", args.rehearse)[name]:
+        left = args.seconds - (time.monotonic() - began)
         log = folder / f"{name}.log"
         with log.open("w") as written:
+            command = [sys.executable, *arguments]
+            running = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=written, stderr=2, start_new_session=True)
             try:
-                command = [sys.executable, *arguments]
-                done = subprocess.run(command, cwd=ROOT, env=environ, stdout=written, stderr=2, timeout=max(left, 1))
-                code = code or done.returncode
+                code = running.wait(max(left, 1)) or code
             except subprocess.TimeoutExpired:
                 code = 124
+                end(running)
         endings.append(ending(log.read_text()))
     return code, "\n\n".join(endings), time.monotonic() - began
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """A command and what it has started, which would hold the GPU's memory; launchers first end their workers."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, sent)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(5)
 
 
 def ending(text: str) -> str:

@@ -48,7 +48,9 @@ def main() -> None:
         "path", "precision", "peak on the device, GiB", "host, GiB", "step, s", "tokens/s", "loss, first → last"
     )
     for path in args.paths:
-        table.add_row(path, args.precision, *measure(path, args))
+        row = (path, args.precision, *measure(path, args))
+        print(" | ".join(row), file=sys.stderr, flush=True)  # at once: a session on a GPU may end
+        table.add_row(*row)
     Console(width=130).print(table)
 
 
