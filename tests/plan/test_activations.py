@@ -315,7 +315,7 @@ def _measure(model: nn.Module, inputs: dict[str, Any], moving: Elsewhere | None 
 
 
 def _traced(found: Activations) -> tuple[int, int, int]:
-    saved, space, _ = found.at(BATCH, checkpointing=False)
+    saved, space, *_ = found.at(BATCH, checkpointing=False)
     return saved, saved + space, found.moved.at(BATCH)
 
 
@@ -332,6 +332,32 @@ def _saving_llama(*ways: str) -> tuple[Any, dict[str, Any]]:
     if "loss in chunks" in ways:
         chunk_loss(model, 8)
     return model, inputs
+
+
+class Calling(nn.Module):
+    """Runs its blocks as loops of one's own do, which put `checkpoint` around the call of a block."""
+
+    def __init__(self, *, every: int) -> None:
+        super().__init__()
+        self.first, self.every = nn.Linear(64, 64), every
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh()) for _ in range(12)
+        )
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        x = self.first(inputs)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index % self.every else checkpoint(block, x, use_reentrant=False)
+        return {"loss": x.float().square().mean()}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_blocks_within_checkpoints_are_checkpointed(every: int) -> None:
+    """All of them, every second and every third: what a real run keeps, at its peak too, within 1 %."""
+    inputs = {"inputs": torch.randn(512, 64)}
+    found = trace_activations(Calling(every=every), inputs, "bf16")
+    saved, space, *_ = found.at(512, checkpointing=False)
+    assert (saved, saved + space) == pytest.approx(_measure(Calling(every=every), inputs)[:2], rel=0.01)
 
 
 WAYS = [("MLPs in chunks",), ("checkpoints", "MLPs in chunks"), ("loss in chunks", "checkpoints", "MLPs in chunks")]

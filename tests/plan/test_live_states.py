@@ -126,7 +126,7 @@ def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], 
     if world == 1:
         kept[0].pop("persistent parameters", None)  # where device and host are one, they are what they are copies of
     # Stage 1 fills its bucket in the step.
-    waiting = memory.reduction_buffers() if case.setup.stage == 1 else 0
+    waiting = memory.reduction_buffers()[0] if case.setup.stage == 1 else 0
     return merged(*kept), merged(*kept, {"gradients": memory.window_gradients(), "bucket": waiting})
 
 

@@ -87,7 +87,8 @@ def test_disk() -> None:
 
 def test_scaling() -> None:
     """Eight times the parameters are twice the width and the depth: four times the activations, copies by eight."""
-    work = Activations(Affine(800, 1000), Affine(0, 10), Affine(0, 100), Affine(0, 20), None, 1e9, autocast=WORK)
+    checkpointed = {"checkpointed": Affine(0, 100), "checkpointed_transient": Affine(0, 20)}
+    work = Activations(Affine(800, 1000), Affine(0, 10), **checkpointed, flops_per_sample=1e9, autocast=WORK)
     model, scaled = scale_model(MODEL, work, 8)
     assert model.elements == pytest.approx(8 * MODEL.elements)
     assert model.hidden_size == 2 * (MODEL.hidden_size or 0)

@@ -43,6 +43,7 @@ from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
 _SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_REDUCING: Final = slice(2, None)  # of a trace's courses, those in which weights have gradients
 _CHUNKS: Final = 4  # of an MLP, in `trace_changes`
 _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
 
@@ -194,9 +195,19 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
     def step(run: Callable[[Any], Any]) -> Trace:
         with (
             LiveBytes(weights.values()) as tape,
-            watch_blocks(repeated_blocks(model), tape) as blocks,
             _replaced(saved_tensors_hooks, "__enter__", lambda hooks: tape.enter_hooks(hooks)),
+            _replaced(saved_tensors_hooks, "__exit__", lambda *hooks: tape.exit_hooks(*hooks)),
+            watch_blocks(repeated_blocks(model), tape) as blocks,
         ):
+            gradients: list[int] = []
+
+            def drop(parameter: Tensor) -> None:
+                parameter.grad = None
+                gradients.append(len(tape.after))
+
+            for parameter in weights.values():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
             batch = map_leaves(_fake, example)  # which the loop holds, beside what the model gets
             with regime:
                 outputs = run(map_leaves(narrowed, batch))
@@ -209,7 +220,9 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-            found = Trace(saved, flops, (tape.after[:forward], tape.after[forward:]), moved=moved)
+            first = min(gradients, default=len(tape.after))
+            courses = (tape.after[:forward], tape.after[forward:first], tape.after[first:])
+            found = Trace(saved, flops, courses, moved=moved)
             if not blocks.passes or tape.has_cpu:
                 return found
             return replace(found, checkpointed=blocks.checkpointed(found))
@@ -219,9 +232,6 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
             name: nn.Parameter(narrowed(_fake(parameter)), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
         }
-        for parameter in weights.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
         weights |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
         state = {f"model.{name}": tensor for name, tensor in weights.items()}
         return functional_call(_Step(model), state, (step,))  # type: ignore[no-any-return]
@@ -245,26 +255,35 @@ class _Step(nn.Module):
 
 def _affine(two: Trace, three: Trace) -> Activations:
     """The lines through the traces of two samples and of three."""
-    saved, transient = _lines(two, three, slice(None))
-    flops = three.flops - two.flops
-    moved = _line(two.moved, three.moved)
-    found = Activations(saved, transient, moved=moved, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
+    found = Activations(
+        _line(two.saved, three.saved),
+        _above(two, three, slice(None)),
+        _above(two, three, _REDUCING),
+        moved=_line(two.moved, three.moved),
+        flops_per_sample=three.flops - two.flops,
+        source="traced at micro-batches 2 and 3",
+    )
     if two.checkpointed is None or three.checkpointed is None:
         return found
-    line, forward = _lines(two.checkpointed, three.checkpointed, slice(1))
-    _, backward = _lines(two.checkpointed, three.checkpointed, slice(1, None))
-    return replace(found, checkpointed=line, checkpointed_transient=backward, checkpointed_forward=forward)
+    two, three = two.checkpointed, three.checkpointed
+    return replace(
+        found,
+        checkpointed=_line(two.saved, three.saved),
+        checkpointed_transient=_above(two, three, slice(1, None)),
+        checkpointed_late=_above(two, three, _REDUCING),
+        checkpointed_forward=_above(two, three, slice(1)),
+    )
 
 
-def _lines(two: Trace, three: Trace, courses: slice) -> tuple[Affine, Highest]:
-    """Of the bytes saved, and of the most above them. Each operation has its line; the batch tells which is highest."""
+def _above(two: Trace, three: Trace, courses: slice) -> Highest:
+    """The most above the bytes saved. Each operation has its line; the batch tells which is highest."""
     kept = _line(two.saved, three.saved)
     after, after_of_three = (list(chain(*found.courses[courses])) for found in (two, three))
     if len(after) != len(after_of_three):  # the forward takes another way with three samples
-        after, after_of_three = [max(after)], [max(after_of_three)]
+        after, after_of_three = [max(after, default=two.saved)], [max(after_of_three, default=three.saved)]
     alive = map(_line, after, after_of_three)
-    above = (Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive)
-    return kept, highest([Affine(), *above])
+    above = [Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive]
+    return highest(above if courses == _REDUCING and above else [Affine(), *above])
 
 
 def _line(two: int, three: int) -> Affine:
@@ -318,10 +337,6 @@ def _fake(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty(full_shape(leaf), dtype=leaf.dtype, device="cpu")
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 @contextmanager

@@ -50,8 +50,8 @@ class Trace:
     Attributes:
         saved: bytes alive after the forward.
         flops: floating-point operations of the forward.
-        courses: bytes alive after each operation of the forward; then of the backward; then, with checkpointing, the
-            most bytes alive in each block's second forward.
+        courses: bytes alive after each operation of the forward; of the backward, until the first weight has its
+            gradient; of the rest; then, with checkpointing, the most bytes alive in each block's second forward.
         checkpointed: the same step with activation checkpointing, where there are blocks to checkpoint.
         moved: bytes in CPU memory after the forward, by torch's `save_on_cpu`.
     """
@@ -299,6 +299,7 @@ class BlockPasses:
             step: as it was.
         """
         after, forward = self.tape.after, len(step.courses[0])
+        reducing = forward + len(step.courses[1])
         # What is alive even now, as a cache of keys, is not made with checkpointing.
         left = [sum(kept.size for kept in self.tape.alive(p.begin, p.end, apart=p.outputs)) for p in self.passes]
         begins = sorted(own.backward for own in self.passes if own.backward is not None)
@@ -319,7 +320,8 @@ class BlockPasses:
                 again = max(after[own.begin : own.end], default=own.live) - own.live - cached
                 second_forwards.append(after[own.backward - 1] + totals[own.backward] - own.kept_bytes + again)
         saved = step.saved + sum(own.lost - own.kept_bytes for own in self.passes)
-        return Trace(saved, step.flops, (alive[:forward], alive[forward:], second_forwards))
+        courses = (alive[:forward], alive[forward:reducing], alive[reducing:], second_forwards)
+        return Trace(saved, step.flops, courses)
 
 
 @contextmanager
@@ -341,8 +343,15 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
         while outside:
             outside.pop().__exit__()
 
+    def is_watched() -> bool:
+        """In the forward, and with no hooks on top: what `checkpoint` or `save_on_cpu` runs is not to be checkpointed.
+
+        To step in there would take their hooks away instead of ours.
+        """
+        return found.forward is None and tape.hooks == len(outside)
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if found.forward is None and not tape.has_cpu:  # whose hooks lie on top, and nothing is to be checkpointed
+        if is_watched():
             step_in()
             inputs = {(leaf.untyped_storage()._cdata, tape.born(leaf)): leaf for leaf in _counted((args, kwargs), tape)}
             storages = [leaf.untyped_storage() for key, leaf in inputs.items() if key not in given]
@@ -352,7 +361,7 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             found.passes.append(_Pass(len(tape.after), tape.live, kept))
 
     def leave(_: nn.Module, __: Any, outputs: Any) -> None:
-        if found.forward is not None or tape.has_cpu:
+        if not is_watched():
             return
         step_out()
         own = found.passes[-1]

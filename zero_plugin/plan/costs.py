@@ -262,24 +262,25 @@ class ProcessMemory:
             found["gradients"] = sum(size * count for size, count in gradients if _is_swapped(size))
         return found
 
-    def reduction_buffers(self) -> int:
-        """Bytes on the device that reducing gradients takes beside a backward.
+    def reduction_buffers(self) -> tuple[int, int]:
+        """Bytes on the device that reducing gradients takes: from a backward's first gradient on, and each time beside.
 
-        Stages 1 and 2: the contiguous bucket, a second one with `overlap_comm`, and at stage 2 the flattened copy that
-        is all-reduced and, where sums are in the weights' own type, the reduced gradients that are to be added to them.
-        Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
+        From the first gradient on, at stages 1 and 2: the contiguous bucket, with `overlap_comm` a second one, and at
+        stage 2, where sums are in the weights' own type, the reduced gradients that are to be added to them. Each time
+        that a bucket is full, at stage 2 the flattened copy that is all-reduced, and at stage 3 the reordered one that
+        is reduce-scattered; stage 3's bucket is among the states.
         """
         setup, width = self.setup, self.setup.weight_bytes
-        filled = min(setup.reduce_bucket, self.model.trainable) * width
         if not setup.stage or setup.sums_on_every_device:
-            return 0
+            return 0, 0
         if setup.stage == 1:
-            return setup.reduce_bucket * setup.gradient_bytes
+            return setup.reduce_bucket * setup.gradient_bytes, 0
+        filled = min(setup.reduce_bucket, self.model.trainable) * width
         if setup.stage == 3:
-            return filled
+            return 0, filled
         sums = setup.gradient_bytes == width and not self.offloads_optimizer and setup.accumulation > 1
-        reduced = self.touched * width if sums else 0
-        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled + reduced
+        buckets = setup.reduce_bucket * width * (2 if setup.overlap_comm else 1)
+        return buckets + (self.touched * width if sums else 0), filled
 
     def gathered_parameters(self) -> int:
         """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
@@ -332,7 +333,7 @@ class ProcessMemory:
         if setup.stage == 3:
             flattened = 0 if self.offloads_optimizer else own * setup.gradient_bytes
             return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
-        reduced = {**gradients, "reduction buffers": self.reduction_buffers() if setup.stage == 1 else 0}
+        reduced = {**gradients, "reduction buffers": self.reduction_buffers()[0] if setup.stage == 1 else 0}
         if self.offloads_optimizer:
             return (reduced,)
         if setup.stage == 2 and setup.gradient_bytes != width:
@@ -391,8 +392,9 @@ class Footprint:
 
     Attributes:
         device: of one device, in the phase that takes the most.
-        device_phase: that phase: "initialisation", "forward" (its end, when all activations are there), "backward" (its
-            end, when all gradients are there) or "step".
+        device_phase: that phase: "initialisation", "forward" (its end, when all activations are there, and the loss'
+            backward), "reduction" (the first gradients are made and reduced), "backward" (its end, when all gradients
+            are there) or "step".
         host: of one node.
         pinned: page-locked bytes of `host` that one process holds.
         locked: of those, the ones that count against `memlock`: the buffers of the NVMe drive.
@@ -448,11 +450,12 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     memory = ProcessMemory(work.model, work.optimizer, setup, cluster.processes)
     states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
     kept = work.activations.under(setup.stage)
-    saved, forward, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
+    saved, forward, reducing, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
     moved = kept.moved.at(setup.micro_batch)
     if cluster.is_of_cpus:  # whose memory is the device's
         saved, moved = saved + moved, 0
-    beside = {"gathered parameters": memory.gathered_parameters(), "reduction buffers": memory.reduction_buffers()}
+    gathered = {"gathered parameters": memory.gathered_parameters()}
+    buckets, copied = memory.reduction_buffers()
     at_end_of_forward = {
         "gradients": memory.carried_gradients(),
         "transient": forward,
@@ -460,21 +463,36 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
         # What was traced under autocast has the copies among what it saves.
         "autocast copies": 0 if work.activations.autocast else memory.autocast_copies(),
     }
-    at_end_of_backward = {"gradients": memory.window_gradients(), "transient": backward}
+    at_first_gradient = {**at_end_of_forward, "transient": max(reducing, 0), "activations": saved + min(reducing, 0)}
+    at_first_gradient["reduction buffers"] = buckets
+    # When a bucket is full, its share of the backward is over.
+    left = 1 - min(1.0, setup.reduce_bucket / max(1, work.model.trainable))
+    at_full_bucket = {**at_first_gradient, "activations": int(left * at_first_gradient["activations"])}
+    at_full_bucket["reduction buffers"] = buckets + copied
+    at_end_of_backward = {
+        "gradients": memory.window_gradients(),
+        "transient": backward,
+        "reduction buffers": buckets + copied,
+    }
     initial = {"parameters": states.get("parameters", 0), "flat copy": memory.flat_copy()}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, cluster).values()) > cluster.device_bytes:
         initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
     phases = {
         "initialisation": initial,
-        "forward": _sum(states, beside, at_end_of_forward),
-        "backward": _sum(states, beside, at_end_of_backward),
-        "step": _sum(states, max(memory.step_moments(), key=lambda terms: sum(terms.values()))),
+        "forward": _sum(states, gathered, at_end_of_forward),
+        "reduction": _sum(states, gathered, _largest(at_first_gradient, at_full_bucket)),
+        "backward": _sum(states, gathered, at_end_of_backward),
+        "step": _sum(states, _largest(*memory.step_moments())),
     }
     phases = {name: _with_margins(terms, states, cluster) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
     host, pinned, locked = _host(memory, cluster.devices, moved)
     nvme = {k: v * cluster.devices for k, v in memory.nvme_states().items()}
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
+
+
+def _largest(*groups: Mapping[str, int]) -> Mapping[str, int]:
+    return max(groups, key=lambda terms: sum(terms.values()))
 
 
 def _sum(*groups: Mapping[str, int]) -> dict[str, int]:

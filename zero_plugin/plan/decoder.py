@@ -166,14 +166,16 @@ def decoder_activations(
         def per_batch(fixed: int, per_token: int) -> Affine:
             return Affine(fixed, per_token * sequence_length)
 
-        ending = [per_batch(0, 8 * words), per_batch(0, 16 * hidden - 4 * words)]
+        in_loss, in_last_norm = per_batch(0, 8 * words), per_batch(0, 16 * hidden - 4 * words)
+        in_block = per_batch(gradient, after_loss + in_mlp)
+        recomputing = per_batch(gradient + copied // depth, after_loss + in_mlp + again)
         return Activations(
             saved=per_batch(copied + copied_output, depth * (norm + inner + cached) + ends),
-            transient=highest([*ending, per_batch(gradient, after_loss + in_mlp)]),
+            transient=highest([in_loss, in_last_norm, in_block]),
+            late=highest([in_last_norm, in_block]),
             checkpointed=per_batch(copied_output, depth * stream + ends),
-            checkpointed_transient=highest(
-                [*ending, per_batch(gradient + copied // depth, after_loss + in_mlp + again)]
-            ),
+            checkpointed_transient=highest([in_loss, in_last_norm, recomputing]),
+            checkpointed_late=highest([in_last_norm, recomputing]),
             # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
             checkpointed_forward=per_batch(copied, max(2 * words, 4 * item * width - 8 * words)) if autocast else None,
             flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length + attention_flops,

@@ -26,6 +26,7 @@ _CONVERT: Final = torch.ops.aten._to_copy.default
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _STEPS: Final = (64, 128)
 _ENTER_HOOKS: Final = saved_tensors_hooks.__enter__
+_EXIT_HOOKS: Final = saved_tensors_hooks.__exit__
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             counter knows: matrix products, convolutions, attention.
         moved: bytes that `save_on_cpu` holds now; see `enter_hooks`.
         has_cpu: whether `save_on_cpu` was entered.
+        hooks: how many `saved_tensors_hooks` are entered now.
 
     Args:
         apart: tensors that do not count, such as parameters.
@@ -67,6 +69,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.moved = 0
         self.has_cpu = False
+        self.hooks = 0
         self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in apart}
         self._alive: dict[int, Storage] = {}  # by address
 
@@ -92,7 +95,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(hooks, save_on_cpu):
             self.has_cpu = True
             hooks = saved_tensors_hooks(self._move, lambda comes_back: comes_back())
+        self.hooks += 1
         _ENTER_HOOKS(hooks)
+
+    def exit_hooks(self, hooks: saved_tensors_hooks, *error: object) -> None:
+        """In place of `saved_tensors_hooks.__exit__`."""
+        self.hooks -= 1
+        _EXIT_HOOKS(hooks, *error)
 
     def _move(self, tensor: Tensor) -> Callable[[], Tensor]:
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.numel() * tensor.element_size()

@@ -113,8 +113,11 @@ class Activations:
     Attributes:
         saved: bytes kept from the forward to the backward, logits and loss included.
         transient: the largest working space on top of them.
-        checkpointed, checkpointed_transient: the same with activation checkpointing of every block, the working space
-            being the backward's; None where the model has no blocks to checkpoint, or uses `save_on_cpu`.
+        late: the same from the first weight's gradient on, when gradients begin to be reduced: what a loss works in is
+            mostly gone, so it may be below zero; None where that is no other.
+        checkpointed, checkpointed_transient, checkpointed_late: the same with activation checkpointing of every block,
+            the working space being the backward's; None where the model has no blocks to checkpoint, or has them
+            recomputed by itself, or uses `save_on_cpu`.
         checkpointed_forward: the forward's working space then, with autocast's copies of all blocks' weights, which
             with checkpointing the backward does not hold; None where it is no larger than the backward's.
         flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
@@ -129,8 +132,10 @@ class Activations:
 
     saved: Affine = field(default_factory=Affine)
     transient: Affine | Highest = field(default_factory=Affine)
+    late: Affine | Highest | None = None
     checkpointed: Affine | None = None
     checkpointed_transient: Affine | Highest | None = None
+    checkpointed_late: Affine | Highest | None = None
     checkpointed_forward: Affine | Highest | None = None
     flops_per_sample: float = 0.0
     sample_length: int = 1
@@ -162,17 +167,21 @@ class Activations:
         """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
         return self.autocast if stage is None and self.autocast else self
 
-    def at(self, samples: int, *, checkpointing: bool) -> tuple[int, int, int]:
-        """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
+    def at(self, samples: int, *, checkpointing: bool) -> tuple[int, int, int, int]:
+        """Bytes kept from a forward to its backward, and working space.
 
-        The first block's own activations are there at the backward's end whether it runs once more for them or not.
+        That is, beside all that is kept: the largest, and the largest once gradients are reduced; and the one at the
+        very end. The first block's own activations are there at the backward's end whether it runs once more for them
+        or not.
         """
         recomputing = (self.checkpointed_transient or Affine()).at(samples)
         if checkpointing and self.checkpointed is not None:
             forward = (self.checkpointed_forward or Affine()).at(samples)
-            return self.checkpointed.at(samples), max(forward, recomputing), recomputing
+            late = recomputing if self.checkpointed_late is None else self.checkpointed_late.at(samples)
+            return self.checkpointed.at(samples), max(forward, recomputing), late, recomputing
         transient = self.transient.at(samples)
-        return self.saved.at(samples), transient, max(transient, recomputing)
+        late = transient if self.late is None else self.late.at(samples)
+        return self.saved.at(samples), transient, late, max(transient, recomputing)
 
     def mapped(self, lines: Callable[[Affine], Affine], flops: float = 1.0) -> Activations:
         """The activations with other lines, and so many times the operations."""
@@ -180,7 +189,8 @@ class Activations:
         def changed(amount: Any) -> Any:
             return Highest(tuple(map(lines, amount.lines))) if isinstance(amount, Highest) else amount and lines(amount)
 
-        names = ("saved", "transient", "checkpointed", "checkpointed_transient", "checkpointed_forward")
+        names = ("saved", "transient", "late", "checkpointed", "checkpointed_transient", "checkpointed_late")
+        names += ("checkpointed_forward",)
         found = {name: changed(getattr(self, name)) for name in names}
         found["moved"] = self.moved if self.moved == Affine() else lines(self.moved)
         autocast = self.autocast and self.autocast.mapped(lines, flops)
