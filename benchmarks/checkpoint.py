@@ -5,7 +5,9 @@ and a bare engine of the same configuration save, and a new engine loads what wa
 has the bytes: `save_state` waits for it by itself; after DeepSpeed's `save_checkpoint`, which does not, the processes
 call fsync on its files, and the time without that is listed too. Loading finds the files in the page cache.
 
-`load_state` is timed further, with and without the verification of what it reads, in turns; the target is at most 1.1.
+`load_state` is timed further, with and without the verification of what it reads, in turns, `--verifications` times a
+round; the target is at most 1.1. What a contender took in a round is told at once, and after SIGTERM the table has the
+rounds that are complete.
 
 Beside each, as a share: what one process reaches in the same round that writes as many bytes to the same disk one after
 another and calls fsync, as `dd conv=fsync` does, and that reads them again.
@@ -21,7 +23,7 @@ import argparse
 import gc
 import os
 import shutil
-import tempfile
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pairs import WIDTH, Timings, describe_run
+from pairs import LATE, WIDTH, Timings, describe_run, keep, measure_cases
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -166,7 +168,7 @@ def run_round(contender: str, case: str, folder: Path, options: argparse.Namespa
     loading = Round(contender, case, options)
     measured["load"] = loading.load(saved)
     if contender == OURS:
-        pairs = [(loading.load(saved), loading.load(saved, verify=False)) for _ in range(5)]
+        pairs = [(loading.load(saved), loading.load(saved, verify=False)) for _ in range(options.verifications)]
         measured["verification"] = median(verified / plain for verified, plain in pairs)
     loading.end()
     measured["bytes"] = bytes_in(saved)
@@ -185,20 +187,24 @@ def run_round(contender: str, case: str, folder: Path, options: argparse.Namespa
     return measured
 
 
-def measure(rank: int, world: int, case: str, folder: str, options: argparse.Namespace) -> None:
-    """Run in every process; the first writes what was measured."""
+def measure(rank: int, world: int, case: str, file: Path, options: argparse.Namespace) -> None:
+    """Run in every process; the first keeps the rounds that are complete."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
     backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(backend, init_method=f"file://{file.parent}/store", rank=rank, world_size=world)
     rounds: list[dict[str, dict[str, float]]] = []
     for index in range(options.rounds):
-        order = (OURS, THEIRS) if index % 2 == 0 else (THEIRS, OURS)
-        rounds.append({name: run_round(name, case, Path(folder), options) for name in order})
-    if rank == 0:
-        torch.save(rounds, Path(folder, "rounds.pt"))
+        rounds.append({})
+        for name in (OURS, THEIRS) if index % 2 == 0 else (THEIRS, OURS):
+            found = rounds[-1][name] = run_round(name, case, file.parent, options)
+            if rank == 0:
+                figures = ", ".join(f"{what} {figure:.3g}" for what, figure in found.items())
+                print(f"{case}, round {index + 1}, {name}: {figures}", file=sys.stderr, flush=True)
+        if rank == 0:
+            keep(file, rounds)
     dist.barrier()
     os._exit(0)  # engines of both kinds hold the group; there is nothing left to end in order
 
@@ -207,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the parameters in fp32 (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="of each case (default 3)")
+    parser.add_argument("--verifications", type=int, default=5, help="loads of each round with and without (default 5)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="default: all")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--folder", default=".", help="on the disk to measure (default: here)")
@@ -231,35 +238,40 @@ def main() -> None:
         "DeepSpeed",
     ):
         table.add_column(column, justify="left" if column in ("case", "") else "right")
-    for case in options.cases:
-        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
-            torch.multiprocessing.spawn(measure, (options.processes, case, folder, options), nprocs=options.processes)
-            rounds = torch.load(Path(folder, "rounds.pt"))
-        verification = median(one[OURS]["verification"] for one in rounds)
-        print(f"{case}: load_state with verification / without: {verification:.2f}")
-        for what, raw in (("save", "raw write"), ("load", "raw read")):
-            timings = Timings(
-                {
-                    name: [one[name][what] + (one[name]["fsync"] if what == "save" else 0.0) for one in rounds]
-                    for name in (OURS, THEIRS)
-                }
-            )
-            shares = {
-                name: median(one[name][raw] / t for one, t in zip(rounds, timings[name], strict=True))
-                for name in timings
-            }
-            bare = median(one[THEIRS]["save"] for one in rounds)
-            table.add_row(
-                case,
-                what,
-                f"{timings.seconds(OURS):.2f}",
-                f"{timings.seconds(THEIRS):.2f}",
-                f"{bare:.2f}" if what == "save" else "",
-                f"{timings.ratio(OURS, THEIRS):.2f}",
-                f"{shares[OURS]:.0%}",
-                f"{shares[THEIRS]:.0%}",
-            )
+    for case, rounds in zip(options.cases, measure_cases(measure, options.cases, options), strict=True):
+        add_rows(table, case, rounds or [], options)
     Console(width=WIDTH).print(table)
+
+
+def add_rows(table: Table, case: str, rounds: list[dict[str, dict[str, float]]], options: argparse.Namespace) -> None:
+    """One of saving and one of loading, of the rounds that are complete."""
+    if not rounds:
+        table.add_row(case, LATE)
+        return
+    title = case if len(rounds) == options.rounds else f"{case}, {len(rounds)} of {options.rounds} rounds"
+    verification = median(one[OURS]["verification"] for one in rounds)
+    print(f"{case}: load_state with verification / without: {verification:.2f}")
+    for what, raw in (("save", "raw write"), ("load", "raw read")):
+        timings = Timings(
+            {
+                name: [one[name][what] + (one[name]["fsync"] if what == "save" else 0.0) for one in rounds]
+                for name in (OURS, THEIRS)
+            }
+        )
+        shares = {
+            name: median(one[name][raw] / t for one, t in zip(rounds, timings[name], strict=True)) for name in timings
+        }
+        bare = median(one[THEIRS]["save"] for one in rounds)
+        table.add_row(
+            title,
+            what,
+            f"{timings.seconds(OURS):.2f}",
+            f"{timings.seconds(THEIRS):.2f}",
+            f"{bare:.2f}" if what == "save" else "",
+            f"{timings.ratio(OURS, THEIRS):.2f}",
+            f"{shares[OURS]:.0%}",
+            f"{shares[THEIRS]:.0%}",
+        )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
+import multiprocessing
 import os
 import platform
+import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
+from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
-__all__ = ["WIDTH", "Timings", "describe_run", "installed", "take_turns"]
+__all__ = [
+    "LATE",
+    "WIDTH",
+    "Timings",
+    "describe_run",
+    "installed",
+    "keep",
+    "measure_cases",
+    "take_turns",
+    "until_stopped",
+]
 
 WIDTH = 130  # characters of a table, wherever it is printed
+LATE = "not run in time"  # of a row, after SIGTERM
 
 
 class Timings(dict[str, list[float]]):
@@ -57,6 +76,59 @@ def take_turns(
             if index >= warmup:
                 timings[name].append(elapsed)
     return timings
+
+
+class _Stopped(BaseException):
+    pass
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """SIGTERM ends the block and the processes that torch has spawned in it; the program then prints what it has."""
+
+    def stop(*_: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        raise _Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def keep(file: Path, measured: Any) -> None:
+    """Write what is measured so far; a process that is killed leaves it as it was before."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(measured))
+    part.replace(file)
+
+
+def measure_cases(measure: Callable[..., None], cases: Sequence[Any], options: argparse.Namespace) -> list[Any]:
+    """What `measure` has kept of each case, in processes and a folder of its own; None of a case that is not run.
+
+    Args:
+        measure: run in every process with its rank, their number, the case, a file to keep things in, and `options`.
+        cases: as `measure` takes them.
+        options: of the command line, with `processes` and `folder`.
+    """
+    import torch
+
+    measured: list[Any] = [None] * len(cases)
+    with until_stopped():
+        for index, case in enumerate(cases):
+            with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
+                file = Path(folder, "measured.json")
+                try:
+                    arguments = (options.processes, case, file, options)
+                    torch.multiprocessing.spawn(measure, arguments, nprocs=options.processes)
+                finally:
+                    measured[index] = json.loads(file.read_text()) if file.exists() else None
+    return measured
 
 
 def installed(package: str) -> str | None:

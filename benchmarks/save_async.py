@@ -6,6 +6,7 @@ call takes on the first process, and with what the next step waits for the copy 
 forward and backward; before it, everything is on the disk. A ratio is the median over the rounds of the pause of the
 asynchronous save over that of the other in the same round. The first asynchronous save, into memory that
 is new to the process, is listed by itself. A step counts as one during a save if it begins before that is complete.
+Pauses are told at once, and after SIGTERM the table has the rounds that are complete.
 
     python benchmarks/save_async.py --gigabytes 1 --rounds 5 --folder /data
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pairs import WIDTH, Timings, describe_run
+from pairs import LATE, WIDTH, Timings, describe_run, keep, measure_cases
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -102,15 +104,15 @@ class Training:
         dist.barrier()
 
 
-def measure(rank: int, world: int, stage: int, folder: str, options: argparse.Namespace) -> None:
-    """Run in every process; the first writes what it measured."""
+def measure(rank: int, world: int, stage: int, file: Path, options: argparse.Namespace) -> None:
+    """Run in every process; the first keeps what it has measured after each round."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
     backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    training = Training(stage, options.gigabytes, Path(folder), options.cpu)
+    dist.init_process_group(backend, init_method=f"file://{file.parent}/store", rank=rank, world_size=world)
+    training = Training(stage, options.gigabytes, file.parent, options.cpu)
     training.step()
     results: dict[str, Any] = {"first": training.save(asynchronous=True), "quiet": [], "behind": []}
     training.steps_behind()
@@ -119,11 +121,13 @@ def measure(rank: int, world: int, stage: int, folder: str, options: argparse.Na
         for name in (AT_ONCE, BEHIND) if index % 2 else (BEHIND, AT_ONCE):
             results["quiet"] += [training.step() for _ in range(3)]
             pauses[name].append(training.save(asynchronous=name == BEHIND))
+            if rank == 0:
+                print(f"stage {stage}, {index + 1}, {name}: {pauses[name][-1]:.3f} s", file=sys.stderr, flush=True)
             if name == BEHIND:
                 results["behind"] += [training.next_step, *training.steps_behind()]
+        if rank == 0:
+            keep(file, {**results, "pauses": pauses})
     training.forget()
-    if rank == 0:
-        torch.save({**results, "pauses": dict(pauses)}, Path(folder, "results.pt"))
     training.accelerator.end_training()
     os._exit(0)
 
@@ -134,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default 5)")
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="ZeRO stages (default 2 3)")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
-    parser.add_argument("--folder", default=None, help="on the disk to write to (default: the system's temporary one)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to write to (default %(default)s)")
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available(), help="even with a GPU")
     options = parser.parse_args()
     table = Table(
@@ -155,13 +159,14 @@ def main() -> None:
         "ratio",
     ):
         table.add_column(column, justify="right")
-    for stage in options.stages:
-        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
-            torch.multiprocessing.spawn(measure, (options.processes, stage, folder, options), nprocs=options.processes)
-            results = torch.load(Path(folder, "results.pt"))
+    for stage, results in zip(options.stages, measure_cases(measure, options.stages, options), strict=True):
+        if results is None:
+            table.add_row(str(stage), LATE)
+            continue
         pauses, quiet, behind = Timings(results["pauses"]), median(results["quiet"]), results["behind"]
+        done = len(pauses[BEHIND])
         table.add_row(
-            str(stage),
+            str(stage) if done == options.rounds else f"{stage}, {done} of {options.rounds} rounds",
             f"{pauses.seconds(AT_ONCE):.2f}",
             f"{pauses.seconds(BEHIND):.3f}",
             f"{results['first']:.3f}",
