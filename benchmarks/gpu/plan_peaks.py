@@ -3,8 +3,9 @@
 Every row is a launch of its own: GPT-2 of a size, AdamW, four steps. The target is 10 %. Then GPT-2 XL (1.5 billion
 parameters, blocks of 128 tokens, fp16) with 24 GB of the device: without ZeRO, one sample; the announcement's stage 3
 with everything offloaded, 16 samples; and what `auto` chooses, whose tokens per second should be 1.5 times as many.
-transformers must be installed. Each row is told as soon as it is measured; a launch takes about half a minute. Without
-a GPU only `--cpu` runs, which predicts and measures nothing.
+transformers must be installed. Each row is told as soon as it is measured, and after SIGTERM the table has what is
+measured by then; a launch takes about half a minute. Without a GPU only `--cpu` runs, which predicts and measures
+nothing.
 
     python benchmarks/gpu/plan_peaks.py
     python benchmarks/gpu/plan_peaks.py --only cap
@@ -17,7 +18,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from training import OUT_OF_MEMORY, Figures, Run, measure
+from training import OUT_OF_MEMORY, Figures, Run, file_of, measure
 
 GIB = 2**30
 HOST: dict[str, Any] = {"device": "cpu"}
@@ -104,6 +106,38 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def measure_all(
+    runs: list[Run], together: int, kept: Path | None, show: Callable[[int, dict[int, Figures | str]], tuple[str, ...]]
+) -> dict[int, Figures | str]:
+    """The figures of the runs, or why there are none; SIGTERM leaves some unmeasured.
+
+    Args:
+        runs: what is trained.
+        together: launches at a time. What has too little memory beside others is tried again alone.
+        kept: a folder of figures.
+        show: the row of a run, from what is measured by then; it is told at once.
+    """
+    from pairs import LATE, until_stopped
+
+    beside = f"{OUT_OF_MEMORY} beside others"
+    found: dict[int, Figures | str] = dict.fromkeys(range(len(runs)), LATE)
+    # What is kept comes first, and what needs C++ ops last: on a new machine they are still being built.
+    is_kept = [kept is not None and file_of(run, kept).exists() for run in runs]
+    order = sorted(range(len(runs)), key=lambda i: (not is_kept[i], "offload" in str(runs[i].zero)))
+    pool = ThreadPoolExecutor(together)
+    with until_stopped():
+        futures = {pool.submit(measure, runs[i], kept): i for i in order}
+        for future in as_completed(futures):
+            i = futures[future]
+            found[i] = beside if future.result() == OUT_OF_MEMORY and together > 1 else future.result()
+            tell(*show(i, found))
+        for i in [i for i in order if found[i] == beside]:
+            found[i] = pool.submit(measure, runs[i], kept).result()
+            tell(*show(i, found))
+    pool.shutdown(wait=False, cancel_futures=True)
+    return found
+
+
 def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -> Table:
     table = Table(box=MARKDOWN)
     for column in (
@@ -117,30 +151,27 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -
         "terms",
     ):
         table.add_column(column)
-    worst = 0.0
     # Who shares the cores does not take all of them: threads that wait by spinning would bring all launches to a stand.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.together)))
     runs = [toy(run) if args.cpu else run for _, run in rows]
-    # What needs C++ ops comes last: on a new machine they are still being built.
-    order = sorted(range(len(runs)), key=lambda i: "offload" in str(runs[i].zero))
-    with ThreadPoolExecutor(args.together) as pool:
-        done = dict(zip(order, pool.map(lambda i: measure(runs[i], args.kept), order), strict=True))
-    measured = [done[i] for i in range(len(runs))]
-    for (path, _), run, first in zip(rows, runs, measured, strict=True):
-        found = measure(run, args.kept) if first == OUT_OF_MEMORY and args.together > 1 else first  # alone
+
+    def show(i: int, found: dict[int, Figures | str]) -> tuple[str, ...]:
+        run, one = runs[i], found[i]
         what = f"{run.micro_batch} × {run.length}{f' × {run.accumulation} a step' if run.accumulation > 1 else ''}"
         name = run.model + (", recomputing" if run.checkpointing else "")
-        if isinstance(found, str):
-            table.add_row(path, name, run.precision, what, "", "", found, "")
-            tell(path, name, run.precision, what, found)
-            continue
-        off = f"{found.peak / found.predicted - 1:+.1%}" if found.peak else "needs a GPU"
-        worst = max(worst, abs(found.peak / found.predicted - 1)) if found.peak else worst
-        sizes = f"{found.predicted / GIB:.2f}", f"{found.peak / GIB:.2f}"
-        table.add_row(path, name, run.precision, what, *sizes, off, most(found))
-        tell(path, name, run.precision, what, *sizes, off)
-    if not args.cpu:
-        table.caption = f"off by at most {worst:.1%}; target 10 %"
+        if isinstance(one, str):
+            return rows[i][0], name, run.precision, what, "", "", one, ""
+        off = f"{one.peak / one.predicted - 1:+.1%}" if one.peak else "needs a GPU"
+        sizes = f"{one.predicted / GIB:.2f}", f"{one.peak / GIB:.2f}"
+        return rows[i][0], name, run.precision, what, *sizes, off, most(one)
+
+    found = measure_all(runs, args.together, args.kept, show)
+    for i in range(len(rows)):
+        table.add_row(*show(i, found))
+    errors = [abs(one.peak / one.predicted - 1) for one in found.values() if isinstance(one, Figures)]
+    table.caption = f"{len(errors)} of {len(rows)} rows measured"
+    if not args.cpu and errors:
+        table.caption += f"; off by at most {max(errors):.1%}; target 10 %"
     return table
 
 
@@ -153,19 +184,22 @@ def compare_speed(args: argparse.Namespace) -> Table:
     table = Table(box=MARKDOWN)
     for column in ("GPT-2 XL in 24 GB", "chosen", "peak, GiB", "predicted, GiB", "step, s", "tokens/s", "against it"):
         table.add_column(column)
-    speeds: dict[str, float] = {}
-    for name, run in CAPPED:
-        found = measure(toy(run) if args.cpu else run, args.kept)
-        if isinstance(found, str):
-            table.add_row(name, "", "", "", "", found, "")
-            tell(name, found)
-            continue
-        speeds[name] = found.samples * run.length / found.seconds
-        base = speeds.get("the announcement's")
-        ratio = f"{speeds[name] / base:.2f}×" if base else ""
-        sizes = f"{found.peak / GIB:.2f}", f"{found.predicted / GIB:.2f}"
-        table.add_row(name, found.chosen, *sizes, f"{found.seconds:.3f}", f"{speeds[name]:,.0f}", ratio)
-        tell(name, found.chosen, *sizes, f"{found.seconds:.3f} s", f"{speeds[name]:,.0f} tokens/s", ratio)
+    runs = [toy(run) if args.cpu else run for _, run in CAPPED]
+
+    def show(i: int, found: dict[int, Figures | str]) -> tuple[str, ...]:
+        one, against = found[i], found[1]  # the announcement's
+        if isinstance(one, str):
+            return CAPPED[i][0], "", "", "", "", one, ""
+        speed = one.samples * runs[i].length / one.seconds
+        ratio = ""
+        if isinstance(against, Figures):
+            ratio = f"{speed * against.seconds / against.samples / runs[1].length:.2f}×"
+        sizes = f"{one.peak / GIB:.2f}", f"{one.predicted / GIB:.2f}"
+        return CAPPED[i][0], one.chosen, *sizes, f"{one.seconds:.3f}", f"{speed:,.0f}", ratio
+
+    found = measure_all(runs, 1, args.kept, show)
+    for i in range(len(CAPPED)):
+        table.add_row(*show(i, found))
     table.caption = "target: auto at least 1.5× the announcement's"
     return table
 

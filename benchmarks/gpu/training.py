@@ -21,7 +21,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # of `blog_models`
 
-__all__ = ["OUT_OF_MEMORY", "Figures", "Run", "measure"]
+__all__ = ["OUT_OF_MEMORY", "Figures", "Run", "file_of", "measure"]
 
 OUT_OF_MEMORY = "out of memory"
 _LIMIT_S = 300  # of one launch
@@ -89,13 +89,18 @@ def measure(run: Run, kept: Path | None = None) -> Figures | str:
     if kept is None:
         return _measure(run)
     kept.mkdir(parents=True, exist_ok=True)
-    file = kept / f"{hashlib.sha256(json.dumps(asdict(run)).encode()).hexdigest()[:16]}.json"
+    file = file_of(run, kept)
     if file.exists():
         return Figures(**json.loads(file.read_text()))
     found = _measure(run)
     if isinstance(found, Figures):
         file.write_text(json.dumps(asdict(found)))
     return found
+
+
+def file_of(run: Run, kept: Path) -> Path:
+    """Where the run's figures are kept."""
+    return kept / f"{hashlib.sha256(json.dumps(asdict(run)).encode()).hexdigest()[:16]}.json"
 
 
 def _measure(run: Run) -> Figures | str:
