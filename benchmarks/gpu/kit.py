@@ -2,7 +2,8 @@
 
 It takes the Python that it is started with, says what is installed, and needs no network. Each piece ends with one
 table or count, which is printed and appended to benchmarks/RESULTS.md with date, device and versions. A piece that is
-done on this commit is not run again; rows that a piece had measured before it was stopped are kept.
+done on this commit is not run again; a piece that takes too long is stopped by SIGTERM, and ends with what it has
+measured. Rows of peaks are kept for the next time.
 
     ops          DeepSpeed's C++ ops, which the others need
     streams      late streams, steps that the host queues, memory that runs out
@@ -25,10 +26,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +41,9 @@ KEPT = ROOT / "build" / "gpu"
 LIMIT_S = 540
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "pytest", "pytest-xdist")
 TABLE = "|"
+# What pytest prints of each test on several workers with -v
+STARTED = re.compile(r"^(tests/\S+::.+) $", re.MULTILINE)
+RESULT = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (.+?) *$", re.MULTILINE)
 
 
 def main() -> None:
@@ -70,7 +76,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", nargs="+", choices=list(commands(ROOT, False)), default=list(commands(ROOT, False)))
     parser.add_argument("--again", action="store_true", help="also what is done on this commit")
-    parser.add_argument("--seconds", type=int, default=LIMIT_S, help=f"of one piece at most (default {LIMIT_S})")
+    parser.add_argument("--seconds", type=int, default=LIMIT_S, help=f"until a piece is stopped (default {LIMIT_S})")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes; nothing is written down")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
     return parser.parse_args()
@@ -85,23 +91,12 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     """
     gpu, benchmarks = "benchmarks/gpu", "benchmarks"
     workers = str(max(2, min(12, (os.cpu_count() or 2) // 2)))
-    pytest = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "--numprocesses",
-        workers,
-        "--dist",
-        "loadgroup",
-    ]
-    pytest += ["--no-loadscope-reorder"]
+    pytest = f"-m pytest -v --tb=short -p no:cacheprovider -p no:benchmark --numprocesses {workers}".split()
+    pytest += ["--dist", "loadgroup", "--no-loadscope-reorder"]
     small = ["--cpu"] if rehearse else []
     tiny = ["--width", "64", "--layers", "2", "--block", "64", "--steps", "3"] if rehearse else []
-    little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "2", "--rounds", "3"]
+    little = ["--gigabytes", "0.03", "--rounds", "1"] if rehearse else ["--gigabytes", "0.5", "--rounds", "2"]
+    cases = ["--cases", "stage 2, fp32", "stage 3, bf16"]
     short = (
         ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "9", "--sizes", "tiny", "25M"]
     )
@@ -123,7 +118,7 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
         ],
         "stages": [[f"{gpu}/stages.py", *small, *tiny]],
         "checkpoints": [
-            [f"{benchmarks}/checkpoint.py", "--processes", "1", *little],
+            [f"{benchmarks}/checkpoint.py", "--processes", "1", "--verifications", "2", *cases, *little],
             [f"{benchmarks}/save_async.py", "--processes", "1", *little],
         ],
         "tables": [[f"{gpu}/blog_tables.py", *(["--help"] if rehearse else ["--models", "gpt2_xl"])]],
@@ -139,36 +134,61 @@ def run_piece(name: str, folder: Path, args: argparse.Namespace) -> tuple[int, s
         environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
     if name in ("streams", "parity", "checks", "kinds"):
         environ["OMP_NUM_THREADS"] = "1"  # many processes at a time, each of which would take all cores
-    began, endings, code = time.monotonic(), [], 0
+    if name in ("steps", "checkpoints"):
+        environ["ZERO_PLUGIN_QUIET"] = "1"  # what is told of each row would be lost among the messages
+    began, endings, late, code = time.monotonic(), [], [], 0
+    log = folder / f"{name}.log"
+    log.write_text("")
     for arguments in commands(folder / "rows", args.rehearse)[name]:
         left = args.seconds - (time.monotonic() - began)
-        log = folder / f"{name}.log"
-        with log.open("w") as written:
+        if left < 1:
+            late.append(" ".join(arguments))
+            continue
+        before = log.stat().st_size
+        with log.open("a") as written:
             command = [sys.executable, *arguments]
             running = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=written, stderr=2, start_new_session=True)
             try:
-                code = running.wait(max(left, 1)) or code
+                code = running.wait(left) or code
             except subprocess.TimeoutExpired:
                 code = 124
                 end(running)
-        endings.append(ending(log.read_text()))
-    return code, "\n\n".join(endings), time.monotonic() - began
+        endings.append(ending(log.read_bytes()[before:].decode(errors="replace")))
+    if late:
+        endings.append(f"not run: no time was left: {'; '.join(late)}")
+    return 124 if late else code, "\n\n".join(endings), time.monotonic() - began
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
-    """A command and what it has started, which would hold the GPU's memory; launchers first end their workers."""
+    """A command, which first prints what it has, and what it has started, which would hold the GPU's memory.
+
+    Launchers first end their workers, so the whole group has some seconds, even where the command itself is gone.
+    """
     for sent in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.wait(5)
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                running.poll()
+                os.killpg(running.pid, 0)
+                time.sleep(0.1)
 
 
 def ending(text: str) -> str:
-    """The tables of a program, or its last lines."""
+    """The tables of a program, pytest's summary or what its lines sum up to, or the last lines."""
     lines = text.rstrip().splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith(TABLE)), None)
-    return "\n".join(lines[-40:] if first is None else lines[max(0, first - 2) :])
+    if first is not None:
+        return "\n".join(lines[max(0, first - 6) :])  # with the title, and what is said before
+    results = RESULT.findall(text)
+    if not results:
+        return "\n".join(lines[-40:])
+    if lines[-1].startswith("===="):
+        return "\n".join([line for line in lines[-60:-1] if re.match("(FAILED|ERROR) tests/", line)] + lines[-1:])
+    counts = ", ".join(f"{count} {word.lower()}" for word, count in Counter(word for word, _ in results).items())
+    failed = [f"{word} {test}" for word, test in results if word in ("FAILED", "ERROR")]
+    running = sorted(set(STARTED.findall(text)) - {test for _, test in results})
+    return "\n".join([f"pytest was stopped: {counts}", *failed, *(f"running {test}" for test in running)])
 
 
 def describe_machine() -> str:
