@@ -123,6 +123,27 @@ def check_deepspeed_itself_is_as_it_was(path: str) -> None:
         assert compatible[builder.NAME] == builder.is_compatible()
 
 
+def check_linear_layers_are_torchs_after_the_last_engine(path: str) -> None:
+    """DeepSpeed replaces `functional.linear` for the whole process: its function stays as long as an engine needs it.
+
+    `torch.func` does not know it.
+    """
+
+    def gradient_of_another_model() -> Tensor:
+        other, (x, _) = make_net(), own_batch(0)
+        gradient: Any = torch.func.grad(lambda own: torch.func.functional_call(other, own, (x[:2],)).sum())
+        return gradient(dict(other.named_parameters()))["2.bias"]  # type: ignore[no-any-return]
+
+    with running(path) as accelerator:
+        _train(accelerator, make_net())
+        with running(path) as second:
+            _train(second, make_net())
+        replacing = torch.nn.functional.linear
+        assert "zero3" in replacing.__name__
+        _train(accelerator, make_net())
+    assert gradient_of_another_model().tolist() == [2.0] * 4
+
+
 def check_state_dict(path: str) -> None:
     """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
     with running(path) as accelerator:
@@ -408,6 +429,7 @@ CHECKS = {
     for check in (
         *_ON_PATHS,
         *([check_deepspeed_itself_is_as_it_was] if path == "zero1" else []),
+        *([check_linear_layers_are_torchs_after_the_last_engine] if path == "zero3" else []),
         *([] if path.startswith("zero") else [check_overflow_skips_the_step]),
     )
 }

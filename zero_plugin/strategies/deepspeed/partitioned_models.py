@@ -19,15 +19,18 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
+from weakref import WeakSet
 
 import torch
 from deepspeed import DeepSpeedEngine, zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from torch import Tensor, nn
+from torch.nn import functional
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.facts import Facts
@@ -41,6 +44,8 @@ from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_emp
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
+_LINEAR: Final = functional.linear
+_SERVED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
@@ -477,8 +482,20 @@ def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
     return type(p).__deepcopy__(p, memo)
 
 
-def refuse_forwards(module: nn.Module) -> None:
-    """Make forwards raise as long as parameters are partitioned and no engine gathers them."""
+def note_engine(module: nn.Module) -> None:
+    """An engine gathers the module's weights from now on."""
+    _SERVED.add(module)
+
+
+def follow_end(module: nn.Module) -> None:
+    """Its engine has ended: forwards raise as long as parameters are partitioned and no engine gathers them.
+
+    After the last one `functional.linear` is torch's own again. DeepSpeed's, which serves every model of the process,
+    adds the bias to a rounded product, keeps other tensors for the backward, and is not known to `torch.func`.
+    """
+    _SERVED.discard(module)
+    if not _SERVED and functional.linear is zero3_linear_wrap:
+        functional.linear = _LINEAR
     for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
         part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
 
