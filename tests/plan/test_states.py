@@ -249,6 +249,15 @@ def test_checkpointed_activations() -> None:
     assert footprint(Workload(SEVEN, plain, ADAM), setup, A100).phases["forward"]["activations"] == 100 * GIB
 
 
+def test_offloaded_gradients_pass_the_device() -> None:
+    """The norm of each is computed there, in fp64; to NVMe they go by sub-groups, which gather there in fp32."""
+    largest = max(p.elements for p in SEVEN.parameters) // 8
+    ways = {device: Setup(3, offload_optimizer=device, sub_group_size=2**28) for device in ("cpu", "nvme")}
+    moments = {name: ProcessMemory(SEVEN, ADAM, setup, 8).step_moments()[0] for name, setup in ways.items()}
+    assert moments["cpu"] == {"gradients": 0, "step transient": largest * (4 + 8)}
+    assert moments["nvme"] == {"gradients": 2**28 * 4, "step transient": largest * (4 + 8)}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_buckets_come_with_the_first_gradient(stage: int) -> None:
     """By then the loss' working space is gone; and a full bucket is copied when its share of the backward is over.
@@ -267,7 +276,9 @@ def test_buckets_come_with_the_first_gradient(stage: int) -> None:
     assert "transient" not in phases["reduction"]
     short = footprint(Workload(SEVEN, Activations(Affine(0, 4 * GIB)), ADAM), setup, A100).phases["reduction"]
     assert short["activations"] == 3 * GIB
-    assert short["reduction buffers"] == bucket * (2 if stage == 2 else 1)
+    # At stage 2 the bucket, its copy, and all sums; at stage 3 the copy, and the bucket's own gradients in fp32.
+    assert short["reduction buffers"] == bucket * 2 if stage == 2 else bucket + SEVEN.elements // 4 // 8 * 4
+    assert short.get("gradients", 0) == (SEVEN.elements // 8 * 4 if stage == 2 else phases["step"].get("gradients", 0))
 
 
 def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:

@@ -185,6 +185,31 @@ def check_nvme_optimizer_without_parameters(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def check_gradients_go_to_nvme_by_sub_groups(folder: Path) -> None:
+    """A device holds one sub-group's gradients in fp32 at a time, not all of them until the last has come."""
+    config = zero3(folder, optimizer="nvme", param="cpu")
+    config["zero_optimization"]["sub_group_size"] = 400_000
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 4))
+    with running("zero3", deepspeed=config) as accelerator:
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
+        wrapper = optimizer.session.engine.optimizer
+        lengths = [sum(p.partition_numel() for p in group) for group in wrapper.fp16_groups]
+        written: list[tuple[int, int]] = []
+        swap_out = wrapper.optimizer_swapper.swap_out_gradients
+
+        def record(*, gradient_tensors: list[torch.Tensor], **given: Any) -> None:
+            written.append((len(wrapper.norm_for_param_grads), sum(t.numel() for t in gradient_tensors)))
+            swap_out(gradient_tensors=gradient_tensors, **given)
+
+        wrapper.optimizer_swapper.swap_out_gradients = record
+        train(accelerator, model, optimizer, 0)
+        known = [sum(map(len, wrapper.fp16_groups[: count + 1])) for count in range(len(lengths))]
+        large = [found for found in zip(known, lengths, strict=True) if found[1] * 4 >= 2**20]  # else not written
+        assert len(large) == 3
+        assert written == large
+
+
 def check_scaling_waits_for_the_copies(_: Path) -> None:
     """A GPU copies gradients to the host behind the script's back: what is multiplied has arrived."""
     with running("zero2-cpu") as accelerator:

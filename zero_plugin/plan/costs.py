@@ -31,6 +31,8 @@ from typing import Final
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup, Workload
 
 _FP32: Final = 4
+_FP64: Final = 8
+_NORMED: Final = 250_000_000  # elements of a gradient whose norm DeepSpeed computes at a time
 
 Parameters = tuple[ParameterSize, ...]
 
@@ -127,6 +129,11 @@ class ProcessMemory:
         return bool(self.setup.stage) and self.setup.offload_optimizer != "none"
 
     @property
+    def sums_are_wider(self) -> bool:
+        """Whether gradients are added up in fp32 and computed in 16 bits."""
+        return self.setup.gradient_bytes == _FP32 != self.setup.weight_bytes
+
+    @property
     def flat(self) -> int:
         """Elements of all partitions of stages 1 and 2 together."""
         return flat_elements(self.model.parameters, self.processes)
@@ -208,7 +215,7 @@ class ProcessMemory:
             return trained * width  # at stage 1 added to the sums, and not freed before the step
         if setup.stage == 1:
             return trained * setup.gradient_bytes
-        if setup.gradient_bytes == _FP32 != width:
+        if self.sums_are_wider:
             return sum(self.updated) * _FP32  # also under offload, until the step
         return 0 if self.offloads_optimizer else self.touched * width
 
@@ -267,20 +274,26 @@ class ProcessMemory:
 
         From the first gradient on, at stages 1 and 2: the contiguous bucket, with `overlap_comm` a second one, and at
         stage 2, where sums are in the weights' own type, the reduced gradients that are to be added to them. Each time
-        that a bucket is full, at stage 2 the flattened copy that is all-reduced, and at stage 3 the reordered one that
-        is reduce-scattered; stage 3's bucket is among the states.
+        that a bucket is full, at stage 2 the flattened copy that is all-reduced; at stage 3, whose bucket is among the
+        states, the reordered one that is reduce-scattered, and what comes of it in the type of the sums.
         """
         setup, width = self.setup, self.setup.weight_bytes
         if not setup.stage or setup.sums_on_every_device:
             return 0, 0
         if setup.stage == 1:
             return setup.reduce_bucket * setup.gradient_bytes, 0
-        filled = min(setup.reduce_bucket, self.model.trainable) * width
+        filled = min(setup.reduce_bucket, self.model.trainable)
         if setup.stage == 3:
-            return 0, filled
+            return 0, filled * width + (filled // self.processes * _FP32 if self.sums_are_wider else 0)
         sums = setup.gradient_bytes == width and not self.offloads_optimizer and setup.accumulation > 1
         buckets = setup.reduce_bucket * width * (2 if setup.overlap_comm else 1)
-        return buckets + (self.touched * width if sums else 0), filled
+        return buckets + (self.touched * width if sums else 0), filled * width
+
+    def gradients_at_full_bucket(self) -> int:
+        """Bytes of gradients on the device, not among the states, when a backward's first bucket is reduced."""
+        if self.setup.stage == 2 and self.sums_are_wider:
+            return sum(self.updated) * _FP32  # all sums are made at once, and stay until the step
+        return self.carried_gradients()
 
     def gathered_parameters(self) -> int:
         """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
@@ -330,13 +343,19 @@ class ProcessMemory:
             # A fused kernel gets flat fp32 gradients, made of separate ones; torch's optimizer works beside separate
             # ones.
             return ({**gradients, "step transient": own * _FP32 + (update or own * _FP32)},)
+        if setup.stage == 3 and self.offloads_optimizer:
+            # Gradients go to CPU memory one by one, to NVMe by sub-groups, and the norm of each is computed in fp64.
+            one = self._largest_trained // self.processes
+            swapped = max(self.updated, default=0) * _FP32 if setup.offload_optimizer == "nvme" else 0
+            normed = one * setup.gradient_bytes + min(one, _NORMED) * _FP64
+            return {"gradients": swapped, "step transient": normed}, {"step transient": update}
         if setup.stage == 3:
-            flattened = 0 if self.offloads_optimizer else own * setup.gradient_bytes
-            return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
+            sizes = _casting(own * setup.gradient_bytes, own, setup.gradient_bytes, update)
+            return tuple({"step transient": size} for size in sizes)
         reduced = {**gradients, "reduction buffers": self.reduction_buffers()[0] if setup.stage == 1 else 0}
         if self.offloads_optimizer:
-            return (reduced,)
-        if setup.stage == 2 and setup.gradient_bytes != width:
+            return ({**reduced, "step transient": min(self._largest_trained, sum(self.updated)) * _FP64},)
+        if setup.stage == 2 and self.sums_are_wider:
             return ({**gradients, "step transient": update},)  # the sums are flat and in fp32 by now
         kept = self.touched * width
         if setup.stage == 1:
@@ -467,8 +486,12 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     at_first_gradient["reduction buffers"] = buckets
     # When a bucket is full, its share of the backward is over.
     left = 1 - min(1.0, setup.reduce_bucket / max(1, work.model.trainable))
-    at_full_bucket = {**at_first_gradient, "activations": int(left * at_first_gradient["activations"])}
-    at_full_bucket["reduction buffers"] = buckets + copied
+    at_full_bucket = {
+        **at_first_gradient,
+        "activations": int(left * at_first_gradient["activations"]),
+        "gradients": memory.gradients_at_full_bucket(),
+        "reduction buffers": buckets + copied,
+    }
     at_end_of_backward = {
         "gradients": memory.window_gradients(),
         "transient": backward,

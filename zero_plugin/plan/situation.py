@@ -189,8 +189,8 @@ class Activations:
         def changed(amount: Any) -> Any:
             return Highest(tuple(map(lines, amount.lines))) if isinstance(amount, Highest) else amount and lines(amount)
 
-        names = ("saved", "transient", "late", "checkpointed", "checkpointed_transient", "checkpointed_late")
-        names += ("checkpointed_forward",)
+        plain, recomputing = ("saved", "transient", "late"), ("", "_transient", "_late", "_forward")
+        names = (*plain, *(f"checkpointed{kind}" for kind in recomputing))
         found = {name: changed(getattr(self, name)) for name in names}
         found["moved"] = self.moved if self.moved == Affine() else lines(self.moved)
         autocast = self.autocast and self.autocast.mapped(lines, flops)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.partitioned_models import replaced
 from zero_plugin.strategies.precision import all_finite
 
 
@@ -418,8 +419,12 @@ class Stage3Gradients(EngineGradients):
         if wrapper.offload_optimizer:
             # Parameters without a gradient are finalized too, as zeros: the step's CPU and NVMe buffers have old ones.
             wrapper._offload_boundary_param_ids = set(self._own)
+        # What goes to NVMe DeepSpeed holds on the device, in fp32, until all is there: it gets a sub-group at a time.
+        groups = wrapper.fp16_groups
         with _at_boundary(self._engine):
-            type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+            for part in [[group] for group in groups] if getattr(wrapper, "swap_optimizer", False) else [groups]:
+                with replaced(wrapper, "fp16_groups", part):
+                    type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
 
     def norm(self) -> Tensor:
         return _finite_or_inf(combine_grad_norm_groups(self._wrapper._get_norm_groups()) / self._wrapper.loss_scale)
