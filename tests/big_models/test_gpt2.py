@@ -6,35 +6,39 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+import transformers  # whose models are imported when a test asks for them
 
 from zero_plugin import dispatch_model, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
 from zero_plugin.utils import compute_module_sizes, find_tied_parameters, get_state_dict_offloaded_model
 
-CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+SIZES = {"vocab_size": 97, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
 PROMPT = torch.tensor([[5, 17, 3, 80]])
 
 
+def make() -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).eval()
+
+
 @pytest.fixture(scope="module")
-def plain() -> GPT2LMHeadModel:
+def plain() -> transformers.GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(CONFIG).eval()
+    return make()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(plain: GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(plain: transformers.GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt2")
     plain.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
 
 
-def empty() -> GPT2LMHeadModel:
+def empty() -> transformers.GPT2LMHeadModel:
     with init_empty_weights():
-        return GPT2LMHeadModel(CONFIG).eval()
+        return make()
 
 
-def test_spread_by_limits(plain: GPT2LMHeadModel, checkpoint: Path) -> None:
+def test_spread_by_limits(plain: transformers.GPT2LMHeadModel, checkpoint: Path) -> None:
     """Blocks stay whole, logits and generated tokens are the plain model's, and nothing is written."""
     model = empty()
     sizes = compute_module_sizes(model)
@@ -53,7 +57,7 @@ def test_spread_by_limits(plain: GPT2LMHeadModel, checkpoint: Path) -> None:
     assert sorted(checkpoint.iterdir()) == files
 
 
-def test_all_on_disk_in_bf16(plain: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
+def test_all_on_disk_in_bf16(plain: transformers.GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
     """The tied weight is read for both of its modules, from the one file that has it."""
     model = load_checkpoint_and_dispatch(
         empty(), checkpoint, {"": "disk"}, dtype="bfloat16", offload_folder=tmp_path, strict=True
@@ -61,15 +65,15 @@ def test_all_on_disk_in_bf16(plain: GPT2LMHeadModel, checkpoint: Path, tmp_path:
     state = get_state_dict_offloaded_model(model)
     assert torch.equal(state["lm_head.weight"], plain.lm_head.weight.bfloat16())
     assert not (tmp_path / "lm_head.weight.dat").exists()
-    expected = GPT2LMHeadModel(CONFIG).eval()
+    expected = make()
     expected.load_state_dict(plain.state_dict())
     with torch.no_grad():
         assert torch.equal(model(PROMPT).logits, expected.bfloat16()(PROMPT).logits)
 
 
-def test_a_model_with_weights(plain: GPT2LMHeadModel, tmp_path: Path) -> None:
+def test_a_model_with_weights(plain: transformers.GPT2LMHeadModel, tmp_path: Path) -> None:
     """Its part on disk is written, each tensor once, and its memory is free."""
-    model = GPT2LMHeadModel(CONFIG).eval()
+    model = make()
     model.load_state_dict(plain.state_dict())
     places = infer_auto_device_map(model, {"cpu": 25_000})
     assert {"cpu", "disk"} == set(places.values())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_plugin.checkpoint.load_weights import find_weights, match_weights
 from zero_plugin.errors import CheckpointError
@@ -104,7 +104,8 @@ def test_metadata_that_are_no_texts_by_name_are_an_error(content: str, tmp_path:
 @pytest.mark.parametrize("saves", ["base", "headed"])
 def test_parts_that_are_compiled_fit_a_checkpoint_of_the_other_kind(saves: str, tmp_path: Path) -> None:
     """The base model's for one with a head, and the other way round, have neither's prefix, nor torch.compile's."""
-    headed = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=4, n_head=1, n_positions=4, vocab_size=8))
+    sizes = {"n_layer": 1, "n_embd": 4, "n_head": 1, "n_positions": 4, "vocab_size": 8}
+    headed = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     base = copy.deepcopy(headed.transformer)
     saved, model, layers = (base, headed, headed.transformer.h) if saves == "base" else (headed, base, base.h)
     saved.save_pretrained(tmp_path)
