@@ -30,7 +30,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from torch import Tensor, nn
-from torch.nn import functional
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.facts import Facts
@@ -44,7 +43,7 @@ from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_emp
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
-_LINEAR: Final = functional.linear
+_LINEAR: Final = torch.nn.functional.linear
 _SERVED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
@@ -494,8 +493,8 @@ def follow_end(module: nn.Module) -> None:
     adds the bias to a rounded product, keeps other tensors for the backward, and is not known to `torch.func`.
     """
     _SERVED.discard(module)
-    if not _SERVED and functional.linear is zero3_linear_wrap:
-        functional.linear = _LINEAR
+    if not _SERVED and torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = _LINEAR
     for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
         part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
 
