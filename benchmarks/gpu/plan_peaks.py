@@ -187,7 +187,7 @@ def compare_speed(args: argparse.Namespace) -> Table:
     runs = [toy(run) if args.cpu else run for _, run in CAPPED]
 
     def show(i: int, found: dict[int, Figures | str]) -> tuple[str, ...]:
-        one, against = found[i], found[1]  # the announcement's
+        one, against = found[i], found[0]  # the announcement's
         if isinstance(one, str):
             return CAPPED[i][0], "", "", "", "", one, ""
         speed = one.samples * runs[i].length / one.seconds
