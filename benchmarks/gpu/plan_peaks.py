@@ -193,7 +193,7 @@ def compare_speed(args: argparse.Namespace) -> Table:
         speed = one.samples * runs[i].length / one.seconds
         ratio = ""
         if isinstance(against, Figures):
-            ratio = f"{speed * against.seconds / against.samples / runs[1].length:.2f}×"
+            ratio = f"{speed * against.seconds / against.samples / runs[0].length:.2f}×"
         sizes = f"{one.peak / GIB:.2f}", f"{one.predicted / GIB:.2f}"
         return CAPPED[i][0], one.chosen, *sizes, f"{one.seconds:.3f}", f"{speed:,.0f}", ratio
 
