@@ -15,6 +15,7 @@ from paths import raised, running
 from sharing import LENGTH, MODELS, WORDS, Case, llama, make_samples, sharing, train_plainly, train_shared
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from zero_plugin.errors import LoopError
 from zero_plugin.long_context import chunk_layer, chunk_loss
@@ -116,10 +117,10 @@ def check_what_cannot_be_chunked_is_refused(path: str) -> None:
 
 
 def check_layers_in_chunks(path: str) -> None:
-    """MLPs over thirds of the sequence, below checkpointed blocks too: the numbers are those of complete ones."""
+    """MLPs over thirds of the sequence, below both kinds of checkpoints too: the numbers are those of complete ones."""
     case = Case(accumulation=2)
     wanted = train_plainly(case, dist.get_world_size())
-    for checkpointed in (False, True):
+    for checkpoints in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
         with running(path, gradient_accumulation_steps=2) as accelerator:
             model = llama()
             seen: list[int] = []
@@ -129,11 +130,23 @@ def check_layers_in_chunks(path: str) -> None:
                 layer.mlp.gate_proj.register_forward_pre_hook(
                     lambda _, given, seen=seen: seen.append(given[0].shape[1])
                 )
-            if checkpointed:
-                model.gradient_checkpointing_enable()
+            if checkpoints:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
             found = train_shared(accelerator, case, model)
             assert set(seen[:6]) == {6, 4}  # 16 in three
         _alike(found, wanted, case.count)
+
+
+def check_dropout_of_layers_in_chunks(path: str) -> None:
+    """What a layer below a checkpoint of the older kind drops in its first forward it drops again in the second."""
+    layer = nn.Sequential(nn.Dropout(0.5))
+    chunk_layer(layer, 3)
+    hidden = torch.ones(2, 7, 4, device=DEVICE, requires_grad=True)
+    kept = checkpoint(layer, hidden, use_reentrant=True)
+    kept.sum().backward()
+    assert torch.equal(kept, hidden.grad)
+    with running(path):
+        pass
 
 
 def check_a_copy_of_layers_in_chunks(path: str) -> None:
@@ -213,6 +226,7 @@ CHECKS |= {
     )
 }
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
+CHECKS["ddp-dropout_of_layers_in_chunks"] = ([2], _on("ddp", check_dropout_of_layers_in_chunks))
 CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))
 # Daily each case is on half of what differs beside it.

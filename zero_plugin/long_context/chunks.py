@@ -108,7 +108,9 @@ def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """In place of a layer's forward; it has that name, by which pickle finds the layer's own."""
     complete: Any = MethodType(type(layer).forward, layer)
     chunks = getattr(layer, _CHUNKS)
-    if chunks == 1 or not torch.is_grad_enabled():
+    # A checkpoint of the older kind (use_reentrant=True) runs its first forward without gradients: were that one
+    # complete, dropout would draw others than in the second.
+    if chunks == 1 or not (layer.training or torch.is_grad_enabled()):
         return complete(hidden, *args, **kwargs)  # type: ignore[no-any-return]
     parts = [checkpoint(complete, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
     if any(not isinstance(part, Tensor) for part in parts) or sum(p.shape[1] for p in parts) != hidden.shape[1]:
