@@ -200,6 +200,19 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
                 assert checkpointed or "ScaledDotProductFlashAttentionForCpuBackward0" in nodes
 
 
+def test_masks_of_older_transformers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4.57 finds packed samples in every forward without a mask, and makes a mask of `tokens²` for what is none."""
+    from transformers import masking_utils
+
+    def find(position_ids: Tensor) -> Tensor:
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
+    found = trace_activations(*_llama(), "no").saved.at(BATCH)
+    real, _ = _saved_bytes(*_llama(), "fp32", False)
+    assert found == pytest.approx(real, rel=0.01)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
         super().__init__()

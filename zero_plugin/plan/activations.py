@@ -227,7 +227,7 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
                 return found
             return replace(found, checkpointed=blocks.checkpointed(found))
 
-    with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
+    with _no_packing(), fake, kernels, torch.enable_grad(), _training(model):
         weights: dict[str, Tensor] = {
             name: nn.Parameter(narrowed(_fake(parameter)), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -353,11 +353,14 @@ def _training(model: nn.Module) -> Iterator[None]:
 def _no_packing() -> AbstractContextManager[None]:
     """Have transformers take samples for one sequence each, which it otherwise reads from the positions' values.
 
-    Of a fake tensor it takes the worst, and makes a mask of `tokens²` where a training run has none.
+    Of a fake tensor it takes the worst, and makes a mask of `tokens²` where a training run has none. A release that
+    makes that mask in each training run, as 4.57 does, is left as it is.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    return _replaced(masking, name, lambda *_args, **_kwargs: None) if hasattr(masking, name) else nullcontext()
+    if not hasattr(masking, name) or getattr(masking, name)(torch.arange(2, device="cpu")[None]) is not None:
+        return nullcontext()
+    return _replaced(masking, name, lambda *_args, **_kwargs: None)
 
 
 @contextmanager
