@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from small import (
     whole,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+)
 
 from zero_plugin import Accelerator, DeepSpeedPlugin
 
@@ -168,6 +176,21 @@ def check_init_model_with_transformers_ways(folder: Path) -> None:
         for model in (made, read):
             assert is_partitioned(model)
             assert same(whole(model), dict(reference.named_parameters()))
+
+
+def check_new_weights(folder: Path) -> None:
+    """A head that a file does not have, and `from_config`, get values of the usual size, inside `init_model` too."""
+    place = stored(gpt2, folder / "gpt2")
+    read = dict(build(gpt2).named_parameters())
+    with running("zero3") as accelerator:
+        for entered in (nullcontext, accelerator.init_model):
+            with entered():
+                headed = GPT2ForSequenceClassification.from_pretrained(place, num_labels=3)
+                made = AutoModelForCausalLM.from_config(build(gpt2).config)
+            found = whole(headed)
+            assert 0.01 < found.pop("score.weight").std() < 0.03, entered
+            assert same(found, {name: read[name] for name in found}), entered
+            assert 0.01 < whole(made)["transformer.wte.weight"].std() < 0.03, entered
 
 
 def check_mixed(folder: Path) -> None:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
@@ -101,7 +101,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
     """Context manager: transformers models constructed inside are partitioned (zero.Init); unpartitioned for None.
 
-    transformers also gathers the parameters of partitioned ones when it resizes embeddings or generates.
+    transformers also gathers the parameters of partitioned ones when it resizes embeddings or generates. Before 5.3 it
+    gathers none to initialize them, in `from_config`, and in 4.57 for what a file does not have.
     """
     from transformers.integrations import deepspeed as integration
 
@@ -110,7 +111,8 @@ def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
             yield
             return
         integration.set_hf_deepspeed_config(build)
-        with build.counted_by_gpu():
+        gathers = hasattr(integration, "initialize_weights_zero3")
+        with build.counted_by_gpu(), nullcontext() if gathers else _initializing_gathered():
             yield
 
 
@@ -193,21 +195,26 @@ def _transformers_initializes_gathered() -> Iterator[None]:
     if modeling is None:
         yield
         return
-    plain_initialize = modeling.PreTrainedModel._initialize_weights
+    # Else from_config partitions by itself, and initializes on rank 0 alone.
+    with _initializing_gathered(), replaced(modeling, "_is_ds_init_called", True):
+        yield
+
+
+def _initializing_gathered() -> AbstractContextManager[None]:
+    """Inside, a module of a transformers model is gathered while it is initialized."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    plain_initialize = PreTrainedModel._initialize_weights
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
         # A module's own function may also initialize the parameters of its direct children. Every process draws the
-        # same random numbers, so that their generators stay in step; the values of rank 0 are kept.
-        reached = [p for part in (module, *module.children()) for p in part.parameters(recurse=False)]
+        # same random numbers, so that their generators stay in step; the values of rank 0 are kept. from_pretrained has
+        # gathered already what its files do not have.
+        reached = [p for part in (module, *module.children()) for p in own_partitioned(part)]
         with zero.GatheredParameters(reached, modifier_rank=0):
             plain_initialize(self, module, *args)
 
-    with (
-        replaced(modeling.PreTrainedModel, "_initialize_weights", initialize),
-        # Else from_config partitions by itself, and initializes on rank 0 alone.
-        replaced(modeling, "_is_ds_init_called", True),
-    ):
-        yield
+    return replaced(PreTrainedModel, "_initialize_weights", initialize)
 
 
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
