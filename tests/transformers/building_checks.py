@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from paths import running, same
+import torch.distributed as dist
+from paths import listening, running, same
 from small import (
     VOCABULARY,
     assert_losses,
@@ -36,6 +39,7 @@ from transformers import (
 )
 
 from zero_plugin import Accelerator, DeepSpeedPlugin
+from zero_plugin.config import installed
 
 
 class Plain(nn.Module):
@@ -191,6 +195,19 @@ def check_new_weights(folder: Path) -> None:
             assert 0.01 < found.pop("score.weight").std() < 0.03, entered
             assert same(found, {name: read[name] for name in found}), entered
             assert 0.01 < whole(made)["transformer.wte.weight"].std() < 0.03, entered
+
+
+def check_releases_that_load_other_weights(folder: Path) -> None:
+    """transformers 5.0 to 5.2 are warned of where a run may load a model with them: at stage 3, once."""
+    for release, path, times in (("5.2.0", "zero3", 1), ("5.3.0", "zero3", 0), ("5.2.0", "zero2", 0)):
+
+        def found(package: str, release: str = release) -> str:
+            return release if package == "transformers" else version(package)
+
+        with patch.object(installed, "installed_version", found), listening() as messages, running(path):
+            pass
+        told = [message for message in messages if message.startswith(f"from_pretrained() of transformers {release}")]
+        assert len(told) == (times if dist.get_rank() == 0 else 0), (release, path, messages)
 
 
 def check_mixed(folder: Path) -> None:

@@ -65,6 +65,17 @@ def warn_of_deepspeed() -> str:
     return f"DeepSpeed {found} is newer than {tested}, the tested one. If it fails: pip install 'deepspeed=={tested}'"
 
 
+def warn_of_transformers() -> str:
+    """A warning that the installed transformers loads other weights at stage 3; "" for any other, and where none is."""
+    if not is_at_least("transformers", "5.0") or is_at_least("transformers", "5.3"):
+        return ""
+    return (
+        f"from_pretrained() of transformers {installed_version('transformers')} does not give all weights their values "
+        "at ZeRO stage 3: in 5.0 and 5.1 those of mixtures of experts, in 5.2 those that are not in the files. "
+        "Type: pip install 'transformers>=5.3'"
+    )
+
+
 def is_newer(version: str, tested: str) -> bool:
     """Whether interfaces may have changed: by major and minor number, of a 0.x package by all three."""
     return _release(version) > _release(tested)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.handlers import Handlers
+from zero_plugin.config.installed import warn_of_transformers
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
@@ -97,6 +98,9 @@ class DeepSpeedStrategy(Strategy):
             )
         if problems:
             raise ConfigError(problems)
+        loads = self.partitions_parameters and self._settings.zero3_init_flag is not False
+        if loads and "transformers" in sys.modules and (warning := warn_of_transformers()):
+            lines.append(warning)
         return lines
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:
