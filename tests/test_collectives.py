@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict, namedtuple
 
@@ -40,10 +41,33 @@ def check_gather(rank: int, world: int) -> None:
     assert got["same"].tolist() == [r for r in range(world) for _ in range(2)]
     assert got["nothing"].shape == (0, 3)
     assert collectives.reduce(Plain(a=torch.ones(1)), "sum")["a"].tolist() == [world]
-    leaf = torch.ones(2, requires_grad=True)
-    assert not collectives.gather(leaf * 2).requires_grad
+    check_graphs(world)
     transposed = torch.arange(6).view(2, 3).t() + rank
     assert collectives.gather(transposed)[:3].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def check_graphs(world: int) -> None:
+    """One process keeps its graph in what it gathers and reduces; of several, matrices with one are warned of."""
+    leaf = torch.ones(2, 2, requires_grad=True)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_plugin").addHandler(handler)
+    for call in (collectives.gather, collectives.reduce):
+        with torch.no_grad():
+            call(leaf)
+        call([leaf.sum(), leaf.detach(), leaf[0]])
+        assert told == []
+        for _ in range(2):
+            assert call(leaf * 2).requires_grad is (world == 1)
+        assert len(told) == (world > 1)
+        assert all(f"write {call.__name__}(tensor.detach())" in text for text in told)
+        told.clear()
+    logging.getLogger("zero_plugin").removeHandler(handler)
+    if world == 1:
+        (3 * collectives.reduce(collectives.gather(leaf), "mean", scale=2.0)).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [[6.0] * 2] * 2
 
 
 def check_values(rank: int, world: int) -> None:

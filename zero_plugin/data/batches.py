@@ -244,7 +244,7 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
         # Objects travel by pickle: a tensor on a GPU would come back on the sender's.
         on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), own)
         own = [list(column) if isinstance(column, Tensor) else column for column in on_cpu]
-    tensors = iter(gather([column for column in own if isinstance(column, Tensor)]))
+    tensors = iter(gather([column.detach() for column in own if isinstance(column, Tensor)]))
     objects = [column for column in own if not isinstance(column, Tensor)]
     everybodys = zip(*gather_object([objects]), strict=True) if objects else ()
     lists = iter([[value for part in parts for value in part] for parts in everybodys])

@@ -12,7 +12,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
@@ -59,15 +59,17 @@ def process_index() -> int:
 def gather(tree: Any) -> Any:
     """The processes' tensors one after another along the first dimension, on every process.
 
-    Each tensor keeps its place in the containers, its dtype and its device, and leaves autograd. First dimensions may
-    differ between the processes: the result has their sum and no padding. A 0-dimensional tensor counts as one row, so
-    the result has shape (processes,).
+    Each tensor keeps its place in the containers, its dtype and its device. With one process it keeps its graph, with
+    several it leaves autograd, which is warned of once where it looks as if the script trains through it. First
+    dimensions may differ between the processes: the result has their sum and no padding. A 0-dimensional tensor counts
+    as one row, so the result has shape (processes,).
 
     Raises:
         LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
     """
-    leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _dense_tensors(tree, "gather")]
+    leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in _dense_tensors(tree, "gather")]
     if num_processes() > 1:
+        leaves = _without_graphs(leaves, "gather")
         lengths = [leaf.shape[0] for leaf in leaves]
         kinds = _fingerprint((_structure(tree), [(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves]))
         headers, frames = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]], leaves)
@@ -155,17 +157,17 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
 
     dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The maximum of nan
-    and anything is nan. The result is multiplied by `scale`.
+    and anything is nan. The result is multiplied by `scale`. With one process it keeps its graph, see `gather`.
 
     Raises:
         LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
     """
     if reduction not in get_args(Reduction):
         raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
-    own = [
-        leaf.detach().to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype, copy=True)
-        for leaf in _dense_tensors(tree, "reduce")
-    ]
+    leaves = _dense_tensors(tree, "reduce")
+    if num_processes() > 1:
+        leaves = _without_graphs(leaves, "reduce")
+    own = [leaf.to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype, copy=True) for leaf in leaves]
     how = (_structure(tree), reduction, float(scale))
     frames = _refuse_mismatch(own, "reduce", how=how, sends=num_processes() <= _FEW and reduction != "none")
     if num_processes() > 1 and reduction != "none":
@@ -388,6 +390,27 @@ def _tensors(tree: Any, call: str) -> list[Tensor]:
                 "or gather_object for anything else"
             )
     return leaves
+
+
+def _without_graphs(leaves: list[Tensor], call: str) -> list[Tensor]:
+    """The tensors for sending. Matrices with a graph are warned of: contrastive losses are made of such.
+
+    Losses and rows of them, which have less than two dimensions, are gathered in training loops to be logged.
+    """
+    if torch.is_grad_enabled() and any(leaf.requires_grad and leaf.ndim > 1 for leaf in leaves):
+        _warn_of_lost_graphs(call)
+    return [leaf.detach() for leaf in leaves]
+
+
+@cache
+def _warn_of_lost_graphs(call: str) -> None:
+    _log.warning(
+        "%s() of tensors that require gradients: what it returns has none, so that a loss of it does not train what "
+        "they come from. torch.distributed.nn.functional.all_gather passes gradients; to log values, write "
+        "%s(tensor.detach()).",
+        call,
+        call,
+    )
 
 
 def _dense_tensors(tree: Any, call: str) -> list[Tensor]:
