@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import types
+import warnings
 from typing import Any
 
 import torch
@@ -245,6 +246,25 @@ def check_sparse_gradients(path: str) -> None:
                 continue
             model, optimizer = accelerator.prepare(net, sgd)
             accelerator.backward(model(torch.tensor([1, 2])).square().mean())
+            optimizer.step()
+            assert optimizer.applied_steps == 1
+
+
+def check_scripted_modules(path: str) -> None:
+    """What torch.jit makes takes no hooks: refused at `prepare` under ZeRO, a part too; elsewhere it trains."""
+    for whole in (True, False):
+        with running(path) as accelerator, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
+            net: Any = torch.jit.script(make_net()) if whole else make_net()
+            if not whole:
+                net[2] = torch.jit.script(net[2])
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            if is_zero(path):
+                words = ("torch.jit", "that is made" if whole else "whose 2 is made")
+                raised(LoopError, *words, by=functools.partial(accelerator.prepare, net, sgd))
+                continue
+            model, optimizer = accelerator.prepare(net, sgd)
+            accelerator.backward(loss_of(model, own_batch(0)))
             optimizer.step()
             assert optimizer.applied_steps == 1
 

@@ -594,7 +594,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         return (
             f"the loader gives {found} batches than the {self._batches} that its length says, though its sampler is "
             f"torch's own: the length of the {type(self.dataset).__name__} changed in the epoch, or is another one on "
-            "process 0.\nLet it grow or shrink between epochs, on all processes alike."
+            "process 0, or the batch sampler was given another batch_size.\nLet the data grow or shrink between "
+            "epochs, on all processes alike; for another batch size, prepare a DataLoader with it."
         )
 
     def _count_batches(self, skip: int) -> int | None:

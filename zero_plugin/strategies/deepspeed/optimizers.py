@@ -380,13 +380,14 @@ def refuse_unfit(request: SessionRequest) -> None:
     Raises:
         ConfigError: the configuration asks for what DeepSpeed's own launcher alone makes possible.
         LoopError: parameters are already partitioned, or of a dtype that ZeRO does not train; gradients are
-            sparse; or a forward writes into weights.
+            sparse; a module takes no hooks; or a forward writes into weights.
     """
     _refuse_partitioned(request)
     _refuse_wide_types(request.model)
     if request.optimizer is None and request.resolved.zero_stage < 3:
         return  # there is no engine
     _refuse_writer(request.resolved)
+    _refuse_scripted(request.model)
     if request.optimizer is not None:
         _refuse_sparse_gradients(request.model)
         if (which := describe_renormalizing(request.model)) is not None:
@@ -416,6 +417,17 @@ def _refuse_wide_types(model: nn.Module) -> None:
             f"prepare() got a {type(model).__name__} with {len(wide)} parameters of float64 or complex dtypes, e.g. "
             f"{wide[0]} ({found}): ZeRO trains in 32 and 16 bits only.\n"
             "Convert them before (model.float(); torch.view_as_real for complex ones), or train without ZeRO."
+        )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        which = f"whose {scripted[0]} is" if scripted[0] else "that is"
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} {which} made by torch.jit.script or torch.jit.trace: it takes no "
+            "hooks, by which ZeRO gathers weights and reduces gradients.\nGive prepare() the module itself, and script "
+            "what accelerator.unwrap_model returns after the training; or train without DeepSpeed."
         )
 
 
