@@ -32,6 +32,7 @@ from paths import (
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import LoopError
 
 
@@ -89,6 +90,22 @@ def check_a_step_that_is_not_finite_is_skipped(path: str) -> None:
             after = weights(accelerator, model)
             assert not same(after, before)
             assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+def check_a_process_leaves_out_the_step_that_others_skip(path: str) -> None:
+    """Under DDP a script may look at its own loss: nothing that the first steps compare waits for a step of it."""
+    with running(path) as accelerator:
+        model, optimizer, schedule = _prepared(accelerator)
+        for step in range(4):
+            loss = _poisoned(model, step) if step % 2 else loss_of(model, own_batch(step))
+            accelerator.backward(loss)
+            if loss.isfinite():
+                optimizer.step()
+                schedule.step()
+            optimizer.zero_grad()
+        first, *others = gather_object([{name: t.tolist() for name, t in model.state_dict().items()}])
+        assert all(other == first for other in others)
+        assert optimizer.applied_steps == 2
 
 
 def check_the_run_stops_after_many_skips(path: str) -> None:
@@ -416,7 +433,9 @@ CHECKS = {
     ),
     **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips]),
     **checks_on(("single", "ddp", "zero2"), [check_the_number_of_skips, check_unchecked_bf16_applies]),
-    **checks_on(("single", "ddp"), [check_unchecked_fp32_applies]),
+    **checks_on(
+        ("single", "ddp"), [check_unchecked_fp32_applies, check_a_process_leaves_out_the_step_that_others_skip]
+    ),
     **checks_on(("single",), [check_sparse_gradients_are_looked_at]),
     **checks_on(
         ("single", "ddp"),

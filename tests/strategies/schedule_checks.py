@@ -9,12 +9,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import assert_near, checks_on, global_batch, loss_of, make_net, own_batch, running, weights
+from paths import (
+    assert_near,
+    checks_on,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import DummyOptim, DummyScheduler
+from zero_plugin.errors import LoopError
 
 STEPS = 5
 
@@ -142,6 +155,63 @@ def check_plateau(path: str) -> None:
                 optimizer.zero_grad()
                 rates.append(optimizer.param_groups[0]["lr"])
             assert torch.allclose(torch.tensor(rates), torch.tensor([0.01, 0.01, 0.001, 0.001])), rates
+
+
+def check_a_plateau_of_each_process_own_loss(path: str) -> None:
+    """Refused on every process before a step has used the rates that differ; of the mean loss, or alone, it is not."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for reduces in (True, False):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            model = make_net()
+            adamw = _adamw(model)
+            plateau = ReduceLROnPlateau(adamw, factor=0.5, patience=0)
+            model, optimizer, schedule = accelerator.prepare(model, adamw, plateau)
+
+            def window(step: int, model=model, optimizer=optimizer) -> None:
+                for micro in range(2):
+                    accelerator.backward(loss_of(model, own_batch(2 * step + micro)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            for step in range(2):
+                window(step)
+                loss = torch.tensor(1.0 + step if rank else 1.0 - step)  # falls on process 0, and rises on the others
+                schedule.step(float(accelerator.reduce(loss, "mean") if reduces else loss))
+            before = weights(accelerator, model)
+            words = ("group 0: lr: 0.01 on rank 0", "0.005 on rank 1", "accelerator.reduce(loss")
+            if reduces or world == 1:
+                window(3)
+                assert not same(weights(accelerator, model), before)
+            else:
+                raised(LoopError, *words, by=lambda window=window: window(3))
+
+
+def check_numbers_of_a_group_that_differ(path: str) -> None:
+    """What a script sets by hand, whichever number of whichever group, is found at the next step or the one after."""
+    cases: list[tuple[str, Any]] = [("lr", 0.1), ("weight_decay", 0.2), ("betas", (0.5, 0.9))]
+    if not is_zero(path):
+        cases.append(("lr", torch.tensor(0.5)))
+    for key, own in cases:
+        with running(path) as accelerator:
+            model = make_net()
+            groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=0.01, eps=1e-3))
+
+            def train(steps: range, model=model, optimizer=optimizer, key=key, own=own) -> None:
+                for step in steps:
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    if dist.get_rank() == 1 and step > 1:
+                        optimizer.param_groups[1][key] = own
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            train(range(2))
+            if dist.get_world_size() == 1:
+                train(range(2, 4))
+            else:
+                value = own.item() if isinstance(own, torch.Tensor) else own
+                words = (f"group 1: {key}: ", "on rank 0", f"{value} on rank 1")
+                raised(LoopError, *words, by=lambda train=train: train(range(2, 4)))
 
 
 def _section(kind: str, **params: Any) -> dict[str, Any]:

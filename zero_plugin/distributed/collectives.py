@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.distributed.collective_check import SAME_ORDER, collective
+from zero_plugin.distributed.collective_check import SAME_ORDER, collective, pass_together
 from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
@@ -199,6 +199,22 @@ def _joined_here(received: Iterator[tuple[Tensor, ...]], _: Tensor, *, is_max: b
     for other in others:
         joined = torch.maximum(joined, other) if is_max else joined.add_(other)
     return joined
+
+
+def is_same_on_all(text: str) -> bool:
+    """Whether every process has the same text, compared by a digest; for what is done where all of them train together.
+
+    It counts as a part of the training that needs all processes, not as a collective call: see `pass_together`.
+    """
+    if num_processes() == 1:
+        return True
+    pass_together()
+    digest = _fingerprint(text)
+    both = torch.tensor([digest, -digest])
+    wire = both.to(_wire_device(both))
+    dist.all_reduce(wire, dist.ReduceOp.MAX)
+    largest, negated_smallest = wire.tolist()
+    return bool(largest == -negated_smallest)
 
 
 def start_sum(numbers: Sequence[int]) -> Callable[[], list[int]]:

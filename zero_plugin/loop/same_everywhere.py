@@ -1,4 +1,4 @@
-"""Checks that all processes have the same software, configuration and kind of device, and the same models."""
+"""Checks that all processes have the same software, configuration, kind of device, models and parameter groups."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 import json
 import socket
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.document import Document
@@ -18,9 +19,10 @@ from zero_plugin.config.installed import installed_version
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.tree import Tree, dotted
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.distributed.collectives import gather_values, process_index
+from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.strategies.base import Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 
@@ -98,6 +100,58 @@ def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimize
             f"prepare() got different objects on different processes:\n{differences}\n"
             "Every process must build the same models and optimizers, with the same frozen layers."
         )
+
+
+class SameGroups:
+    """Compares the numbers in a session's parameter groups, such as learning rates, with those of the other processes.
+
+    That is done in the first calls and in one of a hundred: it is one small collective.
+
+    Args:
+        session: of a model with its optimizer, on several processes.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._calls = 0
+
+    def __call__(self) -> None:
+        """Called by all processes at the same steps.
+
+        Raises:
+            LoopError: on every process, if the numbers differ; it lists each value and the ranks that have it.
+        """
+        session, calls = self._session(), self._calls
+        self._calls += 1
+        if session is None or session.optimizer is None or not is_checked_step(calls):
+            return
+        numbers = _numbers_of(session.optimizer)
+        if not is_same_on_all(str(numbers)):
+            raise LoopError(
+                f"the parameter groups of the {type(session.optimizer).__name__} differ between the processes:\n"
+                f"{_compare(numbers)}\n"
+                "Every process has to step with the same numbers. Where they come from a loss, as in a scheduler's "
+                'step(loss), average it over the processes: accelerator.reduce(loss, "mean").'
+            )
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, str]:
+    return {
+        f"group {index}: {key}": number
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and (number := _as_number(value)) is not None
+    }
+
+
+def _as_number(value: Any) -> str | None:
+    """A number, a tensor of one, or several numbers as text; None for anything else."""
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        numbers = [number for part in value if (number := _as_number(part)) is not None]
+        return f"({', '.join(numbers)})" if len(numbers) == len(value) else None
+    return str(value) if isinstance(value, bool | int | float) else None
 
 
 def _settings(tree: Tree) -> dict[str, str]:

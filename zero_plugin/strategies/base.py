@@ -46,6 +46,12 @@ LOSS_OF_OTHERS = (
     "the loss of this backward() depends on no trained parameter of the prepared model, but was multiplied by its loss "
     "scale.\nCall loss.backward() for models that are not prepared."
 )
+_LOOKS, _LOOK_EVERY = 10, 100
+
+
+def is_checked_step(step: int) -> bool:
+    """Whether mistakes are checked before a step, counted from 0: before the first ones and one in a hundred."""
+    return step < _LOOKS or step % _LOOK_EVERY == 0
 
 
 class Saving(NamedTuple):
@@ -106,6 +112,8 @@ class Session(ABC):
         states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
+        on_average: called where all processes average the gradients of one step, so that it may be collective; not
+            inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
     """
 
     unpartitioned_gradients = True
@@ -115,6 +123,7 @@ class Session(ABC):
     leaves_files = False
     before_change: Callable[[], None] | None = None
     on_failure: Callable[[], None] | None = None
+    on_average: Callable[[], None] | None = None
     scales_loss = False
     adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()

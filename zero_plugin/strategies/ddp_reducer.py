@@ -110,8 +110,13 @@ class DdpReducer:
 
         Not inside `Join`, where a process that has run out of batches would wait for another operation.
         """
-        if self._will_rebuild and not self._ddp._join_config.enable:
+        if self._will_rebuild and not self.is_joined:
             self._will_rebuild = not self._ddp.reducer._rebuild_buckets()
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it is inside `Join`, where a process that has run out of batches follows without a forward."""
+        return bool(self._ddp._join_config.enable)
 
     def state(self) -> list[list[str]]:
         """The parameter names of each bucket, if known."""
@@ -177,6 +182,5 @@ class DdpReducer:
         )
 
     def _count_pass(self) -> None:
-        # Inside `Join`, a process that has run out of batches follows the others without a forward.
-        if not self._ddp._join_config.enable:
+        if not self.is_joined:
             pass_together()

@@ -131,8 +131,10 @@ class TorchSession(Session):
         return had_any
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
-        self._is_open = True
         self._averages = ends_window and not self._local_only
+        if self._averages:
+            self._meet()
+        self._is_open = True
         if self._reducer is not None and self._averages:
             self._reducer.prepare(loss)
 
@@ -183,6 +185,7 @@ class TorchSession(Session):
         if not self._are_averaged:
             self._are_averaged = True
             if self._reducer is not None:
+                self._meet()
                 self._reducer.average()
             elif self.recorder is not None:
                 self.recorder.end_backward(self.module, averages=True)
@@ -308,6 +311,10 @@ class TorchSession(Session):
         assert self.optimizer is not None
         looks = self._skips and self._scale is None and self.recorder is None
         return looks and skips_by_found_inf(self.optimizer)
+
+    def _meet(self) -> None:
+        if self.on_average is not None and self._reducer is not None and not self._reducer.is_joined:
+            self.on_average()
 
     def _reset_reducer(self) -> None:
         if self._reducer is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS
+from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, is_checked_step
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
 from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by
@@ -24,12 +24,6 @@ from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_b
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
 # torch's message for a product with a weight that was released after the first backward through its forward.
 _OF_RELEASED = re.compile(r"size of tensor \w \(0\) must match")
-_LOOKS, _LOOK_EVERY = 10, 100
-
-
-def is_checked_step(step: int) -> bool:
-    """Whether mistakes are checked before a step, counted from 0: before the first ones and one in a hundred."""
-    return step < _LOOKS or step % _LOOK_EVERY == 0
 
 
 def versions_of(parameters: Iterable[Tensor]) -> list[int]:

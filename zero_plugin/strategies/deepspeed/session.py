@@ -270,6 +270,8 @@ class EngineSession(Session):
         with self._thawed():
             self._gradients.finalize()
         self._watch.note_reduced()
+        if self.on_average is not None:  # after `finalize`, which names branches of the model that differ
+            self.on_average()
         return Measured()
 
     def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002 - the engine measures and clips itself
