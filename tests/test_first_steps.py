@@ -23,7 +23,7 @@ from zero_plugin.strategies.torch_session import TorchSession
 class Loop:
     """Trainings of two layers each, of which the first may be frozen, looked at as `Accelerator` does."""
 
-    def __init__(self, *, models: int = 1, frozen: bool = False) -> None:
+    def __init__(self, *, models: int = 1, frozen: bool = False, processes: int = 2, precision: str = "no") -> None:
         self.models = [nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(models)]
         self.trainings = []
         for model in self.models:
@@ -33,10 +33,10 @@ class Loop:
             trained = tuple(p for p in model.parameters() if p.requires_grad)
             optimizer, window = AcceleratedOptimizer(sgd), Window(1, session)
             optimizer.run_in(window)
-            resolved: Any = SimpleNamespace(precision="no")
+            resolved: Any = SimpleNamespace(precision=precision)
             self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
         self.current: Any = None
-        self.first_steps = FirstSteps(self.trainings, self)
+        self.first_steps = FirstSteps(self.trainings, self, processes)
         self.first_steps.begin()
 
     def backward(self, which: int = 0, *further: nn.Module) -> bool:
@@ -73,6 +73,13 @@ def test_every_epoch_is_looked_at() -> None:
     loop.current.position = 0
     with pytest.raises(LoopError, match="no prepared model"):
         loop.backward(0, nn.Linear(1, 1))
+
+
+def test_one_process_has_nothing_to_average() -> None:
+    """There the script may train a module that is not prepared, unless its gradients have the model's loss scale."""
+    assert Loop(processes=1).backward(0, nn.Linear(1, 1))
+    with pytest.raises(LoopError, match="would be multiplied by the loss scale"):
+        Loop(processes=1, precision="fp16").backward(0, nn.Linear(1, 1))
 
 
 def test_a_model_that_is_trained_later() -> None:

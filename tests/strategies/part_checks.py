@@ -153,6 +153,52 @@ def check_a_loss_of_something_else(path: str) -> None:
             assert not same(weights(accelerator, model), before)
 
 
+def check_a_tensor_that_is_trained_beside_a_model(path: str) -> None:
+    """SAC's temperature with its own optimizer: refused where the processes have trained it apart, and only there."""
+    world = dist.get_world_size()
+
+    def train(how: str, accelerator: Any = None) -> tuple[Any, float]:
+        model = make_net()
+        optimizer = _sgd(model.parameters())
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        temperature = torch.ones(1, requires_grad=True)
+        own = torch.optim.SGD([temperature], lr=0.3)
+        for step in range(5):
+            x, y = (global_batch if accelerator is None else own_batch)(step)
+            if how == "attacks":  # a tensor that is made in each step, and trained there
+                temperature = torch.ones(1, requires_grad=True)
+                own = torch.optim.SGD([temperature], lr=0.3)
+            out = model(x)
+            losses = [(out.float() * (1.0 if how == "apart" else temperature) - y).square().mean()]
+            if how == "apart":
+                losses.append((temperature * out.detach().float() - y).square().mean())
+            for loss in losses:
+                if accelerator is None:
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if how == "averages" and accelerator is not None:
+                temperature.grad = accelerator.reduce(temperature.grad, "mean")
+            own.step()
+            own.zero_grad()
+        return model, float(temperature)
+
+    for how in ("together", "apart", "averages", "attacks"):
+        with running(path) as accelerator:
+            if world > 1 and how in ("together", "apart"):
+                words = ("tensor 1 of shape (1,): ", "on rank 0", "on rank 1", "nn.Parameter", "accelerator.reduce(")
+                raised(LoopError, *words, by=lambda how=how, accelerator=accelerator: train(how, accelerator))
+                continue
+            plain, value = train(how)
+            model, trained = train(how, accelerator)
+            if how != "attacks" or world == 1:
+                assert abs(trained - value) < 1e-5
+            assert_near(weights(accelerator, model), plain.state_dict())
+
+
 def check_a_scaled_loss_of_something_else(path: str) -> None:
     """Under fp16 its gradient would carry the model's loss scale."""
     with running(path, mixed_precision="fp16") as accelerator:

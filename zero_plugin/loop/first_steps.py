@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_plugin.data.active import ActiveLoaders
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.same_everywhere import SameSteps
 from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.tensors.wrappers import find_leaves
@@ -35,17 +37,24 @@ _STARTS = 3  # so many epochs are also checked at their first batch
 class FirstSteps:
     """Detects losses that depend on parameters that are not prepared, and loops that never call `optimizer.step()`.
 
+    On several processes it also finds tensors that the script trains itself, which are compared: see `SameSteps`.
+
     It checks the first backwards that reach each trained model, those at the start of the first epochs, one in a
     hundred of the others, and those after a parameter was unfrozen or a layer or parameter added to a trained model.
 
     Args:
         trainings: all prepared models; the caller adds to this list.
         running: has the prepared loader that is being iterated.
+        processes: how many there are.
     """
 
-    def __init__(self, trainings: Sequence[Training], running: ActiveLoaders) -> None:
+    def __init__(self, trainings: Sequence[Training], running: ActiveLoaders, processes: int) -> None:
         self._trainings = trainings
         self._running = running
+        self._processes = processes
+        # Tensors of the script that losses depend on, with their version and the steps taken when one first did.
+        self._tensors: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+        self._trained_tensors: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._backwards = 0  # since the last call of `begin`
         self._next = 1  # the number of the next backward that is checked in any case
         self._starts = 0  # epochs whose first batch was checked
@@ -67,6 +76,9 @@ class FirstSteps:
         self._frozen = [p for module in modules for p in module.parameters() if id(p) not in known]
         self._parts = frozenset(id(o) for m in modules for parts in (m.modules(), m.parameters()) for o in parts)
         self._has_changed = self._has_advanced = False
+        for session in [training.session for training in trained]:
+            if self._processes > 1 and session.on_average is None:
+                session.on_average = SameSteps(session, self._trained_tensors)
         if modules:
             _LIVE.add(self)
             _follow_registrations()
@@ -119,8 +131,11 @@ class FirstSteps:
         trained = [training for training in self._trainings if training.optimizer is not None]
         if not trained:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
-        found = [leaf for leaf in find_leaves(loss) if isinstance(leaf, nn.Parameter)]
+        leaves = find_leaves(loss)
+        found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self._refuse_unprepared([p for p in found if not any(id(p) in training.ids for training in trained)])
+        if len(found) < len(leaves) and self._processes > 1:
+            self._note_tensors([leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)])
         self._has_changed = False
         self._mention(waiting)
         ids = {id(p) for p in found}
@@ -159,6 +174,14 @@ class FirstSteps:
             )
         self._mentioned = len(waiting)
 
+    def _note_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Record those that the script trains: written between two steps. Inputs are new ones in each step."""
+        steps = sum(t.optimizer.applied_steps for t in self._trainings if t.optimizer is not None)
+        for tensor in tensors:
+            version, before = self._tensors.setdefault(tensor, (tensor._version, steps))
+            if version != tensor._version and before != steps:
+                self._trained_tensors[tensor] = None
+
     def _refuse_unprepared(self, strangers: Sequence[nn.Parameter]) -> None:
         """Raise if the loss depends on parameters that no prepared optimizer trains."""
         if not strangers:
@@ -166,10 +189,14 @@ class FirstSteps:
         owners = {id(p): training for training in self._trainings for p in training.session.module.parameters()}
         owner = next((owners[id(p)] for p in strangers if id(p) in owners), None)
         if owner is None:
+            is_scaled = any(training.resolved.precision == "fp16" for training in self._trainings)
+            if self._processes == 1 and not is_scaled:
+                return  # the script may train them itself, as in plain torch
+            wrong = "be multiplied by the loss scale" if is_scaled else "not be averaged over the processes"
             shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in strangers]
             raise LoopError(
                 f"the loss of this backward() depends on {len(strangers)} parameters of no prepared model, e.g. one of "
-                f"shape {max(shapes, key=math.prod)}: their gradients would not be averaged over the processes.\n"
+                f"shape {max(shapes, key=math.prod)}: their gradients would {wrong}.\n"
                 "To train their module, prepare() it with its optimizer. Otherwise call module.requires_grad_(False) "
                 "before its forward."
             )

@@ -76,7 +76,7 @@ class Prepared:
         self._loop = LoopFacts()  # facts about the loaders that were prepared last
         self._was_freed = False  # whether `free` was called since the last `prepare`
         self.window = self.default_window = self._new_window()
-        self.first_steps = FirstSteps(self.trainings, RUNNING)
+        self.first_steps = FirstSteps(self.trainings, RUNNING, run.processes.world_size)
 
     # ---- what is prepared --------------------------------------------------------------------------------------------
 

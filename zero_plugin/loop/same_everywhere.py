@@ -7,10 +7,11 @@ import json
 import socket
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -102,37 +103,57 @@ def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimize
         )
 
 
-class SameGroups:
-    """Compares the numbers in a session's parameter groups, such as learning rates, with those of the other processes.
+class SameSteps:
+    """Checks that no number of a session's steps differs between the processes, such as a learning rate.
 
-    That is done in the first calls and in one of a hundred: it is one small collective.
+    It does so in its first calls and in one of a hundred, by one small collective.
 
     Args:
         session: of a model with its optimizer, on several processes.
+        tensors: those that the script trains by itself.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, tensors: Collection[Tensor]) -> None:
         self._session = weakref.ref(session)
+        self._tensors = tensors
         self._calls = 0
 
     def __call__(self) -> None:
         """Called by all processes at the same steps.
 
         Raises:
-            LoopError: on every process, if the numbers differ; it lists each value and the ranks that have it.
+            LoopError: on every process, if numbers of the parameter groups or the tensors differ; it lists each value
+                and the ranks that have it.
         """
         session, calls = self._session(), self._calls
         self._calls += 1
         if session is None or session.optimizer is None or not is_checked_step(calls):
             return
-        numbers = _numbers_of(session.optimizer)
-        if not is_same_on_all(str(numbers)):
+        numbers, tensors = _numbers_of(session.optimizer), _describe_tensors(self._tensors)
+        if is_same_on_all(str((numbers, tensors))):
+            return
+        if differences := _compare(numbers):
             raise LoopError(
                 f"the parameter groups of the {type(session.optimizer).__name__} differ between the processes:\n"
-                f"{_compare(numbers)}\n"
+                f"{differences}\n"
                 "Every process has to step with the same numbers. Where they come from a loss, as in a scheduler's "
                 'step(loss), average it over the processes: accelerator.reduce(loss, "mean").'
             )
+        raise LoopError(
+            "tensors that the script trains beside the prepared models, and that losses depend on, differ between the "
+            f"processes:\n{_compare(tensors)}\n"
+            "Make each an nn.Parameter of a module, and prepare() that with its optimizer. Or average its gradient "
+            'before its own step: tensor.grad = accelerator.reduce(tensor.grad, "mean").'
+        )
+
+
+def _describe_tensors(tensors: Collection[Tensor]) -> dict[str, str]:
+    return {
+        f"tensor {number} of shape {tuple(tensor.shape)}": (
+            str(tensor.item()) if tensor.numel() == 1 else f"norm {torch.linalg.vector_norm(tensor.detach()).item()}"
+        )
+        for number, tensor in enumerate(tensors, 1)
+    }
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, str]:

@@ -29,7 +29,6 @@ from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.long_context.transformers_models import share_model
 from zero_plugin.loop import memory_check
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.same_everywhere import SameGroups
 from zero_plugin.loop.scheduler import AcceleratedScheduler, describe_counting, own_steps
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.model_source import probe_model
@@ -137,8 +136,6 @@ class Training:
         optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
         optimizer.run_in(self.window)
         self.session.follow_zero_grad(optimizer.zero_grad)
-        if run.processes.world_size > 1:
-            self.session.on_average = SameGroups(self.session)
         self.given_optimizer, self.optimizer = pair.optimizer, optimizer
         if self.prediction is not None:
             memory_check.watch_memory(self.session, optimizer, self.prediction)
