@@ -130,7 +130,7 @@ class SameSteps:
         if session is None or session.optimizer is None or not is_checked_step(calls):
             return
         numbers, tensors = _numbers_of(session.optimizer), _describe_tensors(self._tensors)
-        if is_same_on_all(str((numbers, tensors))):
+        if is_same_on_all(json.dumps([numbers, tensors], sort_keys=True)):
             return
         if differences := _compare(numbers):
             raise LoopError(
