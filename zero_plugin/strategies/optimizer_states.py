@@ -289,8 +289,8 @@ def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any
         "_optimizer_step_pre_hooks": OrderedDict(),  # the script's hooks are not to see this step
         "_optimizer_step_post_hooks": OrderedDict(),
     }
-    before = {name: held for name in meanwhile if (held := optimizer.__dict__.get(name)) is not None}
-    if len(before) < len(meanwhile):
+    before = dict(optimizer.__dict__)  # what counts steps in an attribute is not to count this one
+    if any(before.get(name) is None for name in meanwhile):
         return {}  # a wrapper around an optimizer: another object would step
     optimizer.__dict__.update(meanwhile)
     try:
@@ -299,6 +299,7 @@ def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any
     except Exception:  # noqa: BLE001 - any optimizer may fail here; its dtypes are then guessed
         return {}
     finally:
+        optimizer.__dict__.clear()
         optimizer.__dict__.update(before)
 
 
