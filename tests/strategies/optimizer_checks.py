@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from paths import (
     FURTHER,
     PAIR,
@@ -451,6 +453,181 @@ def check_what_is_not_elementwise(path: str) -> None:
                 assert optimizer.applied_steps == 1
 
 
+class Descent(Optimizer):
+    """A user's own elementwise descent; each class below changes gradients as its docstring says."""
+
+    centralizes = False
+    kept: Any = ()
+
+    def __init__(self, params: Any, lr: float = 0.1, **attributes: Any) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+        vars(self).update(attributes)
+
+    def changed(self, p: Any) -> Any:
+        return p.grad
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * self.changed(p)
+
+
+class CentralizedConvolutions(Descent):
+    """Those of convolutions are centralized."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad - p.grad.mean((1, 2, 3), keepdim=True) if p.ndim > 3 else p.grad
+
+
+class FactoredIfLarge(Descent):
+    """Those of large matrices are divided by a factored second moment, as timm's Adafactor does."""
+
+    def changed(self, p: Any) -> Any:
+        if p.ndim < 2 or min(p.shape) < 16:
+            return p.grad
+        squares = p.grad.square()
+        return p.grad / (squares.mean(0, keepdim=True) * squares.mean(1, keepdim=True) / squares.mean()).sqrt()
+
+
+class CentralizedOnRequest(Descent):
+    """Those of matrices are centralized if an attribute says so, which is not among `defaults`."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad - p.grad.mean(1, keepdim=True) if self.centralizes and p.ndim > 1 else p.grad
+
+
+class DecayedButSome(Descent):
+    """Weights decay, but for those whose id() is kept."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad if not self.kept or id(p) in self.kept["not decayed"] else p.grad + p
+
+
+class DecayedObjects(Descent):
+    """Weights decay that are among the kept ones."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad + p if any(p is kept for kept in self.kept) else p.grad
+
+
+class RatesOfParameters(Descent):
+    """Each parameter may have a rate of its own."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad * getattr(p, "own_rate", 1.0)
+
+
+class LimitedNorm(Descent):
+    """The norm over all gradients is limited, to one that small gradients do not reach."""
+
+    def changed(self, p: Any) -> Any:
+        members = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return p.grad * min(1.0, 50.0 / float(torch.stack([grad.norm() for grad in members]).norm()))
+
+
+class NormalizedLate(Descent):
+    """They are normalized from the 16th step on."""
+
+    def changed(self, p: Any) -> Any:
+        return p.grad / p.grad.norm() if self.calls > 15 else p.grad
+
+
+class WithAnother(Descent):
+    """An attribute is another optimizer, which steps the same groups."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()  # type: ignore[attr-defined]
+
+
+class Anchored(Descent):
+    """The constructor notes the first values, towards which weights are pulled."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **attributes: Any) -> None:
+        super().__init__(params, lr, **attributes)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["first"] = p.detach().clone()
+
+    def changed(self, p: Any) -> Any:
+        return p.grad + (p - self.state[p]["first"])
+
+
+def _wider_net() -> nn.Module:
+    torch.manual_seed(5)
+    layers = (nn.Linear(8, 16), nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 16, 2, 4), nn.Flatten(), nn.Linear(16, 32))
+    return nn.Sequential(*layers, nn.Linear(32, 4)).to(DEVICE)
+
+
+def _with_a_rate(model: nn.Module) -> Optimizer:
+    list(model.parameters())[-1].own_rate = 3.0  # type: ignore[attr-defined]
+    return RatesOfParameters(model.parameters())
+
+
+def _with_another(model: nn.Module) -> Optimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return WithAnother(inner.param_groups, inner=inner)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "convolutions": (lambda m: CentralizedConvolutions(m.parameters()), "shape"),
+    "large matrices": (lambda m: FactoredIfLarge(m.parameters()), "shape"),
+    "an attribute": (lambda m: CentralizedOnRequest(m.parameters(), centralizes=True), "shape"),
+    "ids": (lambda m: DecayedButSome(m.parameters(), kept={"not decayed": {id(m[0].bias)}}), "kept keeps id()"),
+    "objects": (lambda m: DecayedObjects(m.parameters(), kept=[m[0].bias]), " an attribute"),
+    "a parameter's attribute": (_with_a_rate, " an attribute"),
+    "a limit": (lambda m: LimitedNorm(m.parameters()), "norm"),
+    "late": (lambda m: NormalizedLate(m.parameters()), "norm"),
+    "another optimizer": (_with_another, "inner is another optimizer"),
+}
+TRAINED: dict[str, Any] = {
+    "nothing": lambda m: Descent(m.parameters(), model=m, lock=threading.Lock()),
+    "an attribute": lambda m: CentralizedOnRequest(groups_of(m, 0.05), centralizes=False),
+    "kept and not read": lambda m: Descent(m.parameters(), kept=list(m.parameters())),
+    "a constructor's states": lambda m: Anchored(groups_of(m, 0.05)),
+}
+
+
+def check_what_the_trial_sees(path: str) -> None:
+    """Rules for some shapes, norms, steps, parameters and attributes are refused; what has none of them trains.
+
+    The user's own optimizer takes no step.
+    """
+    wrong: dict[str, BaseException] = {}
+    for label, (build, words) in REFUSED.items():
+        with running(path) as accelerator:
+            model = _wider_net()
+            optimizer = build(model)
+            expected_words = (type(optimizer).__name__, "stage", words, "Use stage 0 or DDP")
+            try:
+                raised(ConfigError, *expected_words, by=lambda: accelerator.prepare(model, optimizer))  # noqa: B023
+            except (AssertionError, pytest.fail.Exception) as error:
+                wrong[label] = error
+    assert not wrong, wrong
+    for label, build in TRAINED.items():
+        plain = _wider_net()
+        expected = build(plain)
+        for i in range(3):
+            loss_of(plain, global_batch(i)).backward()
+            expected.step()
+            expected.zero_grad()
+        with running(path) as accelerator:
+            model = _wider_net()
+            model, optimizer = accelerator.prepare(model, build(model))
+            for i in range(3):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                optimizer.zero_grad()
+            try:
+                assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+                assert optimizer.optimizer.calls == expected.calls
+            except AssertionError as error:
+                raise AssertionError(f"{label}: {error}") from error
+
+
 def check_deepspeeds_own_classes_run(path: str) -> None:
     """A DeepSpeed optimizer that the user built is taken as it is, with its arguments, and trains as torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -518,6 +695,7 @@ _PATHS_OF = {
     check_groups_that_are_not_stepped: ("zero1", "zero2", "zero3", "zero2-cpu"),
     check_an_optimizer_that_counts_its_steps: ("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu"),
     check_what_is_not_elementwise: PAIR,
+    check_what_the_trial_sees: ("zero1", "zero2", "zero3"),
     check_deepspeeds_own_classes_run: ("zero2-cpu",),
     check_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs: ("zero2-cpu",),
 }

@@ -20,7 +20,7 @@ from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import SessionRequest, describe_renormalizing
-from zero_plugin.strategies.optimizer_only import StepInParts
+from zero_plugin.strategies.deepspeed.optimizer_trial import why_not_elementwise
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
         optimizer = placeholder
     _refuse_idle_groups(optimizer, resolved, has_schedulers=bool(request.schedulers))
     if resolved.zero_stage > 0:
-        _refuse_unless_elementwise(optimizer, resolved)
+        _refuse_unless_elementwise(optimizer, request.model, resolved)
     replacement: Optimizer | None = None
     if offloaded:
         replacement = _cpu_optimizer(optimizer, resolved) if _forced(resolved) is not False else None
@@ -268,8 +268,8 @@ class FlatAdagrad(Optimizer):
         return state
 
 
-def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None:
-    """Refuse an optimizer whose steps on a small matrix differ from steps on the halves of the flattened matrix."""
+def _refuse_unless_elementwise(optimizer: Optimizer, model: nn.Module, resolved: Resolved) -> None:
+    """Refuse an optimizer whose steps on small parameters differ from steps on flat partitions of them."""
     allowed, name = resolved.tree.get(_UNTESTED), type(optimizer).__name__
     if allowed is not None and allowed.value is True and allowed.origin.typed_by_user:
         return
@@ -279,15 +279,7 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
         message = f"false, and {name} is not among the optimizers that DeepSpeed has tested with ZeRO"
         fix = "Delete the key: this package itself tests the optimizer on partitions. Or use Adam, AdamW or Adagrad."
         raise ConfigError([Problem(allowed.origin.where, _UNTESTED, message, fix)])
-    try:
-        same = _updates_elementwise(optimizer)
-        why = (
-            "its update depends on the shape or norm of unpartitioned tensors, or on the number of calls of step(), "
-            "and ZeRO updates flat partitions, one group after another"
-        )
-    except Exception as error:  # noqa: BLE001 - any optimizer may raise here; the message shows it
-        same, why = False, f"it could not be tried on a flat tensor ({type(error).__name__}: {error})"
-    if not same:
+    if (why := why_not_elementwise(optimizer, model, resolved.zero_stage)) is not None:
         message = (
             f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The trained weights would differ from "
             "those of plain PyTorch."
@@ -297,62 +289,6 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
             'use it all the same, set "zero_allow_untested_optimizer": true.'
         )
         raise ConfigError([Problem("prepare(optimizer)", "optimizer", message, fix)])
-
-
-def _updates_elementwise(optimizer: Optimizer) -> bool:
-    shape, steps = (8, 16), 12  # some change their rule after a warm-up
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn((1 + steps, *shape), generator=generator, dtype=torch.float64)
-    for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "params"}
-        whole = _update(optimizer, options, [(start, *gradients)])
-        halves = list(zip(*(tensor.flatten().chunk(2) for tensor in (start, *gradients)), strict=True))
-        # Each half has an optimizer of its own, as each process has: statistics over all tensors count too.
-        pieces = torch.cat([_update(optimizer, options, [half]) for half in halves])
-        # Or one optimizer steps one half after the other, as DeepSpeed steps groups: the number of calls may count too.
-        parts = _update(optimizer, options, halves)
-        if not all(torch.allclose(whole, other, rtol=1e-5, atol=0.0) for other in (pieces, parts)):
-            return False
-    return True
-
-
-def _update(optimizer: Optimizer, options: dict[str, Any], tensors: list[tuple[Tensor, ...]]) -> Tensor:
-    """The change by an optimizer of the same class and options, which steps one tensor after the other.
-
-    Args:
-        optimizer: the optimizer.
-        options: those of all groups.
-        tensors: of each group the one tensor's first value, and then its gradients.
-    """
-    # A large step shows every difference, and a scheduler may have set the present one to 0.
-    options = {**options, **({"lr": 0.1} if "lr" in options else {})}
-    if "capturable" in options:
-        options["capturable"] = False  # about CUDA graphs only, and refused for tensors on the CPU
-    parameters = [torch.nn.Parameter(start.clone()) for start, *_ in tensors]
-    trial = _like(optimizer, [{**options, "params": [parameter]} for parameter in parameters])
-    if callable(train := getattr(trial, "train", None)):
-        train()  # a schedule-free one steps in that mode alone
-    in_parts = StepInParts(trial)
-    for gradients in zip(*(rest for _, *rest in tensors), strict=True):
-        in_parts.begin()
-        for parameter, gradient, group in zip(parameters, gradients, trial.param_groups, strict=True):
-            parameter.grad = gradient.clone()
-            for other in trial.param_groups:
-                other["params"] = [parameter] if other is group else []
-            trial.step()
-    return torch.cat([(p.detach() - start).flatten() for p, (start, *_) in zip(parameters, tensors, strict=True)])
-
-
-def _like(optimizer: Optimizer, params: list[Any]) -> Optimizer:
-    """An optimizer of the same class and arguments over `params`."""
-    if isinstance(optimizer, FlatAdagrad):
-        return FlatAdagrad(params, optimizer.defaults)
-    # `defaults` holds the constructor's arguments, and where a class is built on another (torch's AdamW on Adam) also
-    # arguments that only the base takes.
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    arguments = {k: v for k, v in optimizer.defaults.items() if (takes_any or k in accepted) and k != "params"}
-    return type(optimizer)(params, **arguments)
 
 
 def _move_schedulers(schedulers: Iterable[Any], optimizer: Optimizer) -> None:
