@@ -243,6 +243,6 @@ KINDS: dict[str, Kind] = {
 }
 REFUSED: dict[str, dict[str, str]] = {
     "one optimizer of two models": dict.fromkeys(EVERYWHERE, "Build an optimizer for each"),
-    "two optimizers of one model": dict.fromkeys(EVERYWHERE, "with parameter groups"),
+    "two optimizers of one model": dict.fromkeys(EVERYWHERE, "with two parameter groups"),
 }
 FAILS: dict[str, dict[str, str]] = {}
