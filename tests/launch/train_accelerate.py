@@ -43,6 +43,9 @@ def main() -> None:
             }
         )
     )
+    # A group that ends with the last DDP wrapper waits for its thread, which may wait for the interpreter's lock.
+    del model, optimizer, loss
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
