@@ -778,7 +778,8 @@ class Accelerator:
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes along their first dimension.
 
-        A scalar tensor counts as one row: the result has shape (processes,), also with one process.
+        A scalar tensor counts as one row: the result has shape (processes,), also with one process. With several
+        processes the result has no gradients; torch.distributed.nn.functional.all_gather passes them.
 
         Args:
             tensor: a tensor, or a nested list, tuple or dict of tensors; the same structure is returned.

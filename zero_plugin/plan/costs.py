@@ -389,8 +389,6 @@ def _in_blocks(size: int) -> int:
 
 def _casting(flattened: int, elements: int, width: int, update: int) -> tuple[int, int]:
     """Bytes while gradients that were flattened become fp32, and while the optimizer reads these."""
-    if not flattened:
-        return 0, update
     return flattened + (elements * _FP32 if width != _FP32 else 0), elements * _FP32 + update
 
 

@@ -133,7 +133,7 @@ class TorchSession(Session):
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
         self._averages = ends_window and not self._local_only
         if self._averages:
-            self._meet()
+            self._compare_steps()
         self._is_open = True
         if self._reducer is not None and self._averages:
             self._reducer.prepare(loss)
@@ -185,7 +185,7 @@ class TorchSession(Session):
         if not self._are_averaged:
             self._are_averaged = True
             if self._reducer is not None:
-                self._meet()
+                self._compare_steps()
                 self._reducer.average()
             elif self.recorder is not None:
                 self.recorder.end_backward(self.module, averages=True)
@@ -312,7 +312,8 @@ class TorchSession(Session):
         looks = self._skips and self._scale is None and self.recorder is None
         return looks and skips_by_found_inf(self.optimizer)
 
-    def _meet(self) -> None:
+    def _compare_steps(self) -> None:
+        """Call `on_average`, where all processes are about to average."""
         if self.on_average is not None and self._reducer is not None and not self._reducer.is_joined:
             self.on_average()
 

@@ -43,8 +43,8 @@ from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_emp
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
-_LINEAR: Final = torch.nn.functional.linear
-_SERVED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
+_LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
+_GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
@@ -488,19 +488,19 @@ def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
     return type(p).__deepcopy__(p, memo)
 
 
-def note_engine(module: nn.Module) -> None:
+def begin_gathering(module: nn.Module) -> None:
     """An engine gathers the module's weights from now on."""
-    _SERVED.add(module)
+    _GATHERED.add(module)
 
 
-def follow_end(module: nn.Module) -> None:
+def end_gathering(module: nn.Module) -> None:
     """Its engine has ended: forwards raise as long as parameters are partitioned and no engine gathers them.
 
     After the last one `functional.linear` is torch's own again. DeepSpeed's, which serves every model of the process,
     adds the bias to a rounded product, keeps other tensors for the backward, and is not known to `torch.func`.
     """
-    _SERVED.discard(module)
-    if not _SERVED and torch.nn.functional.linear is zero3_linear_wrap:
+    _GATHERED.discard(module)
+    if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = _LINEAR
     for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
         part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)

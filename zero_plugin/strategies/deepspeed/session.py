@@ -99,7 +99,7 @@ class EngineSession(Session):
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
         self._state_dicts: partitioned_models.PartitionedStates | None = None
         if engine.zero_optimization_partition_weights():
-            partitioned_models.note_engine(self.module)
+            partitioned_models.begin_gathering(self.module)
             self._watch_fetches()
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         self._replace_calls()
@@ -381,7 +381,7 @@ class EngineSession(Session):
         held.update(named)
         forget_module(self.module)
         if self._partitioned:
-            partitioned_models.follow_end(self.module)
+            partitioned_models.end_gathering(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
         self.model = self.module
