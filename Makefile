@@ -15,7 +15,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Of twenty thousand files most are never imported: Python compiles those that are, and pip none.
+INSTALL := -m pip install --quiet --no-compile
+PIP    := $(BIN)/python $(INSTALL) --constraint constraints.txt
 
 VENV_TPU    ?= .venv-tpu
 VENV_NEWEST ?= .venv-newest
@@ -135,13 +137,13 @@ $(VENV_NEWEST)/.torch: torch := --upgrade torch numpy
 $(VENV_TPU)/.torch $(VENV_NEWEST)/.torch: constraints.txt
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt $(torch)
+	$(@D)/bin/python $(INSTALL) --constraint $(@D)/constraints.txt $(torch)
 	@touch $@
 
 $(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: %/.installed: %/.torch pyproject.toml $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --no-deps --editable .
+	$(@D)/bin/python $(INSTALL) --constraint $(@D)/constraints.txt --no-deps --editable .
 	@touch $@
 
 # What .venv has is used from there. A torchvision that was built for another torch is removed again: it would keep
@@ -150,7 +152,7 @@ $(VENV_FOREIGN)/.installed: constraints.txt $(VENV)/.installed-dev
 	$(PYTHON) -m venv $(VENV_FOREIGN)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(VENV_FOREIGN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_environment.pth"
-	$(VENV_FOREIGN)/bin/python -m pip install --quiet --constraint constraints.txt \
+	$(VENV_FOREIGN)/bin/python $(INSTALL) --constraint constraints.txt \
 		datasets diffusers dvclive sentence-transformers timm trackio trl
 	$(VENV_FOREIGN)/bin/python -c 'import torchvision' 2> /dev/null \
 		|| $(VENV_FOREIGN)/bin/python -m pip uninstall --quiet --yes torchvision

@@ -63,9 +63,9 @@ def test_machines_come_and_go(
     port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    waits = f"last_call_timeout={2 if joins else 15},keep_alive_interval=1"
 
-    def join() -> subprocess.Popen[str]:
+    def join(waits_for_more: int = 2) -> subprocess.Popen[str]:
+        waits = f"last_call_timeout={waits_for_more},keep_alive_interval=1"
         command = (*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5")
         return start(*command, OMP_NUM_THREADS="1", **forked_workers)
 
@@ -83,7 +83,12 @@ def test_machines_come_and_go(
         lost = join()
     else:  # they meet in this process, so that the first of the two can be lost as well
         store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-        lost, stays = join(), join()
+        before = store.num_keys()
+        lost = join(waits_for_more=600)
+        while store.num_keys() == before:  # until it waits for the other
+            assert lost.poll() is None, lost.communicate()[1]
+            time.sleep(0.05)
+        stays = join()
     assert int(read_until(lost, "2 at")[-1].split()[-1]) >= (3 if joins else 0)
     hold.unlink(missing_ok=True)
     read_until(lost, "step")

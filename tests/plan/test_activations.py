@@ -238,7 +238,7 @@ def test_recurrent_layers_keep_their_workspace(kind: type[nn.RNNBase], settings:
     A processor with instructions for bf16 has one kernel for an LSTM in it too, which keeps less than is counted.
     """
     for regime, precision in (("fp32", "no"), ("bf16", "bf16")):
-        inputs = {"rows": torch.randn(BATCH, 24, 48)}
+        inputs = {"rows": torch.randn(BATCH, 8, 48)}
         found = trace_activations(Recurrent(kind, **settings), inputs, precision)  # type: ignore[arg-type]
         real, nodes = _saved_bytes(Recurrent(kind, **settings), inputs, regime, False)
         if regime == "bf16" and "MkldnnRnnLayerBackward0" in nodes:

@@ -77,8 +77,8 @@ def main() -> None:
         for name, (worlds, check) in importlib.import_module(module).CHECKS.items()
         if int(world) in worlds and wanted & {module, f"{module}.{name}"}
     }
+    gc.collect()
     for name, check in checks.items():
-        gc.collect()
         gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
         folder = Path(output) / name
         folder.mkdir(exist_ok=True)
@@ -90,7 +90,8 @@ def main() -> None:
             run_check(check, folder)
             if ON_GPU:
                 time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
-            for _ in range(3):  # what autograd's objects hold, in C++, is garbage only when these are gone
+            gc.collect()
+            for _ in range(2):  # what autograd's objects hold, in C++, is garbage only when these are gone
                 if alive:
                     gc.collect()
             assert not alive, f"the check leaves {[type(model).__name__ for model in alive]}"
