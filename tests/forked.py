@@ -35,8 +35,8 @@ FORK_OF: dict[int, int] = {}  # by the process that has asked for it
 LAUNCHES = ["-m", "zero_plugin", "launch"]
 WORKER = "zero_plugin/launch/worker.py"
 _FRAMES_OF_RUN = (__file__, runpy.__file__, "<frozen runpy>")
-# Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs, and what checks and
-# DeepSpeed's looks for compilers need.
+# Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs; also what checks,
+# and DeepSpeed's looks for libraries, import.
 IMPORTED_BEFORE = (
     "cpuinfo",
     "deepspeed.runtime.zero.muon.muon_optimizer",

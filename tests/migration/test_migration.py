@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,3 +147,49 @@ def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, st
         assert (folder / "results.json").exists(), done.stdout + done.stderr
         found[library] = json.loads((folder / "results.json").read_text())
     assert list(find_differences(found["accelerate"], found["zero_plugin"], "results")) == []
+
+
+# Accelerate's own script for sequence parallelism, with a small model in place of the hub's.
+_BY_HAND = """
+import runpy, sys
+import torch, transformers
+
+def build(name):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=512, **sizes))
+
+transformers.AutoModelForCausalLM.from_pretrained = build
+transformers.AutoTokenizer.from_pretrained = lambda name: None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("library", ["accelerate", "zero_plugin"])
+def test_sequence_parallelism_by_hand(
+    library: str, run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
+) -> None:
+    """Accelerate's script trains where its import stays; with the other import it ends before a wrong step."""
+    name = "accelerate.test_utils.scripts.external_deps.test_ds_alst_ulysses_sp"
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        pytest.skip("this Accelerate has no such script")
+    source = Path(found.origin).read_text()
+    (tmp_path / "script.py").write_text(source if library == "accelerate" else migrate(source))
+    (tmp_path / "train.py").write_text(_BY_HAND)
+    command = ["-m", "zero_plugin", "launch", "--num_processes", "2", "--zero_stage", "2"]
+    done = run_launcher(
+        [sys.executable, *command, "train.py", "script.py"],
+        seconds=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **forked_workers},
+    )
+    steps = re.findall(r"^\d+: loss=tensor\((\d+\.\d+)", done.stdout, flags=re.MULTILINE)
+    if library == "accelerate":
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(steps) == 8
+    else:
+        assert done.returncode != 0
+        assert steps == []
+        assert "No sequence parallel group found" in done.stderr
