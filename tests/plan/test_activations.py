@@ -465,6 +465,32 @@ def test_dropout_keeps_what_a_gpu_keeps() -> None:
     assert trace_activations(Functional(), torch.zeros(2, 4, 512, 32), "no").saved.per_sample < scores / 3
 
 
+class Attending(nn.Module):
+    """Attention with its queries laid out in memory as `layout` says, and joined heads behind it."""
+
+    def __init__(self, layout: str, key_heads: int) -> None:
+        super().__init__()
+        self.layout, self.key_heads = layout, key_heads
+        self.query, self.key, self.out = nn.Linear(32, 32), nn.Linear(32, 8 * key_heads), nn.Linear(32, 32)
+
+    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+        query, key = (layer(rows).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key))
+        if self.layout == "heads first":  # as where a part of each head is rotated, and the parts are joined
+            query = torch.cat([query[..., :4], query[..., 4:]], -1)
+        attended = F.scaled_dot_product_attention(query, key, key, is_causal=True)
+        return {"loss": self.out(attended.transpose(1, 2).flatten(2)).square().sum()}
+
+
+@pytest.mark.parametrize(("layout", "key_heads"), [("tokens first", 4), ("heads first", 4), ("tokens first", 1)])
+def test_attention_is_laid_out_as_its_queries(layout: str, key_heads: int) -> None:
+    """So that joining its heads costs a copy, or none; no fused kernel takes fewer heads of keys by itself."""
+    inputs = {"rows": torch.randn(BATCH, TOKENS, 32)}
+    found = trace_activations(Attending(layout, key_heads), inputs, "no")
+    real, nodes = _saved_bytes(Attending(layout, key_heads), inputs, "fp32", False)
+    assert found.saved.at(BATCH) == pytest.approx(real, rel=0.005)
+    assert ("ScaledDotProductFlashAttentionForCpuBackward0" in nodes) == (key_heads == 4)
+
+
 def test_a_mask_becomes_a_bias_of_every_call() -> None:
     """Attention under a boolean mask keeps it once more in the computation type, as its kernels take it."""
 

@@ -223,10 +223,14 @@ class DeviceKernels(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,  # noqa: ARG002 - the kernels keep a seed
+        dropout_p: float = 0.0,
         is_causal: bool = False,
-        **_: Any,  # a scale, and whether heads share their keys, change no bytes
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
+        if query.shape[:-2] != key.shape[:-2] and not enable_gqa:  # no fused kernel repeats keys by itself
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -242,9 +246,11 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        *rest, tokens, _ = query.shape
-        # tokens outside of heads in memory, as the kernels lay it out: joining the heads then costs no copy
-        output = query.new_empty((*rest[:-1], tokens, *rest[-1:], value.shape[-1])).movedim(-2, len(rest) - 1)
+        *rest, tokens, width = query.shape
+        if bias is None and value.shape[-1] == width:
+            output = torch.empty_like(query)  # FlashAttention's is laid out as the queries are
+        else:  # tokens outside of heads in memory, so that joining the heads costs no copy
+            output = query.new_empty((*rest[:-1], tokens, *rest[-1:], value.shape[-1])).movedim(-2, len(rest) - 1)
         logarithms = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logarithms, bias)
         return output
