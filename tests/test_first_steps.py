@@ -173,6 +173,20 @@ def test_a_loop_that_steps_is_told_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.messages
 
 
+def test_a_loop_that_goes_back_to_a_checkpoint_without_a_step_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It has stepped, although the checkpoint counts no steps."""
+    loop = Loop()
+    optimizer = loop.trainings[0].optimizer
+    assert optimizer is not None
+    for _ in range(3):
+        loop.backward()
+        optimizer.step()
+    optimizer.restore_counts(0, 0)
+    loop.backward()
+    loop.first_steps.warn_if_never_stepped()
+    assert not caplog.messages
+
+
 def test_several_losses_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     """Two backwards before the first step, as in a GAN's critic, are no loop that never steps; an epoch of them is."""
     loop = Loop()

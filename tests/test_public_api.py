@@ -22,6 +22,7 @@ NAMES = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "Progress",
@@ -35,6 +36,7 @@ NAMES = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
@@ -72,6 +74,16 @@ def test_the_public_names() -> None:
         assert getattr(zero_plugin, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Accelerater'"):
         _ = zero_plugin.Accelerater
+
+
+def test_all_that_accelerates_import_gives() -> None:
+    """`import zero_plugin as accelerate` has its names and its modules, but for those of its commands and files."""
+    accelerate = pytest.importorskip("accelerate")
+    code = "import sys, accelerate; print(*(name for name in vars(accelerate) if name[0] != '_'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    missing = {name for name in run.stdout.split() if not hasattr(zero_plugin, name)}
+    assert missing <= {"commands", "checkpointing", "inference"}, missing
+    assert accelerate.tracking.GeneralTracker.__name__ == zero_plugin.tracking.GeneralTracker.__name__
 
 
 def test_the_accelerators_names() -> None:

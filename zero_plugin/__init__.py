@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from zero_plugin.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from zero_plugin.config.handlers import ProfileKwargs as ProfileKwargs
     from zero_plugin.config.handlers import ProjectConfiguration as ProjectConfiguration
+    from zero_plugin.config.parallelism import ParallelismConfig as ParallelismConfig
     from zero_plugin.config.placeholders import DummyOptim as DummyOptim
     from zero_plugin.config.placeholders import DummyScheduler as DummyScheduler
     from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from zero_plugin.loop.state import PartialState as PartialState
     from zero_plugin.tensors.empty import init_empty_weights as init_empty_weights
     from zero_plugin.tensors.empty import init_on_device as init_on_device
+    from zero_plugin.utils.imports import is_rich_available as is_rich_available
     from zero_plugin.utils.memory import find_executable_batch_size as find_executable_batch_size
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ _HOMES = {
     "zero_plugin.big_models.load": "load_checkpoint_and_dispatch load_checkpoint_in_model",
     "zero_plugin.big_models.placement": "infer_auto_device_map",
     "zero_plugin.config.choices": "DDPCommunicationHookType DistributedType",
+    "zero_plugin.config.parallelism": "ParallelismConfig",
     "zero_plugin.config.placeholders": "DummyOptim DummyScheduler",
     "zero_plugin.config.handlers": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
         GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration""",
@@ -59,6 +62,9 @@ _HOMES = {
     "zero_plugin.loop.progress": "Progress",
     "zero_plugin.loop.state": "PartialState",
     "zero_plugin.tensors.empty": "init_empty_weights init_on_device",
+    "zero_plugin.utils.imports": "is_rich_available",
     "zero_plugin.utils.memory": "find_executable_batch_size",
 }
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)
+_SUBMODULES = """accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config
+    scheduler state tracking"""
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES, _SUBMODULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def test_a_flag_of_nobody_is_left_to_the_usual_message() -> None:
     assert refuse_flag("--num_procesess") is None
     assert refuse_flag("--my_fsdp_") is None
     assert refuse_flag("") is None
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["--nproc-per-node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_gpus", "--hostfile"],
+)
+def test_a_flag_of_another_launcher_names_this_commands(typed: str) -> None:
+    """torchrun's and those of DeepSpeed's launcher: the flag that the message names is one of `launch`."""
+    problem = refuse_flag(typed)
+    assert problem is not None
+    named = re.search(r"--(\w+)", problem.fix)
+    assert named is not None
+    assert named[1] in launch_flags()
 
 
 def test_dashes_and_a_single_dash_are_the_same_name() -> None:

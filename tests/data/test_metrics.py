@@ -74,6 +74,8 @@ def collect(loader: DataLoaderShard) -> tuple[list[int], int]:
         values = [int(value) for value in objects]
         assert got["cubes"][0].tolist() == [value**3 for value in values]
         assert got["cubes"][1].tolist() == [[value, -value] for value in values]
+        array = gather_for_metrics({"array": torch.stack([batch, -batch], dim=1).numpy()}, loader)["array"]
+        assert array.tolist() == [[value, -value] for value in values]
         batch_values += len(got["mean"])
         seen += values
     return seen, batch_values

@@ -232,6 +232,24 @@ def _gradients_agree(plain: nn.Module, model: nn.Module) -> bool:
     return all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs if p.grad is not None and q.grad is not None)
 
 
+def check_modules_without_parameters(path: str) -> None:
+    """A loss that is a module, alone, with buffers, or beside the model, is prepared as any module."""
+    weight = torch.tensor([2.0])
+    for beside in (False, True):
+        with running(path) as accelerator:
+            model, sgd, schedule = _unprepared()
+            squares, logits = nn.MSELoss(), nn.BCEWithLogitsLoss(pos_weight=weight)
+            if beside:
+                squares, model, logits, sgd, schedule = accelerator.prepare(squares, model, logits, sgd, schedule)
+            else:
+                squares, logits = accelerator.prepare(squares), accelerator.prepare(logits)
+                model, sgd, schedule = accelerator.prepare(model, sgd, schedule)
+            one = torch.ones(1, device=accelerator.device)
+            assert squares(one, one * 3).item() == 4.0
+            assert logits(one * 0, one).item() == nn.functional.softplus(one * 0).item() * 2
+            _train(accelerator, model, sgd, schedule)
+
+
 def check_a_model_built_for_stage_3_is_refused_below(path: str) -> None:
     """Its parameters are partitions: below stage 3 DeepSpeed would take them for the whole."""
     with running("zero3") as accelerator, accelerator.init_model():

@@ -183,9 +183,21 @@ _REFUSED: Final[Mapping[str, str]] = {
     "mpirun_.*": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
 }
 
+# This command's flag for one of torchrun's or of DeepSpeed's launcher.
+_OF_OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
+    "nproc_per_node|num_gpus": "--num_processes, the number of all machines' processes",
+    "nnodes|num_nodes": "--num_machines",
+    "node_rank": "--machine_rank",
+    "master_addr": "--main_process_ip",
+    "master_port": "--main_process_port",
+    "hostfile": "--deepspeed_hostfile",
+    "include": "--deepspeed_inclusion_filter",
+    "exclude": "--deepspeed_exclusion_filter",
+}
+
 
 def refuse_flag(typed: str) -> Problem | None:
-    """The problem with a flag that is Accelerate's but not ours, or None for any other.
+    """The problem with a flag that is another launcher's but not ours, or None for any other.
 
     Args:
         typed: the flag as it was typed, e.g. `--fsdp-version`.
@@ -194,4 +206,7 @@ def refuse_flag(typed: str) -> Problem | None:
     for pattern, fix in _REFUSED.items():
         if re.fullmatch(pattern, name):
             return Problem(f"--{name}", "", "this flag of Accelerate's is not supported", fix)
+    for pattern, ours in _OF_OTHER_LAUNCHERS.items():
+        if re.fullmatch(pattern, name):
+            return Problem(f"--{name}", "", "this flag is another launcher's", f"Write {ours}.")
     return None

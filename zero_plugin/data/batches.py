@@ -205,15 +205,15 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
     complete loop collects so is exactly the dataset, once each, in order.
 
     A list without tensors, or a plain tuple of anything but containers, holds one object per sample, and comes back as
-    a list; other containers keep their shape.
+    a list; an array of NumPy has one row per sample, and comes back as one; other containers keep their shape.
 
-    A 0-dimensional tensor or a single object is one value for the batch: gathered, there is one per batch of the
-    single-process loader, since a process whose batch holds repeated samples only gives none. A mean over a batch of
-    which a part is repeated counts those samples too; that is logged, and values per sample are the exact way.
+    A 0-dimensional tensor or array or a single object is one value for the batch: gathered, there is one per batch of
+    the single-process loader, since a process whose batch holds repeated samples only gives none. A mean over a batch
+    of which a part is repeated counts those samples too; that is logged, and values per sample are the exact way.
 
     Args:
-        tree: tensors with one row per sample of the batch, or 0-dimensional; lists with one object per sample; single
-            objects; in any containers.
+        tree: tensors and arrays with one row per sample of the batch, or 0-dimensional; lists with one object per
+            sample; single objects; in any containers.
         loader: the loader that is being iterated; None where there is none.
         use_gather_object: lists of tensors, too, hold one per sample, of any sizes; and of a tensor, come the rows as a
             list.
@@ -247,16 +247,24 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
     tensors = iter(gather([column.detach() for column in own if isinstance(column, Tensor)]))
     objects = [column for column in own if not isinstance(column, Tensor)]
     everybodys = zip(*gather_object([objects]), strict=True) if objects else ()
-    lists = iter([[value for part in parts for value in part] for parts in everybodys])
+    lists = iter([_join(parts) for parts in everybodys])
     gathered = iter([next(tensors if isinstance(column, Tensor) else lists) for column in own])
     return map_leaves(lambda _: next(gathered), tree, is_leaf=is_column)
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """The processes' parts of one column of objects, or of an array."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return [value for part in parts for value in part]
 
 
 def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
     """The real samples' part; of a value for all of the batch, one row or none."""
     real = loader.real_samples
-    if isinstance(column, Tensor) and column.ndim:
-        _check_rows(f"a tensor of shape {tuple(column.shape)}", column.shape[0], loader)
+    if isinstance(column, Tensor | np.ndarray) and column.ndim:
+        what = "a tensor" if isinstance(column, Tensor) else "an array"
+        _check_rows(f"{what} of shape {tuple(column.shape)}", column.shape[0], loader)
     elif isinstance(column, list | tuple):
         _check_rows(f"a {type(column).__name__} of {len(column)}", len(column), loader)
     else:

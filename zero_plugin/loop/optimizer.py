@@ -61,6 +61,7 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement, self.scaler = device_placement, scaler
         self._skipped_in_a_row = 0
         self._applied_steps = 0
+        self._stepped_before = False  # whether `step` was called before the counts became a checkpoint's
         self._uncounted: bool | FoundInf | None = None  # whether the last step was applied, until `settle` counts it
         self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
@@ -257,11 +258,13 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def was_stepped(self) -> bool:
         """Whether `step` was called, inside a window too; nothing is read from the device."""
-        return not self.acted or self._uncounted is not None or self._applied_steps + self._skipped_in_a_row > 0
+        counted = self._applied_steps + self._skipped_in_a_row > 0
+        return counted or not self.acted or self._uncounted is not None or self._stepped_before
 
     def restore_counts(self, applied_steps: int, skipped_in_a_row: int) -> None:
         """Count on from the numbers of a checkpoint."""
         self.settle()
+        self._stepped_before = self.was_stepped
         self._applied_steps, self._skipped_in_a_row = applied_steps, skipped_in_a_row
 
     def settle(self, culprit: str | None = None) -> None:

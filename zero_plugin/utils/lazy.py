@@ -69,7 +69,7 @@ LEFT_OUT: Final[dict[str, str]] = {
 
 
 def lazy_names(
-    module: str, homes: Mapping[str, str]
+    module: str, homes: Mapping[str, str], submodules: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The `__getattr__`, `__dir__` and `__all__` of a module whose names load on first use.
 
@@ -78,10 +78,14 @@ def lazy_names(
     Args:
         module: its name.
         homes: the names, with blanks between them, by the module that has them.
+        submodules: its modules that are attributes without an import of their own, as Accelerate's are.
     """
+    inside = frozenset(submodules.split())
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
+        if name in inside:
+            return importlib.import_module(f"{module}.{name}")
         if name not in home_of:
             return stand_in(module, name)
         # Here, so that the package itself imports nothing.

@@ -135,7 +135,8 @@ class DeepSpeedStrategy(Strategy):
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
         refuse_unfit(request)
-        if request.optimizer is None and resolved.zero_stage < 3:
+        is_partitioned = resolved.zero_stage == 3 and any(True for _ in request.model.parameters())
+        if request.optimizer is None and not is_partitioned:
             return self._build_plain_session(request, processes)
         if not request.is_placed:
             _log.info(f"device_placement=False has no effect: an engine moves its {type(request.model).__name__}")
