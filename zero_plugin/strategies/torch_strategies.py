@@ -51,7 +51,8 @@ def convert_weights_to_fp32(request: SessionRequest) -> None:
                 states[key] = value.float()
     _log.info(
         f"{len(chosen)} 16-bit parameters of the {type(request.model).__name__} were converted to fp32, in which they "
-        "are trained, as under ZeRO; mixed_precision sets the dtype of computation"
+        "are trained, as under ZeRO; mixed_precision sets the dtype of computation. A forward that casts its inputs by "
+        "itself casts them to the weights' dtype: x.to(self.layer.weight.dtype)"
     )
 
 
