@@ -47,7 +47,11 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "num_training_steps": "total_num_steps",
     "max_grad_norm": "gradient_clipping",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
 }
+# In files that describe trainings for axolotl, LLaMA-Factory or the Trainer it names a DeepSpeed file.
+_NAMES_A_FILE: Final = "deepspeed"
+_NAMED_FILE: Final = "If this file is another program's, check and launch with the DeepSpeed file that this key names."
 
 
 def explain_launch_key(name: str, known: list[str]) -> str:
@@ -60,6 +64,10 @@ def explain_launch_key(name: str, known: list[str]) -> str:
     training = [*SHORT_FIELDS, *deepspeed_schema()["properties"]]
     if name in training:
         return f"Write it below deepspeed_config: {{{name}: …}}."
+    if name == _NAMES_A_FILE:
+        return _NAMED_FILE
+    if name in _ELSEWHERE:
+        return f"Write it below deepspeed_config: {{{_ELSEWHERE[name]}: …}}."
     near = did_you_mean(name, known)
     if near:
         return f"Did you mean {near}?"
@@ -85,6 +93,8 @@ def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
         return "a field of the launch YAML", f"Write {dotted(SHORT_FIELDS[key])} here."
     if is_top and key in LaunchSettings.model_fields:
         return "a key of the launch YAML", "Write it at the top level of the launch YAML."
+    if is_top and key == _NAMES_A_FILE:
+        return "unknown key", _NAMED_FILE
     known = list(found.wanted.get("properties", {}))
     if path[0] == "bf16" and key in deepspeed_schema()["properties"]["fp16"]["properties"]:
         return "only fp16 has it: bf16 needs no scaling of the loss", "Delete it."

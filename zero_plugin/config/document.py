@@ -227,7 +227,7 @@ class Document:
         Args:
             path: of a launch key, or of a training key with `deepspeed` before it.
         """
-        is_training = path[0] == _TRAINING
+        is_training = path[0] == _TRAINING and self.launch.get(*path) is None  # a file may have such a key by mistake
         tree, root = (self.deepspeed, path[:1]) if is_training else (self.launch, ())
         path = path[len(root) :]
         if (entry := tree.get(*path)) is not None:
