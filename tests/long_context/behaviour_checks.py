@@ -211,6 +211,31 @@ def check_more_processes_than_key_heads(path: str) -> None:
         _assert_same_step(path, lambda sizes=sizes: llama(**sizes), lambda m: m(**batch).loss)
 
 
+def check_values_of_another_size(path: str) -> None:
+    """Heads of values may have another size than those of queries and keys, as in multi-head latent attention."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8, "use_cache": False, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        config = DeepseekV3Config(vocab_size=WORDS, **(sizes | heads | ranks | experts))
+        return DeepseekV3ForCausalLM(config).to(DEVICE)
+
+    for kind in ("plain", "packed"):
+        batch = _batch(kind, length=15)
+        _assert_same_step(path, build, lambda m, batch=batch: m(**batch).loss)
+    torch.manual_seed(4)
+    query, key, value = (torch.randn(2, heads, 8, size, device=DEVICE) for heads, size in ((4, 4), (2, 4), (2, 6)))
+    wanted = attention(query, key, value)
+    with sharing(path, dist.get_world_size()):
+        found = gather(attention(*(cut(tensor, 2) for tensor in (query, key, value))), 2)
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
 def check_adapters(path: str) -> None:
     """LoRA by PEFT, which wraps the model of transformers."""
     from peft import LoraConfig, get_peft_model
