@@ -137,6 +137,31 @@ def check_layers_in_chunks(path: str) -> None:
         _alike(found, wanted, case.count)
 
 
+def check_experts_in_chunks(path: str) -> None:
+    """A mixture's layer, which takes its hidden states as a matrix of tokens, with several samples."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shared = {"vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+    torch.manual_seed(3)
+    model = MixtralForCausalLM(MixtralConfig(**(sizes | shared))).to(DEVICE)
+    batch = {
+        name: torch.stack([s[name] for s in make_samples("plain", 3)]).to(DEVICE) for name in ("input_ids", "labels")
+    }
+    wanted = model(**batch).loss
+    wanted.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    chunk_layer(model.model.layers[0].mlp, 3)
+    found = model(**batch).loss
+    found.backward()
+    assert torch.allclose(found, wanted, atol=1e-6)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(p.grad, gradient, atol=1e-6)
+    with running(path):
+        pass
+
+
 def check_dropout_of_layers_in_chunks(path: str) -> None:
     """What a layer below a checkpoint of the older kind drops in its first forward it drops again in the second."""
     layer = nn.Sequential(nn.Dropout(0.5))
@@ -227,6 +252,7 @@ CHECKS |= {
 }
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
 CHECKS["ddp-dropout_of_layers_in_chunks"] = ([2], _on("ddp", check_dropout_of_layers_in_chunks))
+CHECKS["ddp-experts_in_chunks"] = ([2], _on("ddp", check_experts_in_chunks))
 CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))
 # Daily each case is on half of what differs beside it.

@@ -112,7 +112,11 @@ def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # complete, dropout would draw others than in the second.
     if chunks == 1 or not (layer.training or torch.is_grad_enabled()):
         return complete(hidden, *args, **kwargs)  # type: ignore[no-any-return]
-    parts = [checkpoint(complete, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
+
+    def compute(part: Tensor) -> Any:
+        return complete(part.contiguous(), *args, **kwargs)  # layers of experts view it; a copy here is not kept
+
+    parts = [checkpoint(compute, part, use_reentrant=False) for part in hidden.chunk(chunks, 1)]
     if any(not isinstance(part, Tensor) for part in parts) or sum(p.shape[1] for p in parts) != hidden.shape[1]:
         raise LoopError(
             f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."
