@@ -236,6 +236,12 @@ def check_values_of_another_size(path: str) -> None:
     assert torch.allclose(found, wanted, atol=1e-6)
 
 
+def check_a_table_of_positions_that_just_suffices(path: str) -> None:
+    """What fills sequences up takes no positions beyond those of the samples."""
+    batch = _batch(length=15)
+    _assert_same_step(path, lambda: gpt2(n_positions=15), lambda m: m(**batch).loss)
+
+
 def check_adapters(path: str) -> None:
     """LoRA by PEFT, which wraps the model of transformers."""
     from peft import LoraConfig, get_peft_model

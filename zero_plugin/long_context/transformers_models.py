@@ -262,7 +262,7 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
         documents_of(positions.expand(batch, -1)) if mask is None else None,
         None if mask is None or bool(mask.all()) else mask == 0,
     )
-    after = positions[:, -1:] + torch.arange(1, filled - length + 1, device=positions.device)
+    after = positions[:, -1:].expand(-1, filled - length)  # a table of positions may end with the samples
     given["position_ids"] = group.part_of(torch.cat([positions, after], 1), 1)
     ignored = given.get("ignore_index", _IGNORED)
     if given.get("labels") is not None:
