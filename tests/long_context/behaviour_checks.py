@@ -497,6 +497,31 @@ def check_dropout_differs_in_a_group(path: str) -> None:
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def check_noise_differs_in_a_group(path: str) -> None:
+    """Whatever draws random numbers inside of a model in training, its parts get other ones, and each step others."""
+    batch = _batch()
+    torch.manual_seed(0)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, noted = llama(), []
+
+        def add_noise(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+            noise = torch.rand_like(output)
+            noted.append(noise.tolist())
+            return output + 0.01 * noise
+
+        model.get_input_embeddings().register_forward_hook(add_noise)
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        model.train()
+        for _ in range(2):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+        assert _is_everywhere(torch.rand(3).tolist())
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, noted)
+        assert found[0][0] != found[1][0]
+        assert found[0][0] != found[0][1]
+
+
 def check_batch_sizes_and_schedules_count_groups(path: str) -> None:
     """A group counts once in the global batch, and in the counting of schedules."""
     size, world = 2, dist.get_world_size()

@@ -208,7 +208,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
         forward.parts = _cut_arguments(module, group, given, tokens)
-        if module.training and _drops(module):
+        if module.training:
             forward.undo.enter_context(_own_random_numbers(group, tokens.device))
     if settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled():
         head = module.get_output_embeddings()
@@ -382,17 +382,12 @@ def _shift(given: dict[str, Any], ignored: int) -> None:
         given["num_items_in_batch"] = (given["shift_labels"] != ignored).sum()
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether the model draws random numbers in training."""
-    return any(
-        (isinstance(part, nn.Dropout) and part.p > 0) or bool(getattr(part, "attention_dropout", 0))
-        for part in module.modules()
-    )
-
-
 @contextmanager
 def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
-    """Inside, other random numbers than those of the processes that share the samples, whose parts are others."""
+    """Inside, other random numbers than those of the processes that share the samples, whose parts are others.
+
+    Not for dropout alone: functions and hooks draw some that no module shows.
+    """
     seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed + group.rank)
