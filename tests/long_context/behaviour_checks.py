@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -600,6 +601,51 @@ def check_a_loss_of_a_part_is_refused(path: str) -> None:
         logits = model(_batch()["input_ids"])
         part = cut(logits).square().mean()
         raised(LoopError, "differs among the", "total()", by=lambda: accelerator.backward(part))
+
+
+class Shift(nn.Module):
+    """Gives each token something of the one before it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden + pad(hidden[:, :-1], (0, 0, 1, 0)))
+
+
+def check_what_may_look_along_a_sequence_is_named(path: str) -> None:
+    """Once, in `prepare`: modules and hooks of the script within a model, which get parts; others are not."""
+    from peft import LoraConfig, get_peft_model
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    shifting, noisy = llama(), llama()
+    for layer in shifting.model.layers:
+        layer.mlp = Shift(layer.mlp)
+    shifting.model.norm.register_forward_pre_hook(functools.partial(_note, []))
+    noisy.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    ordinary = llama()
+    ordinary.gradient_checkpointing_enable()
+    ordinary.enable_input_require_grads()
+    ordinary.register_forward_hook(lambda *_: None)  # the model itself gives complete results
+    adapted = get_peft_model(ordinary, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    named = {
+        ("Shift (model.layers.0.mlp)", "_note (model.norm)"): shifting,
+        ("neftune_post_forward_hook (model.embed_tokens)",): noisy,
+        (): adapted,
+    }
+    for names, model in named.items():
+        with sharing(path, dist.get_world_size()) as accelerator, listening() as messages:
+            accelerator.prepare(model, _sgd(model))
+        found = [message for message in messages if "get a part of each sequence" in message]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        assert sum(map(len, everywhere)) == bool(names), everywhere
+        assert all(name in message for message in found for name in names), found
+
+
+def _note(notes: list[Any], module: nn.Module, given: Any) -> None:
+    notes.append(given)
 
 
 def check_other_samples_in_a_group_are_refused(path: str) -> None:

@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.long_context.chunks import Deferred, loss_in_chunks
 from zero_plugin.long_context.group import CURRENT, SequenceGroup
-from zero_plugin.long_context.supported import causal_models, is_tokenwise, takes_any, why_not
+from zero_plugin.long_context.supported import causal_models, is_tokenwise, strangers_in, takes_any, why_not
 from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_filling
 
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
@@ -33,6 +34,7 @@ _IGNORED = -100  # the label of tokens that are in no loss
 # What fills sequences up to a multiple of the group's size; other arguments of a value for each token are not known.
 _FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}
 _OF_TOKENS = (*_FILLING, "labels", "shift_labels", "attention_mask", "position_ids")
+_SHOWN = 3  # names in a warning
 
 
 @dataclass
@@ -121,6 +123,7 @@ def share_model(module: nn.Module, document: Document) -> None:
             "supports_sequence_parallel = True in its class."
         )
         raise ConfigError([Problem(where, SEQUENCE_KEY, message, fix)])
+    strangers: dict[str, str] = {}
     for model in models:
         if (reason := why_not(model, size)) is not None:
             message = f"{size}, but a {type(model).__name__} cannot compute on parts of sequences: {reason}"
@@ -128,6 +131,14 @@ def share_model(module: nn.Module, document: Document) -> None:
         if not _settings_of(model).shares:
             _attend_by_parts(model)
             _settings_of(model).shares = True
+            strangers |= strangers_in(model)
+    if strangers:
+        more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+        announce(
+            f"{SEQUENCE_KEY}: {', '.join(f'{name} ({place})' for name, place in [*strangers.items()][:_SHOWN])}{more} "
+            "within the model get a part of each sequence. What computes each token by itself is right; what looks "
+            "along the sequence, or at its length, gives other numbers."
+        )
 
 
 def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
