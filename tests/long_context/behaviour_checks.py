@@ -603,6 +603,16 @@ def check_a_loss_of_a_part_is_refused(path: str) -> None:
         raised(LoopError, "differs among the", "total()", by=lambda: accelerator.backward(part))
 
 
+def check_a_small_loss_of_a_part_is_refused(path: str) -> None:
+    """A term that hardly shows beside the loss of the group has a gradient all the same."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        loss = model(**_batch()).loss
+        part = loss * (1 + 5e-6 * dist.get_rank())
+        raised(LoopError, "differs among the", by=lambda: accelerator.backward(part))
+
+
 class Shift(nn.Module):
     """Gives each token something of the one before it."""
 
