@@ -674,7 +674,13 @@ def check_other_samples_in_a_group_are_refused(path: str) -> None:
                 * (1 - 2 * rank)
             },
         ):
-            raised(LoopError, "got different ones", "set_seed", by=lambda other=other: model(**other))
+            raised(
+                LoopError,
+                "got different ones",
+                "set_seed",
+                "on all processes, not under",
+                by=lambda other=other: model(**other),
+            )
         assert torch.isfinite(model(**batch).loss)
 
 

@@ -350,9 +350,10 @@ def _check_same_batch(group: SequenceGroup, given: dict[str, Any], tokens: Tenso
         digests.append(digest.reshape(1))
     if not group.is_same(torch.cat(digests)):
         raise LoopError(
-            f"the {group.size} processes that share their samples (sequence_parallel_size) got different ones.\nTake "
-            "batches from a prepared loader. If the dataset draws random numbers, call set_seed() with one seed on all "
-            "processes."
+            f"the {group.size} processes that share their samples (sequence_parallel_size) got different ones, or one "
+            "of them makes a forward that the others do not make.\nTake batches from a prepared loader. If the dataset "
+            "draws random numbers, call set_seed() with one seed on all processes. Evaluate on all processes, not under"
+            " `if accelerator.is_main_process:`."
         )
 
 
