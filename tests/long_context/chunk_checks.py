@@ -112,6 +112,10 @@ def check_what_cannot_be_chunked_is_refused(path: str) -> None:
     chunk_loss(capped)
     ids = torch.ones(1, 4, dtype=torch.long, device=DEVICE)
     raised(LoopError, "changes its logits", by=lambda: capped(input_ids=ids, labels=ids))
+    plain = llama()
+    chunk_loss(plain)
+    raised(LoopError, "chunk_loss()", "return_dict=False", by=lambda: plain(ids, labels=ids, return_dict=False))
+    assert plain(ids, return_dict=False)[0].shape == (1, 4, WORDS)
     with running(path):
         pass
 

@@ -217,11 +217,14 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = _Forward(module, settings.chunks, has_labels=given.get("labels") is not None)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
+    defers = settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled()
+    if defers and _wants_a_tuple(module, given):
+        raise LoopError("chunk_loss(): return_dict=False: there are no logits in the tuple's place; leave it out.")
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
         forward.parts = _cut_arguments(module, group, given, tokens)
         if module.training:
             forward.undo.enter_context(_own_random_numbers(group, tokens.device))
-    if settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled():
+    if defers:
         head = module.get_output_embeddings()
         forward.head = Deferred(head)
         module.set_output_embeddings(forward.head)
@@ -290,6 +293,10 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
     return _Parts(group, with_filling(layout, filled), length, filled // group.size, keeps)
 
 
+def _wants_a_tuple(module: Any, given: dict[str, Any]) -> bool:
+    return False in (given.get("return_dict"), getattr(module.config, "return_dict", True))
+
+
 def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
     """The results with what is complete in place of parts.
 
@@ -323,7 +330,7 @@ def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Tensor) -> Non
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if given.get(name, getattr(config, name, False)):
             raise _refusal(module, f"{name}: each process has a part of them only; leave it out")
-    if False in (given.get("return_dict"), getattr(config, "return_dict", True)):
+    if _wants_a_tuple(module, given):
         raise _refusal(module, "return_dict=False: the results are complete in a dict only; leave it out")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
