@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 from paths import raised, running
-from sharing import LENGTH, MODELS, WORDS, Case, llama, make_samples, sharing, train_plainly, train_shared
+from sharing import LENGTH, MODELS, WORDS, Case, gpt2, llama, make_samples, sharing, train_plainly, train_shared
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -166,6 +166,23 @@ def check_experts_in_chunks(path: str) -> None:
         pass
 
 
+def check_layers_that_mix_tokens_are_refused(path: str) -> None:
+    """A whole block attends: its chunks would give other numbers. So would a convolution, or a recurrent layer."""
+    for block in (gpt2().transformer.h[0], llama().model.layers[0], nn.TransformerEncoderLayer(4, 2)):
+        raised(
+            LoopError,
+            "chunk_layer()",
+            type(block).__name__,
+            "block's MLP",
+            by=lambda block=block: chunk_layer(block, 2),
+        )
+    raised(LoopError, "Conv1d", by=lambda: chunk_layer(nn.Sequential(nn.Conv1d(4, 4, 3)), 2))
+    raised(LoopError, "LSTM", by=lambda: chunk_layer(nn.LSTM(4, 4), 2))
+    chunk_layer(gpt2().transformer.h[0].mlp, 2)
+    with running(path):
+        pass
+
+
 def check_dropout_of_layers_in_chunks(path: str) -> None:
     """What a layer below a checkpoint of the older kind drops in its first forward it drops again in the second."""
     layer = nn.Sequential(nn.Dropout(0.5))
@@ -257,6 +274,7 @@ CHECKS |= {
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
 CHECKS["ddp-dropout_of_layers_in_chunks"] = ([2], _on("ddp", check_dropout_of_layers_in_chunks))
 CHECKS["ddp-experts_in_chunks"] = ([2], _on("ddp", check_experts_in_chunks))
+CHECKS["ddp-layers_that_mix_tokens_are_refused"] = ([2], _on("ddp", check_layers_that_mix_tokens_are_refused))
 CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))
 # Daily each case is on half of what differs beside it.
