@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -209,6 +210,37 @@ def check_more_processes_than_key_heads(path: str) -> None:
     for keys, heads in of_two if dist.get_world_size() == 2 else of_four:
         sizes = {"num_key_value_heads": keys, "num_attention_heads": heads, "hidden_size": 8 * heads}
         _assert_same_step(path, lambda sizes=sizes: llama(**sizes), lambda m: m(**batch).loss)
+
+
+def check_values_of_another_size(path: str) -> None:
+    """Heads of values may have another size than those of queries and keys, as in multi-head latent attention."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8, "use_cache": False, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        config = DeepseekV3Config(vocab_size=WORDS, **(sizes | heads | ranks | experts))
+        return DeepseekV3ForCausalLM(config).to(DEVICE)
+
+    for kind in ("plain", "packed"):
+        batch = _batch(kind, length=15)
+        _assert_same_step(path, build, lambda m, batch=batch: m(**batch).loss)
+    torch.manual_seed(4)
+    query, key, value = (torch.randn(2, heads, 8, size, device=DEVICE) for heads, size in ((4, 4), (2, 4), (2, 6)))
+    wanted = attention(query, key, value)
+    with sharing(path, dist.get_world_size()):
+        found = gather(attention(*(cut(tensor, 2) for tensor in (query, key, value))), 2)
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def check_a_table_of_positions_that_just_suffices(path: str) -> None:
+    """What fills sequences up takes no positions beyond those of the samples."""
+    batch = _batch(length=15)
+    _assert_same_step(path, lambda: gpt2(n_positions=15), lambda m: m(**batch).loss)
 
 
 def check_adapters(path: str) -> None:
@@ -466,6 +498,31 @@ def check_dropout_differs_in_a_group(path: str) -> None:
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def check_noise_differs_in_a_group(path: str) -> None:
+    """Whatever draws random numbers inside of a model in training, its parts get other ones, and each step others."""
+    batch = _batch()
+    torch.manual_seed(0)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, noted = llama(), []
+
+        def add_noise(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+            noise = torch.rand_like(output)
+            noted.append(noise.tolist())
+            return output + 0.01 * noise
+
+        model.get_input_embeddings().register_forward_hook(add_noise)
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        model.train()
+        for _ in range(2):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+        assert _is_everywhere(torch.rand(3).tolist())
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, noted)
+        assert found[0][0] != found[1][0]
+        assert found[0][0] != found[0][1]
+
+
 def check_batch_sizes_and_schedules_count_groups(path: str) -> None:
     """A group counts once in the global batch, and in the counting of schedules."""
     size, world = 2, dist.get_world_size()
@@ -546,6 +603,61 @@ def check_a_loss_of_a_part_is_refused(path: str) -> None:
         raised(LoopError, "differs among the", "total()", by=lambda: accelerator.backward(part))
 
 
+def check_a_small_loss_of_a_part_is_refused(path: str) -> None:
+    """A term that hardly shows beside the loss of the group has a gradient all the same."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        loss = model(**_batch()).loss
+        part = loss * (1 + 5e-6 * dist.get_rank())
+        raised(LoopError, "differs among the", by=lambda: accelerator.backward(part))
+
+
+class Shift(nn.Module):
+    """Gives each token something of the one before it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden + pad(hidden[:, :-1], (0, 0, 1, 0)))
+
+
+def check_what_may_look_along_a_sequence_is_named(path: str) -> None:
+    """Once, in `prepare`: modules and hooks of the script within a model, which get parts; others are not."""
+    from peft import LoraConfig, get_peft_model
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    shifting, noisy = llama(), llama()
+    for layer in shifting.model.layers:
+        layer.mlp = Shift(layer.mlp)
+    shifting.model.norm.register_forward_pre_hook(functools.partial(_note, []))
+    noisy.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    ordinary = llama()
+    ordinary.gradient_checkpointing_enable()
+    ordinary.enable_input_require_grads()
+    ordinary.register_forward_hook(lambda *_: None)  # the model itself gives complete results
+    adapted = get_peft_model(ordinary, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    named = {
+        ("Shift (model.layers.0.mlp)", "_note (model.norm)"): shifting,
+        ("neftune_post_forward_hook (model.embed_tokens)",): noisy,
+        (): adapted,
+    }
+    for names, model in named.items():
+        with sharing(path, dist.get_world_size()) as accelerator, listening() as messages:
+            accelerator.prepare(model, _sgd(model))
+        found = [message for message in messages if "get a part of each sequence" in message]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        assert sum(map(len, everywhere)) == bool(names), everywhere
+        assert all(name in message for message in found for name in names), found
+
+
+def _note(notes: list[Any], module: nn.Module, given: Any) -> None:
+    notes.append(given)
+
+
 def check_other_samples_in_a_group_are_refused(path: str) -> None:
     """Samples that differ, in content or in length, would be mixed up."""
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -562,7 +674,13 @@ def check_other_samples_in_a_group_are_refused(path: str) -> None:
                 * (1 - 2 * rank)
             },
         ):
-            raised(LoopError, "got different ones", "set_seed", by=lambda other=other: model(**other))
+            raised(
+                LoopError,
+                "got different ones",
+                "set_seed",
+                "on all processes, not under",
+                by=lambda other=other: model(**other),
+            )
         assert torch.isfinite(model(**batch).loss)
 
 

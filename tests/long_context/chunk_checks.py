@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 from paths import raised, running
-from sharing import LENGTH, MODELS, WORDS, Case, llama, make_samples, sharing, train_plainly, train_shared
+from sharing import LENGTH, MODELS, WORDS, Case, gpt2, llama, make_samples, sharing, train_plainly, train_shared
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +112,10 @@ def check_what_cannot_be_chunked_is_refused(path: str) -> None:
     chunk_loss(capped)
     ids = torch.ones(1, 4, dtype=torch.long, device=DEVICE)
     raised(LoopError, "changes its logits", by=lambda: capped(input_ids=ids, labels=ids))
+    plain = llama()
+    chunk_loss(plain)
+    raised(LoopError, "chunk_loss()", "return_dict=False", by=lambda: plain(ids, labels=ids, return_dict=False))
+    assert plain(ids, return_dict=False)[0].shape == (1, 4, WORDS)
     with running(path):
         pass
 
@@ -135,6 +139,48 @@ def check_layers_in_chunks(path: str) -> None:
             found = train_shared(accelerator, case, model)
             assert set(seen[:6]) == {6, 4}  # 16 in three
         _alike(found, wanted, case.count)
+
+
+def check_experts_in_chunks(path: str) -> None:
+    """A mixture's layer, which takes its hidden states as a matrix of tokens, with several samples."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shared = {"vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+    torch.manual_seed(3)
+    model = MixtralForCausalLM(MixtralConfig(**(sizes | shared))).to(DEVICE)
+    batch = {
+        name: torch.stack([s[name] for s in make_samples("plain", 3)]).to(DEVICE) for name in ("input_ids", "labels")
+    }
+    wanted = model(**batch).loss
+    wanted.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    chunk_layer(model.model.layers[0].mlp, 3)
+    found = model(**batch).loss
+    found.backward()
+    assert torch.allclose(found, wanted, atol=1e-6)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.allclose(p.grad, gradient, atol=1e-6)
+    with running(path):
+        pass
+
+
+def check_layers_that_mix_tokens_are_refused(path: str) -> None:
+    """A whole block attends: its chunks would give other numbers. So would a convolution, or a recurrent layer."""
+    for block in (gpt2().transformer.h[0], llama().model.layers[0], nn.TransformerEncoderLayer(4, 2)):
+        raised(
+            LoopError,
+            "chunk_layer()",
+            type(block).__name__,
+            "block's MLP",
+            by=lambda block=block: chunk_layer(block, 2),
+        )
+    raised(LoopError, "Conv1d", by=lambda: chunk_layer(nn.Sequential(nn.Conv1d(4, 4, 3)), 2))
+    raised(LoopError, "LSTM", by=lambda: chunk_layer(nn.LSTM(4, 4), 2))
+    chunk_layer(gpt2().transformer.h[0].mlp, 2)
+    with running(path):
+        pass
 
 
 def check_dropout_of_layers_in_chunks(path: str) -> None:
@@ -227,6 +273,8 @@ CHECKS |= {
 }
 CHECKS["ddp-what_cannot_be_chunked_is_refused"] = ([2], _on("ddp", check_what_cannot_be_chunked_is_refused))
 CHECKS["ddp-dropout_of_layers_in_chunks"] = ([2], _on("ddp", check_dropout_of_layers_in_chunks))
+CHECKS["ddp-experts_in_chunks"] = ([2], _on("ddp", check_experts_in_chunks))
+CHECKS["ddp-layers_that_mix_tokens_are_refused"] = ([2], _on("ddp", check_layers_that_mix_tokens_are_refused))
 CHECKS["ddp-a_copy_of_layers_in_chunks"] = ([2], _on("ddp", check_a_copy_of_layers_in_chunks))
 CHECKS["ddp-a_loss_of_ones_own"] = ([2], _on("ddp", check_a_loss_of_ones_own))
 # Daily each case is on half of what differs beside it.

@@ -91,14 +91,27 @@ def chunk_layer(layer: nn.Module, chunks: int) -> None:
         chunks: into how many parts the sequence is cut; 1 for the layer as it was.
 
     Raises:
-        LoopError: `chunks` is below 1, or something else has replaced the layer's forward.
+        LoopError: `chunks` is below 1, something else has replaced the layer's forward, or a part of the layer attends,
+            convolves or is recurrent.
     """
     if chunks < 1:
         raise LoopError(f"chunk_layer(): chunks={chunks}; give 1 or more.")
+    if (mixing := next((part for part in layer.modules() if _mixes_tokens(part)), None)) is not None:
+        found = "it" if mixing is layer else f"a {type(mixing).__name__} in it"
+        raise LoopError(
+            f"chunk_layer(): a {type(layer).__name__} does not compute each token by itself: {found} takes others into "
+            "account.\nGive a layer that does, as a block's MLP: chunk_layer(block.mlp, 4)."
+        )
     if "forward" in vars(layer) and not hasattr(layer, _CHUNKS):
         raise LoopError(f"chunk_layer(): the forward of this {type(layer).__name__} has been replaced already.")
     setattr(layer, _CHUNKS, chunks)
     layer.forward = MethodType(forward, layer)  # a deep copy of the layer gets one of its own
+
+
+def _mixes_tokens(part: nn.Module) -> bool:
+    """Whether a module is known to compute a token from others; transformers' attention says whether it is causal."""
+    convolves = isinstance(part, nn.Conv1d) and part.kernel_size != (1,)
+    return convolves or isinstance(part, nn.MultiheadAttention | nn.RNNBase) or hasattr(part, "is_causal")
 
 
 _CHUNKS = "_zero_plugin_chunks"  # attribute of a layer
@@ -112,7 +125,11 @@ def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # complete, dropout would draw others than in the second.
     if chunks == 1 or not (layer.training or torch.is_grad_enabled()):
         return complete(hidden, *args, **kwargs)  # type: ignore[no-any-return]
-    parts = [checkpoint(complete, part, *args, use_reentrant=False, **kwargs) for part in hidden.chunk(chunks, 1)]
+
+    def compute(part: Tensor) -> Any:
+        return complete(part.contiguous(), *args, **kwargs)  # layers of experts view it; a copy here is not kept
+
+    parts = [checkpoint(compute, part, use_reentrant=False) for part in hidden.chunk(chunks, 1)]
     if any(not isinstance(part, Tensor) for part in parts) or sum(p.shape[1] for p in parts) != hidden.shape[1]:
         raise LoopError(
             f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."

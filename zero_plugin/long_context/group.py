@@ -21,6 +21,7 @@ from zero_plugin.errors import LoopError
 
 _OfTensor = Callable[[Tensor], Tensor]
 _SAME = 1e-5  # relative; a sum over processes may be rounded otherwise on each
+_SAME_LOSS = 1e-6  # a loss in fp32 is rounded to 1e-7, and a small term that is that of a part has a gradient too
 
 
 class SequenceGroup:
@@ -86,14 +87,14 @@ class SequenceGroup:
         dist.all_reduce(summed, group=self._group)
         return summed
 
-    def is_same(self, numbers: Tensor) -> bool:
+    def is_same(self, numbers: Tensor, tolerance: float = _SAME) -> bool:
         """Whether all processes have the same `numbers`; not differentiable, and waits for the device."""
         both = torch.stack([numbers, -numbers]).detach()
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         largest, smallest = both[0], -both[1]
         if not both.is_floating_point():
             return bool((largest == smallest).all())
-        return bool(torch.isclose(largest, smallest, rtol=_SAME, atol=0.0, equal_nan=True).all())
+        return bool(torch.isclose(largest, smallest, rtol=tolerance, atol=0.0, equal_nan=True).all())
 
     def check_same_loss(self, loss: Tensor) -> None:
         """Check that a loss is that of the group, not of this process's part; collective in the group.
@@ -101,7 +102,7 @@ class SequenceGroup:
         Raises:
             LoopError: it is not the same on all processes.
         """
-        if not self.is_same(loss.double()):
+        if not self.is_same(loss.double(), _SAME_LOSS):
             raise LoopError(
                 f"the loss of this backward() differs among the {self.size} processes that share their samples: it is "
                 "that of a part of them, and the gradients would be those of another loss.\nUse the loss that the "

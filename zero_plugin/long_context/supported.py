@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,9 @@ _OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the lon
 # number them from 0.
 _FROM_ZERO = ("gpt2", "gpt_bigcode", "gpt_neo", "ctrl")
 _NOT_TOLD_APART = ("afmoe",)  # with rotary embeddings, and packed documents attend to each other on one process
+# Whose modules and hooks do to a part what they do to the whole, but for a noise that depends on its length.
+_KNOWN = ("torch", "transformers", "peft", "deepspeed", "bitsandbytes", "zero_plugin")
+_NOISE = "neftune"
 
 
 def causal_models(module: nn.Module) -> Iterator[Any]:
@@ -68,6 +72,21 @@ def why_not(model: Any, processes: int) -> str | None:
         f"the forward of a {name} passes no shift_labels on to its loss": not takes_any(model),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def strangers_in(model: Any) -> dict[str, str]:
+    """Modules and hooks within a model of transformers that may look along the sequence: of each name, where one is."""
+    found: dict[str, str] = {}
+    for place, part in model.named_modules():
+        if part is model:
+            continue  # it gets complete samples, and gives complete results
+        for one in (type(part), *part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+            while isinstance(one, partial):
+                one = one.func
+            named = one if hasattr(one, "__name__") else type(one)  # a hook may be an object that is called
+            if str(named.__module__).split(".")[0] not in _KNOWN or _NOISE in named.__name__:
+                found.setdefault(named.__name__, place)
+    return found
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.long_context.chunks import Deferred, loss_in_chunks
 from zero_plugin.long_context.group import CURRENT, SequenceGroup
-from zero_plugin.long_context.supported import causal_models, is_tokenwise, takes_any, why_not
+from zero_plugin.long_context.supported import causal_models, is_tokenwise, strangers_in, takes_any, why_not
 from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_filling
 
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
@@ -33,6 +34,7 @@ _IGNORED = -100  # the label of tokens that are in no loss
 # What fills sequences up to a multiple of the group's size; other arguments of a value for each token are not known.
 _FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}
 _OF_TOKENS = (*_FILLING, "labels", "shift_labels", "attention_mask", "position_ids")
+_SHOWN = 3  # names in a warning
 
 
 @dataclass
@@ -121,6 +123,7 @@ def share_model(module: nn.Module, document: Document) -> None:
             "supports_sequence_parallel = True in its class."
         )
         raise ConfigError([Problem(where, SEQUENCE_KEY, message, fix)])
+    strangers: dict[str, str] = {}
     for model in models:
         if (reason := why_not(model, size)) is not None:
             message = f"{size}, but a {type(model).__name__} cannot compute on parts of sequences: {reason}"
@@ -128,6 +131,14 @@ def share_model(module: nn.Module, document: Document) -> None:
         if not _settings_of(model).shares:
             _attend_by_parts(model)
             _settings_of(model).shares = True
+            strangers |= strangers_in(model)
+    if strangers:
+        more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+        announce(
+            f"{SEQUENCE_KEY}: {', '.join(f'{name} ({place})' for name, place in [*strangers.items()][:_SHOWN])}{more} "
+            "within the model get a part of each sequence. What computes each token by itself is right; what looks "
+            "along the sequence, or at its length, gives other numbers."
+        )
 
 
 def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
@@ -206,11 +217,14 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = _Forward(module, settings.chunks, has_labels=given.get("labels") is not None)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
+    defers = settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled()
+    if defers and _wants_a_tuple(module, given):
+        raise LoopError("chunk_loss(): return_dict=False: there are no logits in the tuple's place; leave it out.")
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
         forward.parts = _cut_arguments(module, group, given, tokens)
-        if module.training and _drops(module):
+        if module.training:
             forward.undo.enter_context(_own_random_numbers(group, tokens.device))
-    if settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled():
+    if defers:
         head = module.get_output_embeddings()
         forward.head = Deferred(head)
         module.set_output_embeddings(forward.head)
@@ -262,7 +276,7 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
         documents_of(positions.expand(batch, -1)) if mask is None else None,
         None if mask is None or bool(mask.all()) else mask == 0,
     )
-    after = positions[:, -1:] + torch.arange(1, filled - length + 1, device=positions.device)
+    after = positions[:, -1:].expand(-1, filled - length)  # a table of positions may end with the samples
     given["position_ids"] = group.part_of(torch.cat([positions, after], 1), 1)
     ignored = given.get("ignore_index", _IGNORED)
     if given.get("labels") is not None:
@@ -277,6 +291,10 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
     if not isinstance(keeps, int):
         raise _refusal(module, f"logits_to_keep is a {type(keeps).__name__}; give a number of tokens from the end")
     return _Parts(group, with_filling(layout, filled), length, filled // group.size, keeps)
+
+
+def _wants_a_tuple(module: Any, given: dict[str, Any]) -> bool:
+    return False in (given.get("return_dict"), getattr(module.config, "return_dict", True))
 
 
 def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
@@ -312,7 +330,7 @@ def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Tensor) -> Non
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if given.get(name, getattr(config, name, False)):
             raise _refusal(module, f"{name}: each process has a part of them only; leave it out")
-    if False in (given.get("return_dict"), getattr(config, "return_dict", True)):
+    if _wants_a_tuple(module, given):
         raise _refusal(module, "return_dict=False: the results are complete in a dict only; leave it out")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -339,9 +357,10 @@ def _check_same_batch(group: SequenceGroup, given: dict[str, Any], tokens: Tenso
         digests.append(digest.reshape(1))
     if not group.is_same(torch.cat(digests)):
         raise LoopError(
-            f"the {group.size} processes that share their samples (sequence_parallel_size) got different ones.\nTake "
-            "batches from a prepared loader. If the dataset draws random numbers, call set_seed() with one seed on all "
-            "processes."
+            f"the {group.size} processes that share their samples (sequence_parallel_size) got different ones, or one "
+            "of them makes a forward that the others do not make.\nTake batches from a prepared loader. If the dataset "
+            "draws random numbers, call set_seed() with one seed on all processes. Evaluate on all processes, not under"
+            " `if accelerator.is_main_process:`."
         )
 
 
@@ -382,17 +401,12 @@ def _shift(given: dict[str, Any], ignored: int) -> None:
         given["num_items_in_batch"] = (given["shift_labels"] != ignored).sum()
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether the model draws random numbers in training."""
-    return any(
-        (isinstance(part, nn.Dropout) and part.p > 0) or bool(getattr(part, "attention_dropout", 0))
-        for part in module.modules()
-    )
-
-
 @contextmanager
 def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
-    """Inside, other random numbers than those of the processes that share the samples, whose parts are others."""
+    """Inside, other random numbers than those of the processes that share the samples, whose parts are others.
+
+    Not for dropout alone: functions and hooks draw some that no module shows.
+    """
     seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed + group.rank)

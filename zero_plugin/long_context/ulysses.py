@@ -81,7 +81,8 @@ def attention(
 
     Args:
         query: of shape (batch, heads, part of the sequence, size of a head).
-        key, value: likewise; they may have fewer heads, each for as many heads of the query in a row.
+        key, value: likewise; they may have fewer heads, each for as many heads of the query in a row, and heads of the
+            value may have another size.
         position_ids: of shape (batch, complete sequence); positions that begin anew begin another document, which is
             not attended to from the next one. None: each sequence is one document.
         is_padding: of shape (batch, complete sequence), the positions to which nothing attends.
@@ -90,7 +91,7 @@ def attention(
         scale: of the scores; None: 1 / sqrt(size of a head).
 
     Returns:
-        Of the shape of `query`.
+        Of the shape of `query`, with the size of the value's heads.
 
     Raises:
         LoopError: the heads cannot be divided among the processes of the group.
@@ -117,9 +118,16 @@ def attend(
 
 
 def _exchange_for_heads(query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup) -> tuple[Tensor, ...]:
-    """Complete sequences of this process's heads, from this process's parts of all heads, in one exchange."""
+    """Complete sequences of this process's heads, from this process's parts of all heads."""
     key, value = (_repeat_heads(tensor, query.shape[1], group.size) for tensor in (key, value))
-    by_process = [_part(tensor, 1, group.size) for tensor in (query, key, value)]
+    if value.shape[-1] != query.shape[-1]:
+        return (*_exchange_at_once((query, key), group), *_exchange_at_once((value,), group))
+    return _exchange_at_once((query, key, value), group)
+
+
+def _exchange_at_once(parts: tuple[Tensor, ...], group: SequenceGroup) -> tuple[Tensor, ...]:
+    """The same of tensors whose heads have one size, in one exchange."""
+    by_process = [_part(tensor, 1, group.size) for tensor in parts]
     received = group.exchange(torch.cat(by_process, 2).transpose(0, 1))  # (process, batch, heads, part, size)
     complete = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return torch.split(complete, [tensor.shape[2] for tensor in by_process], 1)
