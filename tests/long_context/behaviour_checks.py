@@ -523,6 +523,16 @@ def check_noise_differs_in_a_group(path: str) -> None:
         assert found[0][0] != found[0][1]
 
 
+def check_a_model_that_draws_nothing_moves_no_generator(path: str) -> None:
+    """So that what the script draws after a forward, the order of a shuffle above all, is what one process draws."""
+    batch = _batch()
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model, _ = accelerator.prepare(model := llama(), _sgd(model))
+        before = torch.get_rng_state()
+        accelerator.backward(model.train()(**batch).loss)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def check_batch_sizes_and_schedules_count_groups(path: str) -> None:
     """A group counts once in the global batch, and in the counting of schedules."""
     size, world = 2, dist.get_world_size()

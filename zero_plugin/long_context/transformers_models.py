@@ -405,12 +405,22 @@ def _shift(given: dict[str, Any], ignored: int) -> None:
 def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
     """Inside, other random numbers than those of the processes that share the samples, whose parts are others.
 
-    Not for dropout alone: functions and hooks draw some that no module shows.
+    Not for dropout alone: functions and hooks draw some that no module shows. Where nothing is drawn, the script's
+    generators stay as they are, as with one process: a shuffle that follows is the same.
     """
-    seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
         torch.manual_seed(seed + group.rank)
+        before = _generators(devices)
         yield
+        has_drawn = not all(map(torch.equal, before, _generators(devices)))
+    if has_drawn:
+        torch.randint(2**62, ())  # the next forward's numbers are others
+
+
+def _generators(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 # ---- what the model calls --------------------------------------------------------------------------------------------
