@@ -74,7 +74,7 @@ def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Acc
     stated |= {"gpu_memory": memory, "host_memory": f"{host // 2**20}MiB"}
     accelerator = Accelerator(config={**AUTO, **stated, "deepspeed_config": training})
     model = make_model()
-    data = TensorDataset(torch.randn(16 * world, 1024), torch.randn(16 * world, 4))
+    data = TensorDataset(torch.randn(24 * world, 1024), torch.randn(24 * world, 4))
     optimizer = DummyOptim(model.parameters(), lr=1e-3)
     scheduler = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
     loader = DataLoader(data, batch_size=4)
