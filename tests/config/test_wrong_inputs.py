@@ -185,6 +185,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("torch.compile in the JSON", "c.json", '{"compile": {"backend": "inductor"}}', "1:14", 'compile.backend = "inductor": DeepSpeed\'s `compile` section no longer has it', "Delete it; call torch.compile in the script."),
     ("a launch file of another program", "c.yaml", "num_processes: 2\ndeepspeed: z3.json\n", "2:1", 'deepspeed = "z3.json": unknown key', "If this file is another program's, check and launch with the DeepSpeed file"),
     ("another program's batch", "c.yaml", "num_processes: 2\nper_device_train_batch_size: 1\n", "2:1", "per_device_train_batch_size = 1: unknown key", "Write it below deepspeed_config: {train_micro_batch_size_per_gpu: …}."),
+    ("another program's rate", "c.yaml", "num_processes: 2\nlearning_rate: 0.001\n", "2:1", "learning_rate = 0.001: unknown key", "Delete it; a comment key starts with _."),
     ("a training file of another program", "c.json", '{"deepspeed": "z3.json"}', "1:2", 'deepspeed = "z3.json": unknown key', "If this file is another program's, check and launch with the DeepSpeed file"),
     ("another library's word", "c.json", '{"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}', "1:44", "optimizer.params.learning_rate = 1: unknown key", "Did you mean lr?"),
     ("transformers' word", "c.json", '{"max_grad_norm": 1.0}', "1:2", "max_grad_norm = 1.0: unknown key", "Did you mean gradient_clipping?"),

@@ -66,7 +66,7 @@ def explain_launch_key(name: str, known: list[str]) -> str:
         return f"Write it below deepspeed_config: {{{name}: …}}."
     if name == _NAMES_A_FILE:
         return _NAMED_FILE
-    if name in _ELSEWHERE:
+    if _ELSEWHERE.get(name) in training:
         return f"Write it below deepspeed_config: {{{_ELSEWHERE[name]}: …}}."
     near = did_you_mean(name, known)
     if near:
