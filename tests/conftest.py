@@ -6,8 +6,6 @@ import contextlib
 import gc
 import json
 import logging
-import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -27,7 +25,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from device import ON_GPU
-from forked import ALONE, FORK_OF, FORKS, IMPORTED_BEFORE, Workers, run_as_script
+from forked import ALONE, FORKS, SERVER, Fork, ForkServer, forks_of
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
@@ -100,8 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
-    """Messages appear, and all processes of the tests build C++ ops by one compiler."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Messages appear, all processes of the tests build C++ ops by one compiler, and take forks of one process.
+
+    On a GPU there are no forks: what DeepSpeed is on is settled when it is imported.
+    """
     show_messages()
     if not ON_GPU:
         use_quick_compiler()
@@ -109,6 +110,11 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
     if sys.modules.get("mlflow", ...) is None:  # pytest's own workers, which are started so too, run its tests
         del sys.modules["mlflow"]
+    if not hasattr(config, "workerinput") and not ON_GPU and sys.platform == "linux":
+        folder = tempfile.TemporaryDirectory()
+        os.environ[SERVER] = str(Path(folder.name, "server"))
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(ForkServer(Path(os.environ[SERVER])).close)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -323,7 +329,7 @@ class StandStill:
                     if one.pid in seen:
                         continue
                     seen.add(one.pid)
-                    waiting += [FORK_OF[one.pid]] if one.pid in FORK_OF else []
+                    waiting += forks_of(one.pid)
                     with contextlib.suppress(psutil.Error):
                         used += sum(one.cpu_times()[:4])
         if abs(used - self._used) >= 1:  # less, where one has ended that its parent has not waited for
@@ -358,24 +364,7 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def fork_context() -> Any:
-    """Starts processes as forks of one that has imported all that takes seconds of a processor.
-
-    On a GPU they start anew: what DeepSpeed is on is settled when it is imported.
-    """
-    if ON_GPU:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED_BEFORE))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        environment.setenv("OMP_NUM_THREADS", "1")
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
-@pytest.fixture(scope="session")
-def forked_workers(fork_context: Any) -> Iterator[dict[str, str]]:
+def forked_workers() -> dict[str, str]:
     """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
 
     Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
@@ -383,13 +372,7 @@ def forked_workers(fork_context: Any) -> Iterator[dict[str, str]]:
     """
     import torch
 
-    if ON_GPU or torch.cuda.is_available() or sys.platform != "linux":
-        yield {}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(fork_context, Path(folder, "forks"))
-        yield {FORKS: str(Path(folder, "forks"))}
-        workers.close()
+    return {} if torch.cuda.is_available() or SERVER not in os.environ else {FORKS: os.environ[SERVER]}
 
 
 @pytest.fixture(scope="session")
@@ -402,7 +385,7 @@ def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def run_processes(tmp_path: Path, fork_context: Any) -> Callable[..., list[str]]:
+def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
     """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
 
     STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
@@ -414,26 +397,24 @@ def run_processes(tmp_path: Path, fork_context: Any) -> Callable[..., list[str]]
         store = tmp_path / f"store-{time.monotonic_ns()}"
         logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        workers = []
+        workers: list[Fork | subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
                 command = [str(script), str(store), str(rank), str(world), *map(str, args)]
-                workers.append(
-                    fork_context.Process(target=run_as_script, args=(command, environment, str(Path.cwd()), str(log)))
-                )
-                workers[-1].start()
+                with log.open("wb") as output:
+                    workers.append(start_script(command, environment, output.fileno()))
             stuck, looked = StandStill(*(worker.pid for worker in workers), seconds=seconds), time.monotonic()
-            while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
-                multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], 5)
+            while None in (codes := [worker.poll() for worker in workers]) and not any(codes):
+                time.sleep(0.02)
                 if time.monotonic() - looked > 5:
                     looked = time.monotonic()
                     if stuck:
                         break
         finally:
-            codes = [worker.exitcode for worker in workers]
+            codes = [worker.poll() for worker in workers]
             for worker in workers:
                 worker.kill()
-                worker.join()
+                worker.wait()
         outputs = [log.read_text() if log.exists() else "" for log in logs]
         assert codes == [0] * world, "\n".join(
             f"--- process {rank}: {'still running' if codes[rank] is None else codes[rank]}\n{output}"
@@ -442,3 +423,12 @@ def run_processes(tmp_path: Path, fork_context: Any) -> Callable[..., list[str]]
         return outputs
 
     return run
+
+
+def start_script(command: list[str], environment: dict[str, str], output: int) -> Fork | subprocess.Popen[bytes]:
+    """A process of a script, whose folder of helpers this one is."""
+    if SERVER in os.environ:
+        return Fork(os.environ[SERVER], command, environment, output)
+    environment = {**environment, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{environment['PYTHONPATH']}"}
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    return subprocess.Popen([sys.executable, *command], env=environment, **quiet)

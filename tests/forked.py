@@ -13,10 +13,11 @@ import io
 import json
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
+import multiprocessing.forkserver
 import multiprocessing.reduction
 import os
 import runpy
+import signal
 import socket
 import struct
 import sys
@@ -29,9 +30,9 @@ from typing import Any, NoReturn
 from device import ON_GPU
 from line_contexts import enter_context
 
-FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable: the socket of `Workers`
+SERVER = "ZERO_PLUGIN_TESTS_FORK_SERVER"  # variable of pytest's processes: the socket of their `ForkServer`
+FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable of a launch: the same, for it and its workers
 ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"  # the same, for one Python and none that it starts
-FORK_OF: dict[int, int] = {}  # by the process that has asked for it
 LAUNCHES = ["-m", "zero_plugin", "launch"]
 WORKER = "zero_plugin/launch/worker.py"
 _FRAMES_OF_RUN = (__file__, runpy.__file__, "<frozen runpy>")
@@ -53,24 +54,56 @@ IMPORTED_BEFORE = (
     "zero_plugin.strategies.deepspeed.session",
     "zero_plugin.strategies.deepspeed.strategy",
 )
+# Half of the checks train models of transformers, in processes of several groups.
+_MODELS = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+# What those modules would be told by the scripts that import them.
+_WHILE_IMPORTED = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 
-def run_as_script(command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
-    """Run `command`, a script with its arguments, in a process that was forked; what it prints goes into a file.
+class Fork:
+    """A script that a fork runs: what a `subprocess.Popen` of it would have is named as there.
 
     Args:
+        place: the socket of a `ForkServer`.
         command: path of the script, and its arguments.
         environment: all of it.
-        folder: in which it runs.
-        log: a file, which is made.
+        output: an open file, for all that it prints.
     """
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(written, descriptor)
-    try:
-        _run(command, environment, folder)
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+
+    def __init__(self, place: str, command: list[str], environment: dict[str, str], output: int) -> None:
+        self.returncode: int | None = None
+        request = {"command": command, "environment": environment, "folder": str(Path.cwd())}
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(place)
+        with Path(os.devnull).open("rb") as nothing:
+            socket.send_fds(self._server, [b"."], [nothing.fileno(), output, output])
+        self._server.sendall(f"{json.dumps({**request, 'cores': [*os.sched_getaffinity(0)]})}\n".encode())
+        self._replies = self._server.makefile("r")
+        self.pid = int(self._replies.readline())
+
+    def poll(self) -> int | None:
+        """How it has ended, if it has."""
+        if self.returncode is None and multiprocessing.connection.wait([self._server], 0):
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """How it ends."""
+        if self.returncode is None:
+            self.returncode = int(self._replies.readline())
+            self._replies.close()
+            self._server.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it."""
+        if self.poll() is None:
+            self._server.sendall(bytes([signal.SIGKILL]))
 
 
 def run_as_worker(request: dict[str, Any], *streams: int) -> None:
@@ -87,6 +120,8 @@ def run_as_worker(request: dict[str, Any], *streams: int) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     os.sched_setaffinity(0, request["cores"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what pytest itself was started with may be ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _enter_namespaces(request["asker"])
     command = request["command"]
     unbuffered = command[0] == "-u"
@@ -156,20 +191,23 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-class Workers:
-    """Forks for launches whose tests are not about processes; startup/sitecustomize.py asks for them.
+class ForkServer:
+    """Forks for those of all of pytest's processes that ask at a socket: `Fork`, and startup/sitecustomize.py.
+
+    What they are forks of starts with the first of them, once: its imports take seconds of a processor.
 
     Args:
-        context: it forks.
-        place: a socket is made there.
+        place: the socket is made there; beside it a file for each process that has asked, which names its fork.
     """
 
-    def __init__(self, context: multiprocessing.context.ForkServerContext, place: Path) -> None:
-        self._context = context
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*IMPORTED_BEFORE, *_MODELS])
         self._turn = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(place))
-        self._listener.listen()
+        self._listener.listen(64)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
@@ -193,12 +231,15 @@ class Workers:
             request["asker"] = asker = _process_of(asks)
             worker = self._context.Process(target=run_as_worker, args=(request, *map(_Descriptor, streams)))
             with self._turn:
+                _start_server()
                 worker.start()
                 # Whichever thread starts the next one would ask whether this one has ended, which only one may.
                 multiprocessing.process._children.discard(worker)
-            FORK_OF[asker] = worker.pid
+            self._place.with_name(str(asker)).write_text(str(worker.pid))
             for stream in streams:
                 os.close(stream)
+            with contextlib.suppress(ConnectionError):  # it was killed, as is seen below
+                asks.sendall(f"{worker.pid}\n".encode())
             while worker.is_alive():
                 if asks not in multiprocessing.connection.wait([worker.sentinel, asks]):
                     continue
@@ -210,7 +251,25 @@ class Workers:
                     worker.kill()
                     worker.join()
                     return
-            asks.sendall(str(worker.exitcode).encode())
+            with contextlib.suppress(ConnectionError):
+                asks.sendall(f"{worker.exitcode}\n".encode())
+
+
+def _start_server() -> None:
+    """Start what all are forks of, with its variables, unless it runs."""
+    before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
+    os.environ.update(_WHILE_IMPORTED)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def forks_of(pid: int) -> list[int]:
+    """The fork that a process has asked for last, if it has."""
+    file = Path(os.environ.get(SERVER, "no server")).with_name(str(pid))
+    return [int(file.read_text())] if file.is_file() else []
 
 
 def _process_of(asks: socket.socket) -> int:

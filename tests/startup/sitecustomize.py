@@ -6,7 +6,7 @@ There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it
 of a process in which all imports are done. They pass on what they were started with, the signals that they get, and how
 the fork ends. So does any Python to which a test gives the other variable; those that it starts are not forks.
 
-See `Workers` in forked.py.
+See `ForkServer` in forked.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def be_forked(place: str) -> None:
         server.sendall(f"{json.dumps(request)}\n".encode())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: server.sendall(bytes([number])))
-        code = int(server.recv(10))
+        replies = server.makefile()
+        replies.readline()  # its process id
+        code = int(replies.readline())
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
