@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,18 @@ def check_real_schedules_stay_attached(path: str) -> None:
     """The user's schedule drives the optimizer that runs, also where that replaced the user's (rates and momenta)."""
     for build in (_lambda, _one_cycle, _sequential, _chained):
         _equal(_train(path, build, counts="steps", when="together"), _plain(build))
+
+
+def check_schedules_know_the_step_that_runs(path: str) -> None:
+    """torch warns of no `step` that was overridden, also where ZeRO steps an optimizer in parts, as it does an SGD."""
+    with running(path) as accelerator, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*optimizer.step")
+        model = make_net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, _one_cycle(optimizer))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        schedule.step()
 
 
 def check_schedules_on_the_prepared_optimizer(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -210,6 +211,7 @@ class StepInParts:
         self._begun: dict[Any, dict[Any, Any]] | None = None
         step = optimizer.step
 
+        @functools.wraps(step)  # with the mark by which torch's schedulers know that their `step` is in it
         def part(own: Optimizer, *args: Any, **kwargs: Any) -> Any:
             groups = own.param_groups
             own.param_groups = [group for group in groups if group["params"]]
