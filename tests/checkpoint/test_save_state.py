@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
+from zero_plugin.checkpoint.tensor_files import RangeWriter
 from zero_plugin.config.handlers import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 from zero_plugin.errors import CheckpointError
 
@@ -168,6 +169,17 @@ def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkey
     training.accelerator.register_for_checkpointing(Holder({"f": print}))
     with pytest.raises(CheckpointError, match=r"objects\[0\]\['state'\]\['f'\] is a builtins.builtin_function"):
         training.accelerator.save_state(folder)
+    training.accelerator._custom_objects.clear()
+    write = RangeWriter.write
+
+    def removed(writer: RangeWriter, fragment: Any, place: Any) -> None:
+        (writer.folder / place.file).unlink(missing_ok=True)
+        write(writer, fragment, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RangeWriter, "write", removed)
+        with pytest.raises(CheckpointError, match=r"was there .*\nLet nothing remove a checkpoint that is written"):
+            training.accelerator.save_state(folder)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(CheckpointError, match=r"does not fit: .* has 10 bytes free"):
         training.accelerator.save_state(folder)
@@ -335,6 +347,13 @@ def test_what_does_not_fit_is_named(make_training: Any, tmp_path: Path) -> None:
     (tmp_path / "theirs" / "pytorch_model").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="Accelerate or DeepSpeed wrote, with pickle"):
         accelerator.load_state(tmp_path / "theirs")
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"the Trainer, .* with pickle.*\n.*load_weights\(model, folder\)"):
+        accelerator.load_state(tmp_path / "trainers")
+    accelerator.save_model(net, tmp_path / "weights alone")
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint\.\n.*load_weights\(model, folder\)"):
+        accelerator.load_state(tmp_path / "weights alone")
     with pytest.raises(CheckpointError, match="needs a folder"):
         accelerator.save_state()
 

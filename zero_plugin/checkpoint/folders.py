@@ -467,8 +467,15 @@ def offer_previous(folder: Path) -> str:
     for number, path in reversed(numbered_checkpoints(folder.parent, match[1]) if match else []):
         if match and number < int(match[2]) and find_damage(path) is None:
             return f"The newest complete one before it is {path}."
-    if any((folder / name).exists() for name in ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl")):
-        return "It looks like one that Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as they are."
+    theirs = ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl", "trainer_state.json")
+    if any((folder / name).exists() for name in theirs):
+        return (
+            "It looks like one that the Trainer, Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as "
+            "they are.\nConvert DeepSpeed's by `zero-plugin checkpoint import`. Of the others, "
+            "accelerator.load_weights(model, folder) reads the weights that are safetensors."
+        )
+    if not (folder / MANIFEST_NAME).exists() and any(folder.glob("*.safetensors")):
+        return "accelerator.load_weights(model, folder) reads the weights in its safetensors, and nothing else."
     return "There is no other complete checkpoint beside it."
 
 

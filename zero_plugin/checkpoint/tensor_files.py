@@ -380,8 +380,9 @@ class _Files(ExitStack):
                 self.open[file] = os.open(self.folder / file, self._flags)
             except FileNotFoundError:
                 raise DamagedError(
-                    f"The main process can see {self.folder / file}, but this process cannot. Checkpoints need a file "
-                    "system that all machines share."
+                    f"{self.folder / file} was there for the main process, and is not there for this process.\n"
+                    "Let nothing remove a checkpoint that is written or read. It needs a file system that all machines "
+                    "share."
                 ) from None
             self.callback(os.close, self.open[file])
         return self.open[file]
