@@ -236,10 +236,10 @@ def check_backward_after_clip(path: str) -> None:
 
 
 def check_no_sync_changes_no_number(path: str) -> None:
-    """Backwards under `no_sync` add up as without it, with and without `accumulate`."""
+    """Backwards under `no_sync` add up as without it, with and without `accumulate`, and under the model's own."""
     plain = make_net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for start in (0, 2):
+    for start in (0, 2, 4):
         for i in (start, start + 1):
             (loss_of(plain, global_batch(i)) / 2).backward()
         sgd.step()
@@ -257,7 +257,12 @@ def check_no_sync_changes_no_number(path: str) -> None:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, own_batch(3)))
             optimizer.step()
-        assert optimizer.applied_steps == 2
+        with accelerator.no_sync(model) if path == "single" else model.no_sync():
+            accelerator.backward(loss_of(model, own_batch(4)))
+            optimizer.step()  # as at any place inside a window, it applies nothing
+        accelerator.backward(loss_of(model, own_batch(5)))
+        optimizer.step()
+        assert optimizer.applied_steps == 3
         assert_near(weights(accelerator, model), plain.state_dict())
 
 

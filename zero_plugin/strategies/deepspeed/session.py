@@ -138,6 +138,7 @@ class EngineSession(Session):
             # they are halved. The session moves it after the step, on every stage alike.
             engine.optimizer._update_scale = lambda *_: None
         engine.backward, engine.step = script_changes.refuse_engine_backward, script_changes.refuse_engine_step
+        engine.no_sync = nullcontext  # as the session's; the engine's own refuses stages 2 and 3
         engine.__deepcopy__ = functools.partial(partitioned_models.refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
