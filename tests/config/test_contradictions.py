@@ -280,6 +280,13 @@ def test_an_open_field_contradicts_nothing() -> None:
     assert found(everything) == []
 
 
+@pytest.mark.parametrize("stage", [-1, 4])
+def test_a_stage_that_is_not_legal_contradicts_nothing(stage: int) -> None:
+    """The stage is refused at its key; no other key is said to have no effect because of it."""
+    (problem,) = found(f'{{"zero_optimization": {{"stage": {stage}, "reduce_bucket_size": 9, "sub_group_size": 9}}}}')
+    assert problem.key == "zero_optimization.stage"
+
+
 def test_every_stage_below_three_is_said_where_it_is_written() -> None:
     """The stage's own place is in the message; a stage that nobody wrote is said to be written nowhere."""
     Path("c.json").write_text("{" + ZERO_2[:-2] + "}}")

@@ -73,7 +73,7 @@ class Asked:
     def stage(self) -> int | None:
         """The ZeRO stage, 0 where none is written; None where it is open or no stage."""
         stage = self.value(STAGE, default=0)
-        return stage if isinstance(stage, int) and not isinstance(stage, bool) else None
+        return stage if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3 else None
 
     @property
     def stage_said(self) -> str:
