@@ -538,5 +538,27 @@ def check_a_key_that_the_engine_would_fail_at(path: str) -> None:
         raised(ConfigError, *words, by=lambda: accelerator.prepare(net, sgd))
 
 
+def check_a_step_that_one_process_leaves_out(path: str) -> None:
+    """Without ZeRO nobody waits for it: an error at a later backward; where all leave it out, nothing is wrong."""
+    if path not in ("single", "ddp"):
+        return
+    for others_too in (True, False):
+        with running(path) as accelerator:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+            def train(model=model, optimizer=optimizer, others_too=others_too, accelerator=accelerator) -> None:
+                for step in range(5):
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    if step != 2 or not (others_too or accelerator.process_index == 1):
+                        optimizer.step()
+                    optimizer.zero_grad()
+
+            if others_too or accelerator.num_processes == 1:
+                train()
+            else:
+                raised(LoopError, "0 steps on rank 0", "1 steps on rank 1", "accelerator.reduce(loss", by=train)
+
+
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)

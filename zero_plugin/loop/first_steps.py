@@ -76,9 +76,9 @@ class FirstSteps:
         self._frozen = [p for module in modules for p in module.parameters() if id(p) not in known]
         self._parts = frozenset(id(o) for m in modules for parts in (m.modules(), m.parameters()) for o in parts)
         self._has_changed = self._has_advanced = False
-        for session in [training.session for training in trained]:
-            if self._processes > 1 and session.on_average is None:
-                session.on_average = SameSteps(session, self._trained_tensors)
+        for training in trained:
+            if self._processes > 1 and training.session.on_average is None:
+                training.session.on_average = SameSteps(training, self._trained_tensors)
         if modules:
             _LIVE.add(self)
             _follow_registrations()

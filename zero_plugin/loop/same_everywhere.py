@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,12 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.strategies.base import Session, is_checked_step
+from zero_plugin.strategies.base import is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
+
+if TYPE_CHECKING:
+    from zero_plugin.loop.training import Training
 
 _SOFTWARE: Final = ("zero-plugin", "torch", "deepspeed", "transformers")
 # Keys that may differ between machines; all others affect the training.
@@ -104,40 +107,55 @@ def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimize
 
 
 class SameSteps:
-    """Checks that no number of a session's steps differs between the processes, such as a learning rate.
+    """Checks that no number of a model's steps differs between the processes, such as a learning rate.
 
     It does so in its first calls and in one of a hundred, by one small collective.
 
     Args:
-        session: of a model with its optimizer, on several processes.
+        training: of a model with its optimizer, on several processes.
         tensors: those that the script trains by itself.
     """
 
-    def __init__(self, session: Session, tensors: Collection[Tensor]) -> None:
-        self._session = weakref.ref(session)
+    def __init__(self, training: Training, tensors: Collection[Tensor]) -> None:
+        self._training = weakref.ref(training)
         self._tensors = tensors
         self._calls = 0
+        self._applied = -1  # steps at the last call
+        self._left_out = 0  # averages that no step of this process has applied
 
     def __call__(self) -> None:
         """Called by all processes at the same steps.
 
         Raises:
-            LoopError: on every process, if numbers of the parameter groups or the tensors differ; it lists each value
-                and the ranks that have it.
+            LoopError: on every process, if one has left out a step, or numbers of the parameter groups or the tensors
+                differ; it lists each value and the ranks that have it.
         """
-        session, calls = self._session(), self._calls
+        training, calls = self._training(), self._calls
         self._calls += 1
-        if session is None or session.optimizer is None or not is_checked_step(calls):
+        if training is None or training.optimizer is None or training.session.optimizer is None:
             return
-        numbers, tensors = _numbers_of(session.optimizer), _describe_tensors(self._tensors)
-        if is_same_on_all(json.dumps([numbers, tensors], sort_keys=True)):
+        self._left_out += training.optimizer.applied_steps == self._applied
+        self._applied = training.optimizer.applied_steps
+        if not is_checked_step(calls):
+            return
+        optimizer = training.session.optimizer
+        numbers, tensors = _numbers_of(optimizer), _describe_tensors(self._tensors)
+        left_out = {"left out": f"{self._left_out} steps"}
+        if is_same_on_all(json.dumps([numbers, tensors, left_out], sort_keys=True)):
             return
         if differences := _compare(numbers):
             raise LoopError(
-                f"the parameter groups of the {type(session.optimizer).__name__} differ between the processes:\n"
+                f"the parameter groups of the {type(optimizer).__name__} differ between the processes:\n"
                 f"{differences}\n"
                 "Every process has to step with the same numbers. Where they come from a loss, as in a scheduler's "
                 'step(loss), average it over the processes: accelerator.reduce(loss, "mean").'
+            )
+        if differences := _compare(left_out):
+            raise LoopError(
+                "some processes have left out a step() that others have made, so that their weights differ:\n"
+                f"{differences}\n"
+                "Where a batch decides whether to step, let all processes decide alike, by what all of them know, as of "
+                'accelerator.reduce(loss, "mean").'
             )
         raise LoopError(
             "tensors that the script trains beside the prepared models, and that losses depend on, differ between the "
