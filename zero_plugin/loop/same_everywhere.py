@@ -154,7 +154,7 @@ class SameSteps:
             raise LoopError(
                 "some processes have left out a step() that others have made, so that their weights differ:\n"
                 f"{differences}\n"
-                "Where a batch decides whether to step, let all processes decide alike, by what all of them know, as of "
+                "Where a batch decides whether to step, let all processes decide alike, by what all of them know, as "
                 'accelerator.reduce(loss, "mean").'
             )
         raise LoopError(
