@@ -560,5 +560,57 @@ def check_a_step_that_one_process_leaves_out(path: str) -> None:
                 raised(LoopError, "0 steps on rank 0", "1 steps on rank 1", "accelerator.reduce(loss", by=train)
 
 
+def check_weights_that_one_process_loads(path: str) -> None:
+    """The main process alone goes back to its best weights: an error on all. What it restores in time is no mistake."""
+    if path.startswith("zero3"):
+        return  # every load needs all processes there
+    for restores in (True, False):
+        with running(path) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+            best = {name: tensor * 0.5 for name, tensor in net.state_dict().items()}
+
+            def train(
+                model=model, optimizer=optimizer, net=net, best=best, restores=restores, accelerator=accelerator
+            ) -> None:
+                for step in range(5):
+                    if step == 2 and accelerator.is_main_process:
+                        before = copy.deepcopy(net.state_dict())
+                        net.load_state_dict(best)
+                        if restores:
+                            net.load_state_dict(before)
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            if restores or accelerator.num_processes == 1:
+                train()
+            else:
+                raised(LoopError, "written on some processes only", "is_main_process", by=train)
+
+
+def check_weights_that_each_process_perturbs(path: str) -> None:
+    """Sharpness-aware minimisation by each process's own gradient: no mistake, if the weights are restored."""
+    if path not in ("single", "ddp"):
+        return
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(5):
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_of(model, own_batch(step)))
+            before = [p.detach().clone() for p in net.parameters()]
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.add_(p.grad, alpha=10.0)
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, own_batch(step)))
+            with torch.no_grad():
+                for p, old in zip(net.parameters(), before, strict=True):
+                    p.copy_(old)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)

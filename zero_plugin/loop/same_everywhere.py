@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +24,7 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.strategies.base import is_checked_step
+from zero_plugin.strategies.base import Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 
@@ -52,6 +53,8 @@ _OF_A_MACHINE: Final = frozenset(
     }
 )
 _SHOWN: Final = 5  # differences in a message; the first one nearly always names the cause
+# The part of its size by which a weight may differ between copies: perturbing and restoring it rounds differently.
+_ROUNDING: Final = 1e-3
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 
 
@@ -107,7 +110,7 @@ def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimize
 
 
 class SameSteps:
-    """Checks that no number of a model's steps differs between the processes, such as a learning rate.
+    """Checks that nothing in a model's steps differs between the processes, such as a learning rate or the weights.
 
     It does so in its first calls and in one of a hundred, by one small collective.
 
@@ -127,8 +130,8 @@ class SameSteps:
         """Called by all processes at the same steps.
 
         Raises:
-            LoopError: on every process, if one has left out a step, or numbers of the parameter groups or the tensors
-                differ; it lists each value and the ranks that have it.
+            LoopError: on every process, if one has left out a step, or numbers of the parameter groups, the weights or
+                the tensors differ; it lists each value and the ranks that have it.
         """
         training, calls = self._training(), self._calls
         self._calls += 1
@@ -142,6 +145,7 @@ class SameSteps:
         numbers, tensors = _numbers_of(optimizer), _describe_tensors(self._tensors)
         left_out = {"left out": f"{self._left_out} steps"}
         if is_same_on_all(json.dumps([numbers, tensors, left_out], sort_keys=True)):
+            _check_weights(training.session)
             return
         if differences := _compare(numbers):
             raise LoopError(
@@ -163,6 +167,46 @@ class SameSteps:
             "Make each an nn.Parameter of a module, and prepare() that with its optimizer. Or average its gradient "
             'before its own step: tensor.grad = accelerator.reduce(tensor.grad, "mean").'
         )
+
+
+def _check_weights(session: Session) -> None:
+    """Check that the processes have the same weights, of copies at the last noted step, of partitions as written."""
+    if differences := _describe_noted(session) or _describe_written(session):
+        raise LoopError(
+            f"the weights of the {type(session.module).__name__} were written on some processes only, or not alike:\n"
+            f"{differences}\n"
+            "Load and write them on every process: under `if accelerator.is_main_process:` one of the copies is "
+            "changed, and the others train on with what they had."
+        )
+    session.notes_weights = True
+
+
+def _describe_noted(session: Session) -> str:
+    noted, session.noted_weights = session.noted_weights, None
+    if noted is None:
+        return ""
+    names, numbers = noted
+    both = torch.stack([numbers, -numbers])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    largest, negated_smallest = both.view(2, -1, 2)  # of each weight the norm and the sum
+    sizes = largest.abs().amax(1, keepdim=True)
+    is_small = sizes[:, 0] <= _ROUNDING * sizes.max()
+    differ = (largest + negated_smallest > _ROUNDING * sizes).any(1) & ~is_small
+    found = [name for name, differs in zip(names, differ.tolist(), strict=True) if differs]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"  they differ: {', '.join(found[:_SHOWN])}{more}" if found else ""
+
+
+def _describe_written(session: Session) -> str:
+    """The steps before which not all processes have written weights, if that had an effect."""
+    own = session.take_written()
+    if own is None or is_same_on_all(json.dumps(list(own))):  # what it changed of a partition differs in any case
+        return ""
+    everyone = [dict(written) for written in gather_values(list(own.items()))]
+    partial = {step for written in everyone for step, has_changed in written.items() if has_changed}
+    partial -= {step for step in partial if all(step in written for written in everyone)}
+    steps = ", ".join(str(step) for step in sorted(own.keys() & partial)[:_SHOWN])
+    return _compare({"before step": steps or "not written"})
 
 
 def _describe_tensors(tensors: Collection[Tensor]) -> dict[str, str]:

@@ -114,6 +114,8 @@ class Session(ABC):
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
         on_average: called where all processes average the gradients of one step, so that it may be collective; not
             inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
+        notes_weights: whether the next step calls `note_weights`; set by `on_average`.
+        noted_weights: names of the trained weights, and the norm and the sum of each, at a step.
     """
 
     unpartitioned_gradients = True
@@ -124,6 +126,8 @@ class Session(ABC):
     before_change: Callable[[], None] | None = None
     on_failure: Callable[[], None] | None = None
     on_average: Callable[[], None] | None = None
+    notes_weights = False
+    noted_weights: tuple[list[str], Tensor] | None = None
     scales_loss = False
     adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()
@@ -211,6 +215,26 @@ class Session(ABC):
             accumulated: whether there are accumulated gradients.
             complete: whether there are complete ones.
         """
+
+    def note_weights(self) -> None:
+        """Set `noted_weights` just before a step, where each process has weights of its own, which must not differ.
+
+        Earlier they may: sharpness-aware minimisation perturbs them by the process's own gradient, and restores them.
+        """
+        self.notes_weights = False
+        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+        if not trained or describe_renormalizing(self.module) is not None:  # which is warned of
+            return
+        real = [torch.view_as_real(p) if p.is_complex() else p for p in trained.values()]
+        numbers = [n for p in real for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
+        self.noted_weights = list(trained), torch.stack([n.to(numbers[0].device, torch.float32) for n in numbers])
+
+    def take_written(self) -> dict[int, bool] | None:
+        """The steps since the last call before which the script has written weights; None where this is not known.
+
+        Each with whether that has changed this process's partition, from which the other processes' copies are renewed.
+        """
+        return None
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:  # noqa: B027 - only DDP needs to know before
         """Before each forward, ask `ends_window` whether its backward is the last one of the window."""

@@ -232,6 +232,8 @@ class TorchSession(Session):
             finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
         # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
         applied: bool | FoundInf = finite
+        if self.notes_weights:
+            self.note_weights()
         if applied:
             self._guard.is_open = True
             if isinstance(finite, FoundInf):

@@ -275,6 +275,7 @@ class WrittenWeights:
         self._is_written = False  # whether the master weights have to be updated before they are used
         self._versions = versions_of(self._watched)
         self._steps = 0  # calls of `warn_of_lost`
+        self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
         self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
         self._has_warned = False
 
@@ -317,10 +318,19 @@ class WrittenWeights:
             self._is_written = False
             if self._has_master_weights:
                 # A weight that equals its rounded master weight was not written: that one keeps its precision.
+                has_changed = self._written_before.get(self._steps, False)
                 for _, master, weight in self._master_weights_and_weights():
-                    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+                    is_same = master.to(weight.dtype) == weight
+                    has_changed = has_changed or not bool(is_same.all())
+                    master.copy_(torch.where(is_same, master, weight.to(master.dtype)))
+                self._written_before[self._steps] = has_changed
             else:
                 self.copy_to_master_weights()
+
+    def take_steps(self) -> dict[int, bool]:
+        """See `Session.take_written`."""
+        taken, self._written_before = self._written_before, {}
+        return taken
 
     def copy_to_master_weights(self) -> None:
         """Copy all weights to the master weights."""

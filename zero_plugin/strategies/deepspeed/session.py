@@ -280,6 +280,8 @@ class EngineSession(Session):
         self._buffers.send()
         self._written.follow()
         self._written.warn_of_lost()
+        if self.notes_weights and self.engine.zero_optimization_stage() == 0 and not self.engine.has_moe_layers:
+            self.note_weights()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
@@ -300,6 +302,9 @@ class EngineSession(Session):
             self._gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
         self._begin_window()
         return applied
+
+    def take_written(self) -> dict[int, bool] | None:
+        return self._written.take_steps() if self.engine.zero_optimization_stage() in (1, 2) else None
 
     def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
         self._watch.refuse_lost(has_gradients=False)
