@@ -35,7 +35,7 @@ from zero_plugin.config.handlers import (
     GradScalerKwargs,
     TorchDynamoPlugin,
 )
-from zero_plugin.errors import ConfigError
+from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.plan.run_plan import predict_memory
 
 STEPS = 3
@@ -330,6 +330,36 @@ def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dic
         return weights(accelerator, model)
 
 
+def check_a_scaler_of_the_scripts_own(path: str) -> None:
+    """It divides gradients that are not partitioned, as in plain torch; where it could not, it is an error."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    for accumulation in (1, 2):
+        with running(path, gradient_accumulation_steps=accumulation) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+            def train(model=model, optimizer=optimizer, scaler=scaler, accelerator=accelerator) -> None:
+                for step in range(3):
+                    accelerator.backward(scaler.scale(loss_of(model, own_batch(step))))
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+
+            if path.startswith("zero"):
+                raised(LoopError, "GradScaler", "under ZeRO", "mixed_precision: fp16", by=train)
+            elif accumulation > 1:
+                raised(LoopError, "GradScaler", "accumulation window", by=train)
+            else:
+                train()
+                assert_near(net.state_dict(), plain.state_dict())
+
+
 CHECKS = {
     **checks_on(
         ["ddp"],
@@ -348,5 +378,5 @@ CHECKS = {
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
     **checks_on([*SINGLE, *PAIR], [check_compiled]),
-    **checks_on(["single", "ddp", "zero2"], [check_models_as_they_come]),
+    **checks_on(["single", "ddp", "zero2"], [check_models_as_they_come, check_a_scaler_of_the_scripts_own]),
 }

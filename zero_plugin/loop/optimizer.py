@@ -284,6 +284,22 @@ class AcceleratedOptimizer(Optimizer):
         """The factor on the loss under fp16; 1.0 otherwise."""
         return self.session.loss_scale
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler.step` reads first: False, so that it divides `p.grad` by its scale itself.
+
+        Raises:
+            LoopError: it could not, since gradients are partitioned; or it would once in each micro-batch of a window.
+        """
+        if self.session.unpartitioned_gradients and self.window.ends_here:
+            return False
+        where = "inside an accumulation window" if self.session.unpartitioned_gradients else "under ZeRO"
+        raise LoopError(
+            f"GradScaler.step(optimizer) {where}: a scaler of the script's own cannot divide these gradients.\n"
+            "Remove it, and write mixed_precision: fp16 (or Accelerator(mixed_precision='fp16')), which scales the "
+            "loss with every strategy: accelerator.backward(loss), optimizer.step()."
+        )
+
     def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
         """Drop the gradients if this is called between a backward and its step, or after a failed backward.
 
