@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -182,17 +183,19 @@ def _check_weights(session: Session) -> None:
 
 
 def _describe_noted(session: Session) -> str:
-    noted, session.noted_weights = session.noted_weights, None
-    if noted is None:
+    if not session.copies:
         return ""
-    names, numbers = noted
-    both = torch.stack([numbers, -numbers])
+    noted, session.noted_weights = session.noted_weights, None
+    # Of a process that has noted none, since its script leaves out the steps that others skip, nothing is compared.
+    nothing = torch.full((2, 2 * len(session.copies)), -inf, device=session.copies[0].device)
+    both = nothing if noted is None else torch.stack([noted, -noted])
     dist.all_reduce(both, dist.ReduceOp.MAX)
     largest, negated_smallest = both.view(2, -1, 2)  # of each weight the norm and the sum
     sizes = largest.abs().amax(1, keepdim=True)
     is_small = sizes[:, 0] <= _ROUNDING * sizes.max()
     differ = (largest + negated_smallest > _ROUNDING * sizes).any(1) & ~is_small
-    found = [name for name, differs in zip(names, differ.tolist(), strict=True) if differs]
+    names = {id(p): name for name, p in session.module.named_parameters()}
+    found = [names.get(id(p), "?") for p, differs in zip(session.copies, differ.tolist(), strict=True) if differs]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"  they differ: {', '.join(found[:_SHOWN])}{more}" if found else ""
 

@@ -568,9 +568,18 @@ class Window:
         """Drop the gradients if this is called between a backward and its step, or after a failed backward.
 
         Elsewhere there is nothing to drop: `apply` clears the gradients, and inside a window they accumulate.
+
+        Raises:
+            LoopError: see `Session.agree_to_drop`.
         """
         self._gradients_kept = False
         if self.phase is Phase.FAILED or self.dropping_is_meant:
+            if self.phase is Phase.ACCUMULATED and self.ends_here and isinstance(self._given, Session):
+                try:
+                    self._given.agree_to_drop()
+                except BaseException:
+                    self._enter(Phase.FAILED)
+                    raise
             self._drop(self.session)
             self.restart()
         elif self.phase in (Phase.EMPTY, Phase.APPLIED):

@@ -114,8 +114,9 @@ class Session(ABC):
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
         on_average: called where all processes average the gradients of one step, so that it may be collective; not
             inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
+        copies: the trained weights, if each process has copies of its own, which must not differ at a step.
         notes_weights: whether the next step calls `note_weights`; set by `on_average`.
-        noted_weights: names of the trained weights, and the norm and the sum of each, at a step.
+        noted_weights: the norm and the sum of each of `copies` at a step.
     """
 
     unpartitioned_gradients = True
@@ -127,7 +128,8 @@ class Session(ABC):
     on_failure: Callable[[], None] | None = None
     on_average: Callable[[], None] | None = None
     notes_weights = False
-    noted_weights: tuple[list[str], Tensor] | None = None
+    noted_weights: Tensor | None = None
+    copies: Sequence[nn.Parameter] = ()
     scales_loss = False
     adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()
@@ -217,17 +219,14 @@ class Session(ABC):
         """
 
     def note_weights(self) -> None:
-        """Set `noted_weights` just before a step, where each process has weights of its own, which must not differ.
+        """Set `noted_weights` just before a step that is applied.
 
-        Earlier they may: sharpness-aware minimisation perturbs them by the process's own gradient, and restores them.
+        Earlier weights may differ: sharpness-aware minimisation perturbs them by the process's own gradient.
         """
         self.notes_weights = False
-        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
-        if not trained or describe_renormalizing(self.module) is not None:  # which is warned of
-            return
-        real = [torch.view_as_real(p) if p.is_complex() else p for p in trained.values()]
-        numbers = [n for p in real for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
-        self.noted_weights = list(trained), torch.stack([n.to(numbers[0].device, torch.float32) for n in numbers])
+        weights = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.copies]
+        numbers = [n for p in weights for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
+        self.noted_weights = torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers])
 
     def take_written(self) -> dict[int, bool] | None:
         """The steps since the last call before which the script has written weights; None where this is not known.
@@ -303,6 +302,15 @@ class Session(ABC):
     @abstractmethod
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose complete gradient is not finite, or None. Collective."""
+
+    def agree_to_drop(self) -> None:  # noqa: B027 - only where the processes have to wait for each other
+        """Called before the gradients of a window that has ended are dropped in place of `complete_gradients`.
+
+        Collective where gradients are partitioned.
+
+        Raises:
+            LoopError: on every process, if others complete them.
+        """
 
     @abstractmethod
     def drop_gradients(self, *, failed: bool) -> None:

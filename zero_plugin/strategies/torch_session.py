@@ -20,6 +20,7 @@ from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     FOREIGN_GRADIENTS,
     Session,
+    describe_renormalizing,
     release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
@@ -108,6 +109,8 @@ class TorchSession(Session):
         self._guard = StepGuard([optimizer])
         refuse = _refuse_direct(weakref.ref(self))
         watched = [p for p in self.module.parameters() if p.requires_grad]
+        if self._reducer is not None and describe_renormalizing(self.module) is None:  # which is warned of
+            self.copies = watched
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
         # Their gradients cannot have hooks.
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
@@ -232,9 +235,9 @@ class TorchSession(Session):
             finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
         # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
         applied: bool | FoundInf = finite
-        if self.notes_weights:
-            self.note_weights()
         if applied:
+            if self.notes_weights and self.copies:
+                self.note_weights()
             self._guard.is_open = True
             if isinstance(finite, FoundInf):
                 self.optimizer.found_inf = finite.value  # type: ignore[attr-defined]

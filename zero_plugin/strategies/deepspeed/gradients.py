@@ -106,6 +106,13 @@ class EngineGradients(ABC):
     def begin_window(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
         """Called after the gradients were applied or dropped."""
 
+    def agree_to_drop(self) -> None:  # noqa: B027 - nothing to do where no process waits for another before the step
+        """Called before `drop` in place of `finalize`, if no backward has failed. Collective.
+
+        Raises:
+            LoopError: on every process, if others finalize the gradients.
+        """
+
     @abstractmethod
     def drop(self) -> None:
         """Drop the accumulated gradients."""
@@ -306,6 +313,7 @@ class FlatGradients(EngineGradients):
         with _at_boundary(self._engine):
             if self._partitioned:
                 self._order.compare()
+                self._order.relax()
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
                 self._fill_missing_with_zeros()
@@ -334,6 +342,10 @@ class FlatGradients(EngineGradients):
     def begin_window(self) -> None:
         if self._partitioned:
             self._order.begin_window()
+
+    def agree_to_drop(self) -> None:
+        if self._partitioned:
+            self._order.compare(drops=True)
 
     def drop(self) -> None:
         wrapper = self._wrapper
@@ -405,6 +417,7 @@ class Stage3Gradients(EngineGradients):
     def after_backward(self) -> None:
         """See `EngineGradients.after_backward`: DeepSpeed has just waited for the device, so it costs little."""
         self._order.compare()
+        self._order.relax()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
         return parameter.ds_id in self._order.reduced  # type: ignore[attr-defined]
@@ -414,6 +427,7 @@ class Stage3Gradients(EngineGradients):
 
     def finalize(self) -> None:
         wrapper = self._wrapper
+        self._order.compare()  # with processes that drop these gradients
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:
@@ -435,6 +449,9 @@ class Stage3Gradients(EngineGradients):
 
     def begin_window(self) -> None:
         self._order.begin_window()
+
+    def agree_to_drop(self) -> None:
+        self._order.compare(drops=True)
 
     def drop(self) -> None:
         # The first backward of the next window overwrites the gradients that it computes, and the others are cleared.
@@ -484,6 +501,7 @@ class Stage3Gradients(EngineGradients):
 _CAREFUL: Final = 10
 _COMPARED: Final = 5000
 _KEPT: Final = 5000  # notes, which name the first difference
+_DROPS: Final = (2**60,)  # the note of gradients that are dropped; no parameter has this number
 _SHOWN: Final = 4  # names in a message
 
 
@@ -524,22 +542,28 @@ class CollectiveOrder:
         """Record that the weights of these parameters are about to be gathered together."""
         self._note(tuple(sorted(-1 - number for number in numbers)))
 
+    def relax(self) -> None:
+        """Count one of the first windows, or at stage 3 backwards, in which it compares before each collective."""
+        self._careful = max(0, self._careful - 1)
+
     def begin_window(self) -> None:
         """Start again after a step, or after gradients were dropped."""
         self.reduced.clear()
         self._notes.clear()
         self._digest = 0
 
-    def compare(self) -> None:
+    def compare(self, *, drops: bool = False) -> None:
         """Compare with the other processes, at least at the end of a window. Collective.
 
-        Raises:
-            LoopError: on every process, if the orders differ; it names the first difference.
-        """
-        self._compare()
-        self._careful = max(0, self._careful - 1)
+        Args:
+            drops: whether this process is about to drop the gradients in place of a step.
 
-    def _compare(self) -> None:
+        Raises:
+            LoopError: on every process, if the orders differ, or some drop what others apply; it names the first
+                difference.
+        """
+        if drops:
+            self._add(_DROPS)
         if self._is_alone:
             return
         both = torch.tensor([self._digest, -self._digest], device=self._device)
@@ -551,16 +575,25 @@ class CollectiveOrder:
     def _note(self, note: tuple[int, ...]) -> None:
         if not note:
             return
-        self._digest = (
-            hash((self._digest, note)) >> 1
-        )  # hashes of integers are the same in every process; shifted, it can be negated
-        self._notes.append(note)
+        self._add(note)
         if self._careful and self._compared < _COMPARED:
             self._compared += 1
-            self._compare()
+            self.compare()
+
+    def _add(self, note: tuple[int, ...]) -> None:
+        # Hashes of integers are the same in every process; shifted, it can be negated.
+        self._digest = hash((self._digest, note)) >> 1
+        self._notes.append(note)
 
     def _describe(self) -> str:
         everyone = [[tuple(note) for note in notes] for notes in gather_values(list(self._notes))]
+        dropping = [str(rank) for rank, notes in enumerate(everyone) if notes and notes[-1] == _DROPS]
+        if dropping:
+            return (
+                f"zero_grad() drops gradients on {len(dropping)} of {len(everyone)} processes, e.g. on rank "
+                f"{dropping[0]}, which the others apply in step(). Where a batch decides whether to step, let all "
+                'processes decide alike, by what all of them know, as accelerator.reduce(loss, "mean").'
+            )
         differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
         alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
         ranks: dict[tuple[int, ...], int] = {}

@@ -84,6 +84,8 @@ class EngineSession(Session):
         self._watch = script_changes.GradientWatch(
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
+        if stage == 0 and not engine.has_moe_layers:
+            self.copies = self._trained
         self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
@@ -280,11 +282,11 @@ class EngineSession(Session):
         self._buffers.send()
         self._written.follow()
         self._written.warn_of_lost()
-        if self.notes_weights and self.engine.zero_optimization_stage() == 0 and not self.engine.has_moe_layers:
-            self.note_weights()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
+        if self.notes_weights and self.copies:
+            self.note_weights()
         self._guard.is_open = True
         try:
             with self._thawed():
@@ -311,6 +313,9 @@ class EngineSession(Session):
 
     def first_nonfinite(self) -> str | None:
         return self._gradients.first_nonfinite()
+
+    def agree_to_drop(self) -> None:
+        self._gradients.agree_to_drop()
 
     def drop_gradients(self, *, failed: bool) -> None:
         self._watch.warn_of_perturbed()
