@@ -110,7 +110,7 @@ class TorchSession(Session):
         refuse = _refuse_direct(weakref.ref(self))
         watched = [p for p in self.module.parameters() if p.requires_grad]
         if self._reducer is not None and describe_renormalizing(self.module) is None:  # which is warned of
-            self.copies = watched
+            self.copies = [p for p in watched if type(p) is nn.Parameter]  # a DTensor is a part of a weight
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
         # Their gradients cannot have hooks.
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
