@@ -43,9 +43,7 @@ def seeded() -> torch.Generator:
 SAMPLERS: dict[str, Callable[[], Sampler[Any]]] = {
     "random": lambda: RandomSampler(range(SIZE)),
     "random, some": lambda: RandomSampler(range(SIZE), num_samples=40),
-    "random, more": lambda: RandomSampler(range(SIZE), num_samples=250),
-    "random, twice": lambda: RandomSampler(range(SIZE), num_samples=2 * SIZE),
-    "replaced": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=250),
+    "replaced": lambda: RandomSampler(range(SIZE), replacement=True),
     "own generator": lambda: RandomSampler(range(SIZE), generator=seeded()),
     "own generator, some": lambda: RandomSampler(range(SIZE), num_samples=40, generator=seeded()),
     "subset": lambda: SubsetRandomSampler([*range(5, 90), 3]),
@@ -57,17 +55,21 @@ SAMPLERS: dict[str, Callable[[], Sampler[Any]]] = {
     ),
     "seedable": lambda: SeedableRandomSampler(range(SIZE), data_seed=3),
 }
-DRAWN_ON = {
+DRAWN_ON: dict[str, Callable[[], Sampler[Any]]] = {
+    "random, more": lambda: RandomSampler(range(SIZE), num_samples=250),
+    "random, twice": lambda: RandomSampler(range(SIZE), num_samples=2 * SIZE),
+    "replaced, more": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=250),
     "own generator, replaced": lambda: RandomSampler(range(SIZE), replacement=True, generator=seeded()),
     "own generator, more": lambda: RandomSampler(range(SIZE), num_samples=250, generator=seeded()),
 }
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [*SAMPLERS, *DRAWN_ON])
 def test_the_order_is_torchs(name: str) -> None:
     """Element by element, with the same number of draws from the global generator; twice, for two epochs."""
-    ours, theirs = SAMPLERS[name](), SAMPLERS[name]()
-    assert is_drawn_at_once(ours)
+    make = {**SAMPLERS, **DRAWN_ON}[name]
+    ours, theirs = make(), make()
+    assert is_drawn_at_once(ours) == (name in SAMPLERS)
     torch.manual_seed(4)
     expected = [list(theirs) for _ in range(2)]
     after = torch.get_rng_state()
@@ -85,6 +87,20 @@ def test_the_order_is_torchs(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), after)
     own = None if name == "seedable" else getattr(ours, "generator", None)  # that is seeded anew in each epoch
     assert own is None or torch.equal(own.get_state(), theirs.generator.get_state())
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_epoch_without_an_end_is_drawn_as_it_runs(replacement: bool) -> None:
+    """Of a sampler of ten billion samples, as minGPT's trainer has, the first batches are torch's."""
+
+    def first(loader: Any) -> list[Any]:
+        torch.manual_seed(4)
+        return list(islice(loader.batch_sampler, 3))
+
+    sampler = RandomSampler(range(SIZE), replacement=replacement, num_samples=int(1e10))
+    loader = DataLoader(_Numbers(), 7, sampler=sampler, collate_fn=list)
+    prepared = prepare_loader(loader, rank=0, world_size=1, device=None)
+    assert first(prepared.base_dataloader) == first(loader)
 
 
 class _Numbers:

@@ -262,19 +262,18 @@ DRAWING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, S
 def is_drawn_at_once(sampler: Any) -> bool:
     """Whether the sampler's order follows from the state of one generator on a CPU at the epoch's start.
 
-    A subclass may do anything. A RandomSampler with a generator of the script's own draws on while the epoch runs, if
-    it draws with replacement, or more than all samples; the script may have drawn from it in between.
+    A subclass may do anything. A RandomSampler that draws more samples than there are draws on while the epoch runs,
+    which may be one without an end (`num_samples=int(1e10)`): no order of it fits into memory. So does one that draws
+    with replacement from a generator of the script's own; the script may have drawn from it in between.
     """
     if type(sampler) not in DRAWING_SAMPLERS:
+        return False
+    if type(sampler) is RandomSampler and sampler.num_samples > len(sampler.data_source):
         return False
     own = generator_of(sampler)
     if own is None or type(sampler) is SeedableRandomSampler:
         return True
-    if own.device.type != "cpu":
-        return False
-    return type(sampler) is not RandomSampler or not (
-        sampler.replacement or sampler.num_samples > len(sampler.data_source)
-    )
+    return own.device.type == "cpu" and not (type(sampler) is RandomSampler and sampler.replacement)
 
 
 def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
@@ -296,8 +295,7 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
         generator = torch.Generator().manual_seed(seed)
     if sampler.replacement:
         return Order(torch.randint(size, (count,), generator=generator))
-    rounds = [torch.randperm(size, generator=generator) for _ in range(-(-count // size))]
-    return Order(torch.cat(rounds)[:count])
+    return Order(torch.randperm(size, generator=generator)[:count])
 
 
 def end_order(sampler: Any, *, has_drawn: bool = False) -> None:
