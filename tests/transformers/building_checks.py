@@ -170,14 +170,20 @@ def check_init_model(folder: Path) -> None:
 
 
 def check_init_model_with_transformers_ways(folder: Path) -> None:
-    """Inside `init_model`, `from_config` gives the values that it gives outside, and `from_pretrained` those stored."""
+    """`from_config` gives the values that it has without ZeRO, inside `init_model` too, `from_pretrained` those stored.
+
+    What is drawn afterwards is the same as well.
+    """
     place = stored(gpt2, folder / "gpt2")
     reference = build(gpt2)
+    following = torch.rand(3)
     with running("zero3") as accelerator:
+        alone = build(lambda: AutoModelForCausalLM.from_config(reference.config))
+        assert torch.equal(torch.rand(3), following)
         with accelerator.init_model():
             made = build(lambda: AutoModelForCausalLM.from_config(reference.config))
             read = GPT2LMHeadModel.from_pretrained(place)
-        for model in (made, read):
+        for model in (alone, made, read):
             assert is_partitioned(model)
             assert same(whole(model), dict(reference.named_parameters()))
 

@@ -63,7 +63,10 @@ def check_folders(folder: Path) -> None:
 
 
 def check_save_pretrained_alone(folder: Path) -> None:
-    """Where nobody has the weights, save_pretrained says so on the main process and writes nothing on the others."""
+    """Where nobody has the weights, save_pretrained says so on the main process and writes nothing on the others.
+
+    Inside `whole_weights` it writes them, as a script does whose weights are those of an average (EMA) for a while.
+    """
     with running("zero3") as accelerator:
         model, state = _trained(accelerator, build(gpt2))
         module = accelerator.unwrap_model(model)
@@ -73,6 +76,13 @@ def check_save_pretrained_alone(folder: Path) -> None:
             module.save_pretrained(folder / "empty")  # as it would without is_main_process
         assert not (folder / "empty").exists()
         module.save_pretrained(folder / "whole", state_dict=state)  # on every process, without is_main_process
+        with accelerator.whole_weights(model):
+            if accelerator.is_main_process:
+                module.save_pretrained(folder / "inside")
+    if state is not None:
+        assert same(
+            load_file(folder / "inside" / "model.safetensors"), load_file(folder / "whole" / "model.safetensors")
+        )
     saved = load_file(folder / "whole" / "model.safetensors")
     assert saved["transformer.wte.weight"].shape == (VOCABULARY, 32)
 

@@ -89,7 +89,7 @@ class BuildConfig:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, an attribute has another value."""
-    own = getattr(owner, name)
+    own = inspect.getattr_static(owner, name)  # a class method itself, which is not bound to this class
     setattr(owner, name, value)
     try:
         yield
@@ -112,8 +112,32 @@ def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
             return
         integration.set_hf_deepspeed_config(build)
         gathers = hasattr(integration, "initialize_weights_zero3")
-        with build.counted_by_gpu(), nullcontext() if gathers else _initializing_gathered():
+        initializing = nullcontext() if gathers else _initializing_gathered()
+        with build.counted_by_gpu(), initializing, _drawing_as_unpartitioned(build):
             yield
+
+
+def _drawing_as_unpartitioned(build: BuildConfig) -> AbstractContextManager[None]:
+    """Inside, `from_config` of a transformers model draws the random values that it draws unpartitioned.
+
+    transformers leaves out what torch's own layers draw, and draws on rank 0 alone, so that the model has other values
+    than below stage 3, and the generators of the processes are no longer in step.
+    """
+    from transformers import modeling_utils as modeling
+    from transformers.integrations import deepspeed as integration
+
+    plain_from_config = inspect.getattr_static(modeling.PreTrainedModel, "_from_config").__func__
+
+    def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Where transformers itself would partition: not within `from_pretrained`, `init_model` or another from_config.
+        partitions = integration.is_deepspeed_zero3_enabled() and not modeling._is_quantized
+        inside: AbstractContextManager[None] = nullcontext()
+        if partitions and not modeling._is_ds_init_called:
+            inside = partition_when_built(build)
+        with inside:
+            return plain_from_config(cls, *args, **kwargs)
+
+    return replaced(modeling.PreTrainedModel, "_from_config", classmethod(from_config))
 
 
 @contextmanager
@@ -239,7 +263,7 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
         if generation is not None and isinstance(module, generation.GenerationMixin) and processes.world_size > 1:
             _replace(module, "generate", _generate_together)
         if callable(getattr(type(module), "save_pretrained", None)):
-            _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank))
+            _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank, module))
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -250,9 +274,10 @@ def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) 
     return generate(*args, **{"synced_gpus": True, **kwargs})
 
 
-def _save_whole(rank: int, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(save).bind_partial(*args, **kwargs)
-    if SHOWS_WEIGHTS.get() or {**given.kwargs, **given.arguments}.get("state_dict") is not None:
+    shows_weights = SHOWS_WEIGHTS.get() or not any(map(own_partitioned, module.modules()))
+    if shows_weights or {**given.kwargs, **given.arguments}.get("state_dict") is not None:
         return save(*args, **kwargs)
     if rank == 0:
         raise LoopError(
