@@ -13,6 +13,7 @@ from paths import (
     FURTHER,
     PAIR,
     SINGLE,
+    ZERO,
     assert_near,
     checks_on,
     global_batch,
@@ -95,6 +96,31 @@ def check_loaded_weights(path: str) -> None:
         model[0].load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model[0].state_dict().items()})
 
     assert_near(_trained(path, "no", load_part), _plain(zero_part), 1e-5)
+
+
+def check_loaded_weights_that_stay_gathered(path: str) -> None:
+    """At stage 3 `load_state_dict` counts for small weights, which DeepSpeed leaves gathered; trained or not."""
+    if not path.startswith("zero3"):
+        return
+    section = {key: value for key, value in (ZERO | FURTHER)[path].items() if "persistence" not in key}
+    for precision in ("no", "bf16"):
+        with running(path, mixed_precision=precision, deepspeed={"zero_optimization": section}) as accelerator:
+            torch.manual_seed(0)
+            model, teacher = make_net(), make_net().requires_grad_(False)
+            model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
+            for step in range(4):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+                teacher(own_batch(step)[0])  # gathers its weights, which then stay
+                if step == 1:
+                    _load(model)
+                    _load(teacher)
+            near = 1e-5 if precision == "no" else 2e-2
+            assert_near(weights(accelerator, model), _plain(_load), near)
+            loaded = make_net()
+            _load(loaded)
+            assert_near(weights(accelerator, teacher), loaded.state_dict(), near)
 
 
 def check_clamped_weights(path: str) -> None:

@@ -18,7 +18,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, is_checked_step
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
-from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by
+from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by, write_partitions
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -281,13 +281,11 @@ class WrittenWeights:
 
     def watch(self) -> list[Callable[[], Any]]:
         """Detect writes by `load_state_dict` and DeepSpeed's setters; returns what undoes this."""
-        if not self._trains:
-            return []
-        hook = OwnHook(lambda *_: self.note())
+        hook = OwnHook(self._note_loaded)
         parts: Iterable[Any] = self._engine.module.modules()
         undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
         # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
-        for owner in (self._engine.optimizer, *self._trained):
+        for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
             for name in ("set_full_hp_param", "set_local_hp_param"):
                 if (method := getattr(owner, name, None)) is not None:
                     undo.append(partial(setattr, owner, name, method))
@@ -359,6 +357,11 @@ class WrittenWeights:
                 "torch.no_grad() into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
                 by_each=True,
             )
+
+    def _note_loaded(self, part: nn.Module, *_: Any) -> None:
+        if self._is_partitioned:
+            write_partitions(part)
+        self.note()
 
     def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
         self._before_change()

@@ -208,6 +208,19 @@ def _is_swapped_out(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
+def write_partitions(module: nn.Module) -> None:
+    """Copy the module's own gathered parameters, without those of submodules, to this process's partitions of them.
+
+    DeepSpeed leaves parameters of up to `stage3_param_persistence_threshold` elements gathered between the steps, but
+    keeps, steps and gathers again what is in the partitions.
+    """
+    for p in module.parameters(recurse=False):
+        parameter: Any = p
+        if hasattr(p, "ds_id") and p.numel() == parameter.ds_numel:
+            start, count = _partition(parameter)
+            parameter.ds_tensor.detach().view(-1)[:count].copy_(p.detach().reshape(-1)[start : start + count])
+
+
 def _partition(parameter: Any) -> tuple[int, int]:
     """Start and length of this process's partition of a parameter, without padding."""
     size = parameter.partition_numel()
