@@ -13,12 +13,14 @@ import pytest
 import zero_plugin
 
 
-def run(*arguments: str, folder: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, folder: Path, code: str | None = None, columns: str = "60", **variables: str
+) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else ["-m", "zero_plugin"]
     return subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=folder,
-        env={**os.environ, "HF_HOME": str(folder), "COLUMNS": "60"},
+        env={**os.environ, "HF_HOME": str(folder), "COLUMNS": columns, **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -97,6 +99,45 @@ def test_an_error_is_one_screen_and_its_lines_stay_whole(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) < 24
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_an_error_is_printed_whatever_the_columns(columns: str, tmp_path: Path) -> None:
+    """Also where the size of the terminal is unknown (`COLUMNS=0`), and the lines stay whole where it is tiny."""
+    done = run("launch", "absent.py", folder=tmp_path, columns=columns)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 1 problem in the configuration:\n  command line: absent.py is not a file\n")
+
+
+def test_standard_output_that_cannot_write_every_character(tmp_path: Path) -> None:
+    """A table with arrows is printed where the locale's encoding has none; only these are replaced."""
+    done = run("plan", "--params", "1B", "--gpu", "A100-80GB", folder=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "? DDP" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str, tmp_path: Path) -> None:
+    """`check` reads, and ends with its own code, where a daemon or a shell has closed standard streams."""
+    (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\n")
+    command = f'"{sys.executable}" -m zero_plugin check bad.yaml {closed}'
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60).returncode == 2
+
+
+OPENED = """
+import os
+null = os.stat(os.devnull).st_rdev
+open("opened", "wb").write(bytes(os.fstat(number).st_rdev == null for number in range(3)))
+"""
+
+
+@pytest.mark.processes
+def test_a_launch_with_closed_standard_streams(tmp_path: Path) -> None:
+    """Workers start, and have the null device as standard streams: no file of theirs gets what C++ prints."""
+    (tmp_path / "a.py").write_text(OPENED)
+    command = f'"{sys.executable}" -m zero_plugin launch --cpu --num_processes 1 a.py <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=120).returncode == 0
+    assert (tmp_path / "opened").read_bytes() == b"\1\1\1"
 
 
 IMPORTED = """

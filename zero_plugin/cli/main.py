@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import gc
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, Final
 
 import typer
@@ -175,6 +177,9 @@ def _zero_plugin(
 
 def main() -> None:
     """Entry point of the console script; exits with the error's own code for an error of ours."""
+    _open_streams()
+    if os.environ.get("COLUMNS") == "0":  # a terminal of unknown size, for which rich would print nothing at all
+        del os.environ["COLUMNS"]
     show_messages(prefix="")
     try:
         _app(prog_name="zero-plugin")
@@ -185,10 +190,26 @@ def main() -> None:
         gc.freeze()  # else Python looks through all of torch and transformers for garbage once more, for a second
 
 
+def _open_streams() -> None:
+    """Have all three standard streams, that take every character.
+
+    One that the caller has closed (`2>&-`, a daemon) becomes the null device: else the next file or socket that this
+    program or a worker opens gets its number, and with it what compiled code prints there.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is the stream's own
+            os.set_inheritable(null, null == number)
+            setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")  # a table has arrows, which LANG=en_US.ISO-8859-1 cannot write
+
+
 def print_error(error: ZeroPluginError) -> None:
     """The message on standard error, in colour on a terminal; lines are never broken, so paths can be copied."""
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
-    console.print("error: ", style="bold red", end="")
-    console.print(str(error), markup=False, soft_wrap=True)
+    text = Text.assemble(("error: ", "bold red"), str(error))
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
