@@ -293,6 +293,29 @@ def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Si
     assert number.name in errors
 
 
+INTERRUPTED_ALONE = """
+import os, signal, time
+import torch
+from zero_plugin import Accelerator
+accelerator = Accelerator()
+accelerator.wait_for_everyone()
+if accelerator.process_index == 1:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+accelerator.gather(torch.ones(1))
+"""
+
+
+def test_an_interrupt_of_one_process(start: Start, tmp_path: Path) -> None:
+    """SIGINT to one rank ends the others within seconds, as an error in it does, and the launcher names it."""
+    (tmp_path / "a.py").write_text(INTERRUPTED_ALONE)
+    launcher = start("--cpu", "--num_processes", "2", "a.py")
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "error: rank 1 was interrupted (SIGINT), on " in errors
+    assert "end_training()" not in errors  # where it never was
+
+
 @needs_proc
 @pytest.mark.skipif(
     "signals_to_handle" not in LaunchConfig.__dataclass_fields__, reason="torch before 2.10 ends a run at every SIGHUP"

@@ -148,7 +148,7 @@ def describe_failure(
         idle: what ranks did that others may have waited for; see `describe_idle`.
     """
     where = f", on {socket.gethostname()}" if machines == 1 else ""
-    output = "" if first.exitcode < 0 else "; its output is above"
+    output = "" if first.exitcode < 0 or first.kind == KeyboardInterrupt.__name__ else "; its output is above"
     waited_for = describe_idle(idle or {}, first)
     same = f" {_ranks(first.also)} failed with the same error." if first.also else ""
     lines = [f"{describe_end(first, machines)}{where}{output}.{same} All workers are stopped."]
@@ -174,6 +174,8 @@ def describe_end(first: FirstFailure, machines: int = 1) -> str:
     among = "" if machines == 1 else f" of those on {socket.gethostname()}"
     if first.kind == LOST_PEER:
         return f"rank {first.rank}{among} waited for another in vain, and failed with exit code {first.exitcode}"
+    if first.kind == KeyboardInterrupt.__name__:
+        return f"rank {first.rank}{among} was interrupted (SIGINT)"
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first{among}, with exit code {first.exitcode}"
     return f"rank {first.rank}{among} was ended by {_signal(-first.exitcode)}"

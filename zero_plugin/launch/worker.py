@@ -109,6 +109,8 @@ class DeepSpeedImports:
 def report_end(error: BaseException, rank: str) -> int:
     """Tell why a worker, or a replica in one, that ends with `error` does; its exit code."""
     if isinstance(error, KeyboardInterrupt):
+        sys.last_value = error  # as python sets it: no process waits at its end for one that has not come there
+        _claim_first_failure(INTERRUPTED, rank, KeyboardInterrupt.__name__)
         return INTERRUPTED  # the launcher says what happened
     if not isinstance(error, SystemExit):
         return _report_exception(error, rank)
