@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,6 +187,20 @@ def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkey
     assert (folder / "manifest.json").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"saved", ".saved.lock"}
     training.steps(training.loader)
+
+
+def test_a_limit_of_file_sizes_is_named(make_training: Any, tmp_path: Path) -> None:
+    """A shell's `ulimit -f`, or a file system's limit: which file, and what makes smaller ones; nothing is left."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"/model\.safetensors: File too large\. .*max_shard_size"):
+            training.accelerator.save_state(tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [path for path in tmp_path.glob("*saved*") if path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize("elements", [62, 126])

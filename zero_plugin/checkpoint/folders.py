@@ -586,7 +586,7 @@ def reserve(file: BinaryIO, size: int) -> None:
     if fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
         error = ctypes.get_errno()
         if error in _NO_ROOM:
-            raise OSError(error, os.strerror(error), file.name)
+            raise OSError(error, os.strerror(error))
 
 
 def start_writing(descriptor: int, start: int, size: int) -> None:

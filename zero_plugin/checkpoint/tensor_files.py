@@ -290,11 +290,15 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
         for file, header in layout.headers.items():
             path = draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as opened:
-                # The size first: a client of NFS that writes at a file's end takes the rest of that page to be zeros,
-                # and may write them over what another machine has written there.
-                reserve(opened, layout.sizes[file])
-                opened.write(header)
+            try:
+                with path.open("wb") as opened:
+                    # The size first: a client of NFS that writes at a file's end takes the rest of that page to be
+                    # zeros, and may write them over what another machine has written there.
+                    reserve(opened, layout.sizes[file])
+                    opened.write(header)
+            except OSError as error:
+                error.filename = str(path)  # that of a write or a truncation names none
+                raise
         if layout.index is not None:
             name, text = layout.index
             (draft / name).write_text(text, encoding="utf-8")

@@ -39,6 +39,7 @@ _FULL: Final = ". Make room there, or use another disk."
 _CURES: Final = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
+    errno.EFBIG: ". `ulimit -f` or the file system limits files; a smaller max_shard_size makes smaller ones.",
     errno.EROFS: ". Systems also turn a disk read-only after an error of its own: `dmesg` tells.",
 }
 
