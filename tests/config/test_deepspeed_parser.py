@@ -287,12 +287,18 @@ def test_a_switch_that_became_a_device_is_read_as_deepspeed_reads_it(value: Any,
 
 
 def test_a_number_beyond_64_bits_is_no_integer(parser: Parser) -> None:
-    """Written as a float, it is refused by both; a smaller one is read as the integer that it is."""
+    """Written as a float, it is refused by both; a smaller one is read as the integer that it is.
+
+    Written as an integer DeepSpeed takes it, and torch fails with it, in C++ and after the start of all processes.
+    """
     config: Config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e30}, "train_batch_size": 1}
     _, (error,) = checked(config)
     assert error.finding == "zero_optimization.reduce_bucket_size: 1e+30 is not legal here"
     assert error.fix == "Write an integer above 0 or auto (default 500000000)."
     assert "reduce_bucket_size" in parser.read(config)[1]
+    config["zero_optimization"]["reduce_bucket_size"] = 2**63
+    _, (error,) = checked(config)
+    assert error.finding == "zero_optimization.reduce_bucket_size: 9223372036854775808 is not legal here"
     config["zero_optimization"]["reduce_bucket_size"] = 1e9
     assert checked(config)[1] == []
     assert parser.read(config)[1] == ""

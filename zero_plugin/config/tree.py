@@ -212,7 +212,7 @@ def same_value(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-_LARGEST: Final = 2**63 - 1  # a float beyond, such as 1e30, is no integer that DeepSpeed or torch count with
+_LARGEST: Final = 2**63 - 1  # torch and DeepSpeed count with no integer beyond, as 1e30 is
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +241,11 @@ def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
 
 @functools.cache  # making the class takes longer than a check
 def _validator() -> Any:
-    """jsonschema's, but that `2e8` is not yet an integer, so that it is found and read as one."""
+    """jsonschema's, but that `2e8` is not yet an integer, so that it is found and read as one, and `1e30` is none."""
     from jsonschema import Draft202012Validator, validators  # here, because a document made in code may need no check
 
     def is_integer(_: Any, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
     return validators.extend(Draft202012Validator, type_checker=types)  # type: ignore[no-untyped-call]
