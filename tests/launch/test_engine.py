@@ -316,6 +316,35 @@ def test_an_interrupt_of_one_process(start: Start, tmp_path: Path) -> None:
     assert "end_training()" not in errors  # where it never was
 
 
+COPIES = """
+import os, sys
+import torch
+from zero_plugin import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+for end in (lambda: sys.exit(7), lambda: 1 / 0):
+    child = os.fork()
+    if not child:
+        end()
+    os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\\n".encode())
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.parametrize("strategy", [["--cpu"], ["--zero_stage", "2"]], ids=["ddp", "zero2"])
+def test_copies_of_a_process_end_alone(start: Start, tmp_path: Path, strategy: list[str]) -> None:
+    """What a script forks ends with its own code, at once: it waits for no process of the run, and fails none."""
+    (tmp_path / "a.py").write_text(COPIES)
+    launcher = start(*strategy, "--num_processes", "2", "a.py")
+    output, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, errors
+    assert sorted(output.split()) == ["1", "1", "7", "7"]
+    assert errors.count("ZeroDivisionError") == 2
+
+
 @needs_proc
 @pytest.mark.skipif(
     "signals_to_handle" not in LaunchConfig.__dataclass_fields__, reason="torch before 2.10 ends a run at every SIGHUP"

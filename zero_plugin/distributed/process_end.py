@@ -171,7 +171,11 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     end is called (`call_before_end`).
     """
 
+    own = os.getpid()
+
     def leave() -> None:
+        if os.getpid() != own:  # a copy that the script has made of itself, which is none of the run's processes
+            return
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
             try:
                 end()

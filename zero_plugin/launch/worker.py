@@ -209,8 +209,8 @@ def _run_program() -> int:
         else:
             run_script(sys.argv[1], sys.argv[2:])
     except BaseException as error:
-        if os.getpid() != own:  # a copy that the script has made of itself, which ends as Python ends it
-            raise
+        if os.getpid() != own:  # a copy that the script has made of itself: its end says nothing of the run
+            os.environ.pop(ERROR_FILE, None)
         return report_end(error, os.environ.get("RANK", "0"))
     return 0
 
