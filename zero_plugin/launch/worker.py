@@ -208,7 +208,7 @@ def _run_program() -> int:
             run_module(sys.argv[2], sys.argv[3:])
         else:
             run_script(sys.argv[1], sys.argv[2:])
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script
         if os.getpid() != own:  # a copy that the script has made of itself: its end says nothing of the run
             os.environ.pop(ERROR_FILE, None)
         return report_end(error, os.environ.get("RANK", "0"))
