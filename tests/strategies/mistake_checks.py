@@ -590,6 +590,34 @@ def check_weights_that_one_process_loads(path: str) -> None:
                 raised(LoopError, "written on some processes only", "is_main_process", by=train)
 
 
+def check_a_parameter_is_replaced_in_the_forward(path: str) -> None:
+    """As a codebook that follows an average of its own: at stages 1 and 2 an error of the step that says so."""
+    if path not in ("zero1", "zero2"):
+        return
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.codes = make_net(), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.net(x) + self.codes.detach()
+            self.codes = nn.Parameter(self.codes.detach() * 0.9)
+            return output
+
+    with running(path) as accelerator:
+        net = Codebook()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+
+        def train() -> None:
+            for step in range(3):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        raised(LoopError, "replaced or removed", "Codebook", "register_buffer", by=train)
+
+
 def check_weights_that_each_process_perturbs(path: str) -> None:
     """Sharpness-aware minimisation by each process's own gradient: no mistake, if the weights are restored."""
     if path not in ("single", "ddp"):

@@ -126,12 +126,27 @@ def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: boo
                 swapper.remove_partition_and_release_buffers([parameter])
 
 
+class _Names(dict[int, str]):
+    """The names of a module's parameters by their ids; one that the optimizer steps and has no name is an error."""
+
+    module = ""
+
+    def __missing__(self, _: int) -> str:
+        raise LoopError(
+            f"a parameter of the {self.module} was replaced or removed after prepare() (module.weight = "
+            "nn.Parameter(…)): ZeRO updates the previous one, so that the model would no longer be trained.\n"
+            "Write values in place, inside `with accelerator.whole_weights(model):`. What the forward replaces, as a "
+            "codebook, is a buffer: module.register_buffer(name, tensor)."
+        )
+
+
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
     """The pieces of the trained parameters in the tensors that the engine's optimizer steps."""
     wrapper, base = engine.optimizer, engine.basic_optimizer
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if base is None:
         return []
+    names = _Names({id(parameter): name for name, parameter in engine.module.named_parameters()})
+    names.module = type(engine.module).__name__
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         return list(_stage3_pieces(wrapper, names))
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
