@@ -113,8 +113,10 @@ KNOWN_DEVICES: Final = (
 )
 # Whose speeds order the strategies where only bytes are stated: those of every size have one order.
 UNNAMED: Final = "A100-80GB"
-# Words of a name that make it another GPU than the one without. What no row has is not known.
-_FORMS: Final = frozenset({"ada", "d", "laptop", "maxq", "mig", "nvl", "pcie", "super", "ti"})
+# Words of a name that make it another GPU than the one without, or several. What no row has is not known.
+_FORMS: Final = frozenset({"ada", "laptop", "maxq", "mig", "mobile", "notebook", "nvl", "pcie", "super", "ti"}) | {
+    *("d", "e", "s", "x"),  # of RTX 4090 D, H20-3e, L40 S, A100 X; and 8 x A100
+}
 _OF_THE_CPU: Final = {"gh200": "480gb"}  # memory that drivers write behind the name
 
 
@@ -155,7 +157,7 @@ def peak_flops(name: str, precision: Precision) -> float | None:
 
 def _words(name: str) -> set[str]:
     """`NVIDIA GeForce RTX 4090` and `rtx4090` as words to compare; `-80`, `80G` and `80 GB` are all `80gb`."""
-    joined = re.sub(r"(titan[\s_-]*rtx)", "titanrtx", name.lower().replace("max-q", "maxq"))
+    joined = re.sub(r"(titan[\s_-]*rtx)", "titanrtx", re.sub(r"max[\s_-]q\b", "maxq", name.lower()))
     joined = re.sub(r"rtx[\s_-]*(pro)?[\s_-]*(?=\d)", r"rtx\1", joined)
     sized = re.sub(r"(?<=[^a-z0-9.])(\d{2,3})(?:\s*gi?b?)?(?![a-z0-9.])", r"\1gb", joined)
     return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+|[a-z]+", sized))
