@@ -144,11 +144,16 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("[]", {"model": ".", "trace": False}, "holds no keys\n *Give a transformers model's config.json"),
         ('{"hidden_size": 64, "num_hidden_layers": 2}', {"model": ".", "trace": False}, "by having no vocabulary"),
         (
-            '{"hidden_size": 64, "vocab_size": 9, "text_config": null}',
+            '{"hidden_size": 64, "vocab_size": 9, "n_head": 2, "text_config": null}',
             {"model": ".", "trace": False},
             "states no width or no depth",
         ),
         (json.dumps({**LLAMA, "num_local_experts": 8}), {"model": ".", "trace": False}, "by its num_local_experts"),
+        (
+            '{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}',
+            {"model": ".", "trace": False},
+            "by having no heads",
+        ),
         (json.dumps(LLAMA), {"model": ".", "layers": 4}, "--layers is given beside"),
         (json.dumps(LLAMA), {"model": ".", "parameters": 7}, "--params is given beside"),
         ('{"model_type": "no-such-model"}', {"model": "."}, "transformers builds no model"),

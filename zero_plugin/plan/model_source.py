@@ -44,6 +44,7 @@ KEYS: Final = {  # how configurations call what the formula needs
     "head_size": ("head_dim",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
 }
+_DECODERS_OWN: Final = ("vocabulary", "heads")  # Mamba and RWKV have no heads
 _NO_DECODER: Final = ("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -217,9 +218,10 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
     config = _read_config(file, "plan", "Give a transformers model's config.json.")
     text = config.get("text_config") or config
     numbers = {name: number for name, keys in KEYS.items() if (number := stated_number(config, keys))}
-    other = next((f"its {key}" for key in _NO_DECODER if config.get(key)), None)
-    if other or "vocabulary" not in numbers:
-        what = f"by {other or 'having no vocabulary'}, {file} is no plain decoder's"
+    other = [f"its {key}" for key in _NO_DECODER if config.get(key)]
+    other += [f"having no {part}" for part in _DECODERS_OWN if part not in numbers]
+    if other:
+        what = f"by {other[0]}, {file} is no plain decoder's"
         raise _error(what, "Have it traced: without --no_trace, and with transformers (pip install transformers).")
     hidden, _ = stated_width(config, "config.json")
     if hidden is None or "layers" not in numbers:
