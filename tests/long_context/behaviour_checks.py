@@ -289,6 +289,19 @@ def check_a_model_of_ones_own(path: str) -> None:
     _assert_same_step(path, Own, loss_of)
 
 
+def check_positions_of_all_rows_alike(path: str) -> None:
+    """One row of positions tells the documents of every row apart, with one process too."""
+    torch.manual_seed(4)
+    heads = [torch.randn(2, 4, 8, 4, device=DEVICE) for _ in range(3)]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=DEVICE)
+    documents = [attention(*(part[:, :, rows] for part in heads)) for rows in (slice(0, 3), slice(3, 8))]
+    wanted = torch.cat(documents, 2)
+    assert torch.allclose(attention(*heads, position_ids=positions), wanted, atol=1e-6)
+    with sharing(path, dist.get_world_size()):
+        found = gather(attention(*(cut(part, 2) for part in heads), position_ids=positions), 2)
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
 class Summed(Own):
     """The same, whose loss is a sum of those of the parts."""
 
@@ -624,6 +637,27 @@ def check_a_small_loss_of_a_part_is_refused(path: str) -> None:
         raised(LoopError, "differs among the", by=lambda: accelerator.backward(part))
 
 
+def check_wrong_arguments_of_attention_are_refused(path: str) -> None:
+    """Each by its name and what fits: some would give other rows or another length, which a sum broadcasts."""
+    part, packed = torch.randn(2, 4, 8, 4, device=DEVICE), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=DEVICE)
+    is_padding = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE)
+    with sharing(path, 2):
+        for words, given in (
+            (("position_ids is of shape (2, 8)", "(2, 16)"), {"position_ids": packed.expand(2, -1)}),
+            (("position_ids is of shape (3, 16)",), {"position_ids": packed.repeat(3, 2)}),
+            (("position_ids is of shape (16,)",), {"position_ids": packed[0].repeat(2)}),
+            (("is_padding is of shape (2, 8)",), {"is_padding": is_padding[:, :8]}),
+            (("is_padding holds torch.int64", "== 0"), {"is_padding": is_padding.long()}),
+            (("window=0", "None"), {"window": 0}),
+            (("the key is of shape (2, 3, 8, 4)", "divide"), {"key": part[:, :3]}),
+            (("the value is of shape (2, 4, 4, 4)",), {"value": part[:, :, :4]}),
+            (("the query is of shape (4, 8, 4)",), {"query": part[0]}),
+        ):
+            arguments = {"query": part, "key": part, "value": part, **given}
+            raised(LoopError, "attention(): ", *words, by=lambda arguments=arguments: attention(**arguments))
+        assert attention(part, part, part, is_padding=is_padding[:1]).shape == part.shape
+
+
 class Shift(nn.Module):
     """Gives each token something of the one before it."""
 
@@ -707,6 +741,9 @@ def check_arguments_that_cannot_be_cut_are_refused(path: str) -> None:
             ("return_dict", {"return_dict": False}),
             ("something", {"something": mask}),
             ("labels has 3", {"labels": batch["labels"][:, :3]}),
+            ("input_ids have to be a tensor of shape (batch, sequence)", {"input_ids": batch["input_ids"][0]}),
+            ("input_ids have to be a tensor", {"input_ids": batch["input_ids"].tolist()}),
+            ("both input_ids and inputs_embeds", {"inputs_embeds": torch.ones(2, LENGTH, 32, device=DEVICE)}),
             (
                 f"input_ids are from 1 to {WORDS}",
                 {"input_ids": batch["input_ids"].clone().fill_(1).index_fill_(1, torch.tensor(0), WORDS)},

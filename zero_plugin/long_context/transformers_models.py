@@ -325,8 +325,15 @@ def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bo
     return type(output)(**results)
 
 
-def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Tensor) -> None:
+def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Any) -> None:
     config = module.config
+    kinds = {name: ndim for name, ndim in (("input_ids", 2), ("inputs_embeds", 3)) if given.get(name) is not None}
+    if len(kinds) > 1:
+        raise _refusal(module, "it got both input_ids and inputs_embeds; give one of them")
+    for name, ndim in kinds.items():
+        if not isinstance(tokens, Tensor) or tokens.ndim != ndim:
+            shape = "(batch, sequence)" if ndim == 2 else "(batch, sequence, hidden size)"
+            raise _refusal(module, f"{name} have to be a tensor of shape {shape}")
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if given.get(name, getattr(config, name, False)):
             raise _refusal(module, f"{name}: each process has a part of them only; leave it out")

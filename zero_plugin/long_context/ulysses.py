@@ -83,9 +83,10 @@ def attention(
         query: of shape (batch, heads, part of the sequence, size of a head).
         key, value: likewise; they may have fewer heads, each for as many heads of the query in a row, and heads of the
             value may have another size.
-        position_ids: of shape (batch, complete sequence); positions that begin anew begin another document, which is
-            not attended to from the next one. None: each sequence is one document.
-        is_padding: of shape (batch, complete sequence), the positions to which nothing attends.
+        position_ids: of shape (batch, complete sequence), or (1, complete sequence) for all rows alike; positions that
+            begin anew begin another document, which is not attended to from the next one. None: each sequence is one
+            document.
+        is_padding: booleans, likewise: the positions to which nothing attends.
         window: how many positions, with its own, a position attends to; None: all before it.
         dropout: probability of leaving out a weight.
         scale: of the scores; None: 1 / sqrt(size of a head).
@@ -94,10 +95,43 @@ def attention(
         Of the shape of `query`, with the size of the value's heads.
 
     Raises:
-        LoopError: the heads cannot be divided among the processes of the group.
+        LoopError: the heads cannot be divided among the processes of the group, or an argument is none of these.
     """
-    layout = Layout(None if position_ids is None else documents_of(position_ids), is_padding, window)
+    _check_shapes(query, key, value, {"position_ids": position_ids, "is_padding": is_padding})
+    if is_padding is not None and is_padding.dtype != torch.bool:
+        raise LoopError(
+            f"attention(): is_padding holds {is_padding.dtype}; give booleans, True for what nothing attends to: "
+            "attention_mask == 0."
+        )
+    if window is not None and window < 1:
+        raise LoopError(f"attention(): window={window}; give 1 or more, a position's own among them, or None for all.")
+    ends = None if position_ids is None else documents_of(position_ids.expand(len(query), -1))
+    layout = Layout(ends, is_padding, window)
     return attend(query, key, value, layout, dropout=dropout, scale=scale)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, of_whole: dict[str, Tensor | None]) -> None:
+    """Check that parts of sequences fit each other, and what is said of complete ones fits their length.
+
+    Raises:
+        LoopError: they do not. Some would give an output of other rows or another length, which a sum broadcasts.
+    """
+    for name, part in {"query": query, "key": key, "value": value}.items():
+        fits = part.ndim == query.ndim == 4 and (len(part), part.shape[2]) == (len(query), query.shape[2])
+        if not fits or not part.shape[1] or query.shape[1] % part.shape[1]:
+            raise LoopError(
+                f"attention(): the {name} is of shape {tuple(part.shape)}, and the query of {tuple(query.shape)}; give "
+                "(batch, heads, part of the sequence, size of a head), with heads of keys and values that divide those "
+                "of the query."
+            )
+    group = CURRENT.find()
+    length = query.shape[2] * (1 if group is None else group.size)
+    for name, whole in of_whole.items():
+        if whole is not None and tuple(whole.shape) not in ((len(query), length), (1, length)):
+            raise LoopError(
+                f"attention(): {name} is of shape {tuple(whole.shape)}; give ({len(query)}, {length}): the batch and "
+                f"the complete sequence, of which this process has {query.shape[2]} positions."
+            )
 
 
 def attend(
