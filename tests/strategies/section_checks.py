@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import ZERO, assert_near, checks_on, global_batch, loss_of, own_batch, raised, running, weights
+from paths import ZERO, assert_near, checks_on, global_batch, loss_of, make_net, own_batch, raised, running, weights
 from torch import Tensor, nn
 
 FEATURES, LAYERS = 8, 3
@@ -65,6 +65,27 @@ def check_activation_checkpointing(path: str) -> None:
             checkpointing.configure(None)  # DeepSpeed's switches are the whole process's
 
 
+def check_second_copies_of_two_models(path: str) -> None:
+    """`zero_hpz_partition_size` with two models, one built partitioned, in a second run too: plain torch's numbers."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    for _ in range(2):
+        with running(path, deepspeed={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}) as accelerator:
+            with accelerator.init_model():
+                built = make_net()
+            for model in (built, make_net()):
+                prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                for step in range(2):
+                    accelerator.backward(loss_of(prepared, own_batch(step)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_near(weights(accelerator, prepared), plain.state_dict(), 1e-5)
+
+
 def check_tensor_parallel_layers_lose_sums(path: str) -> None:
     """Why `tensor_parallel` is refused: DeepSpeed's layers sum a copy of what is not contiguous, and drop the copy.
 
@@ -110,6 +131,8 @@ def check_expert_layers_have_other_parameters(path: str) -> None:
             assert any(".experts." in name for name in lost), "a release that keeps them may be tried again"
 
 
-CHECKS = checks_on(
-    [path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing]
-) | checks_on(["zero2"], [check_tensor_parallel_layers_lose_sums, check_expert_layers_have_other_parameters])
+CHECKS = (
+    checks_on([path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing])
+    | checks_on(["zero3"], [check_second_copies_of_two_models])
+    | checks_on(["zero2"], [check_tensor_parallel_layers_lose_sums, check_expert_layers_have_other_parameters])
+)

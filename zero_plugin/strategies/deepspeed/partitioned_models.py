@@ -29,6 +29,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from zero_plugin.config.document import Document
@@ -75,6 +76,7 @@ class BuildConfig:
         tree = tree.where(lambda path, entry: path[0] in _READ_BY_INIT and entry.value is not AUTO)
         config: dict[str, Any] = {**tree.nested(auto="auto"), "train_micro_batch_size_per_gpu": 1}
         give_own_swap_folders(config, self._processes)
+        forget_second_copies()
         return config
 
     def counted_by_gpu(self) -> AbstractContextManager[None]:
@@ -84,6 +86,14 @@ class BuildConfig:
         """A `zero.Init` with this configuration, on this process's device."""
         with self.counted_by_gpu():
             return _Init(self.config)
+
+
+def forget_second_copies() -> None:
+    """Let the next `zero.Init` make the groups of `zero_hpz_partition_size`: for a second model DeepSpeed's would fail.
+
+    Parameters keep the groups that they were given.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 @contextmanager

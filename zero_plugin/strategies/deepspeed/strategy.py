@@ -299,6 +299,7 @@ class DeepSpeedStrategy(Strategy):
             # Converted here, with the dtype of the config: `initialize` passes a dtype that zero.Init ignores if the
             # device does not support fp16, so that fp32 weights would be swapped to NVMe in bf16. If some parameters
             # are already partitioned, `initialize` partitions the others in the same way.
+            partitioned_models.forget_second_copies()
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=config)
         partitioned_models.adapt_pretrained_methods(model, self._processes)
