@@ -238,6 +238,13 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         if asked.is_on("zero_optimization.zero_quantized_gradients"):
             message = f"true, but {name} at ZeRO stage 3 does not reduce gradients that way"
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
+    clipping = asked.value("gradient_clipping")
+    if kind == "muon" and asked.stage and is_number(clipping) and clipping > 0:
+        message = (
+            f"{clipping}, but {asked.stage_said}, where DeepSpeed clips what {name} has made of the gradients: the "
+            "norm of a step, and not lr, decides how long it is"
+        )
+        yield asked.warning("gradient_clipping", message, "Delete it, or write stage 0, where gradients are clipped.")
     if kind == "muon" and asked.is_on(f"{_PARAMS}.foreach") and not asked.is_on(f"{_PARAMS}.torch_adam"):
         yield asked.no_effect(f"{_PARAMS}.foreach", "DeepSpeed's Muon hands it to torch's Adam, with torch_adam: true")
     if kind == "adagrad" and asked.is_on(f"{_PARAMS}.amsgrad") and asked.offload("optimizer") in ("cpu", "nvme"):
