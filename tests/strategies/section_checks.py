@@ -7,8 +7,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import ZERO, assert_near, checks_on, global_batch, loss_of, make_net, own_batch, raised, running, weights
+from paths import (
+    ZERO,
+    assert_near,
+    checks_on,
+    global_batch,
+    listening,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
 from torch import Tensor, nn
+
+from zero_plugin import DummyOptim
 
 FEATURES, LAYERS = 8, 3
 SECTION = {
@@ -86,6 +100,22 @@ def check_second_copies_of_two_models(path: str) -> None:
                 assert_near(weights(accelerator, prepared), plain.state_dict(), 1e-5)
 
 
+def check_clipping_what_muon_makes(path: str) -> None:
+    """It is a warning, once, where DeepSpeed clips steps in place of gradients; `inf`, which only measures, is none."""
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+    zero = {"zero_optimization": {"stage": int(path[-1]), "reduce_scatter": False}}
+    with running(path, deepspeed={**muon, **zero}) as accelerator, listening() as messages:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, DummyOptim(net.parameters()))
+        for step, limit in enumerate((float("inf"), 0.1, 0.1)):
+            accelerator.backward(loss_of(model, own_batch(step)))
+            accelerator.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = [message for message in messages if "what Muon has made" in message]
+            assert len(found) == (path != "zero0" and step > 0 and accelerator.is_main_process)
+
+
 def check_tensor_parallel_layers_lose_sums(path: str) -> None:
     """Why `tensor_parallel` is refused: DeepSpeed's layers sum a copy of what is not contiguous, and drop the copy.
 
@@ -134,5 +164,6 @@ def check_expert_layers_have_other_parameters(path: str) -> None:
 CHECKS = (
     checks_on([path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing])
     | checks_on(["zero3"], [check_second_copies_of_two_models])
+    | checks_on(["zero0", "zero2", "zero3"], [check_clipping_what_muon_makes])
     | checks_on(["zero2"], [check_tensor_parallel_layers_lose_sums, check_expert_layers_have_other_parameters])
 )

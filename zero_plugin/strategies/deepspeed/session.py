@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import pass_together
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
@@ -70,6 +71,7 @@ class EngineSession(Session):
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
         self._clipping = clipping or 0.0
+        self._has_warned = False  # of clipping
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
         wrapper = engine.optimizer
@@ -248,6 +250,12 @@ class EngineSession(Session):
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
         if max_norm != math.inf:
+            if not self._has_warned and _clips_steps(self.engine.optimizer):
+                self._has_warned = True
+                announce(
+                    "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
+                    "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
+                )
             self._gradients.set_clipping(limit)
         return Measured(norm=norm, limit=limit)
 
@@ -543,6 +551,12 @@ def clear_caches() -> None:
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
+
+
+def _clips_steps(wrapper: Any) -> bool:
+    """Whether the optimizer around an optimizer clips what Muon makes of gradients, and not the gradients."""
+    partitions = isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer)
+    return partitions and "muon" in type(wrapper.optimizer).__name__.lower()
 
 
 def _forget(dead: Any) -> None:
