@@ -51,6 +51,7 @@ class EngineSession(Session):
     """
 
     unpartitioned_gradients = False
+    _has_warned = False  # of clipping
 
     def __init__(
         self,
@@ -71,7 +72,6 @@ class EngineSession(Session):
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
         self._clipping = clipping or 0.0
-        self._has_warned = False  # of clipping
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
         wrapper = engine.optimizer
