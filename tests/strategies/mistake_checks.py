@@ -14,6 +14,7 @@ import torch
 from paths import (
     PAIR,
     SINGLE,
+    ZERO,
     assert_near,
     checks_on,
     global_batch,
@@ -27,6 +28,7 @@ from paths import (
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from zero_plugin import DummyScheduler
@@ -616,6 +618,47 @@ def check_a_parameter_is_replaced_in_the_forward(path: str) -> None:
                 optimizer.zero_grad()
 
         raised(LoopError, "replaced or removed", "Codebook", "register_buffer", by=train)
+
+
+def check_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
+    """Each gives its parameters a gradient of its own: it trains as in plain torch, or is an error, in any bucket."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.begin, self.layer, self.end = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.begin(x)
+            for _ in range(3):
+                hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+            output: Tensor = self.end(hidden)
+            return output
+
+    plain = Repeated()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    for bucket in (10, 100, 1000) if path.startswith("zero3") else (1000,):
+        section = {"zero_optimization": {**ZERO[path], "reduce_bucket_size": bucket}} if is_zero(path) else {}
+        with running(path, deepspeed=section) as accelerator:
+            net = Repeated()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+            def train(model=model, optimizer=optimizer, accelerator=accelerator) -> None:
+                for step in range(3):
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            if path in ("single", "zero0", "zero1"):
+                train()
+                assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+            else:
+                raised(LoopError, "two gradients in one backward", "use_reentrant=False", by=train)
 
 
 def check_weights_that_each_process_perturbs(path: str) -> None:

@@ -570,6 +570,15 @@ class Strategy(ABC):
         return nullcontext()
 
 
+def describe_second_gradient(why: str) -> str:
+    """The message where a parameter gets two gradients in one backward, which cannot be averaged over processes."""
+    return (
+        "a parameter got two gradients in one backward, as where a layer runs in two checkpoints of the older kind "
+        f"(use_reentrant=True). {why}.\nWrite checkpoint(layer, x, use_reentrant=False), or for a model of "
+        'transformers gradient_checkpointing_enable({"use_reentrant": False}); or train at ZeRO stage 0 or 1.'
+    )
+
+
 def describe_renormalizing(model: nn.Module) -> str | None:
     """Name the first embedding whose forward writes into its weights, and their number; None if there is none."""
     names = [

@@ -21,6 +21,7 @@ from zero_plugin.strategies.base import (
     FOREIGN_GRADIENTS,
     Session,
     describe_renormalizing,
+    describe_second_gradient,
     release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
@@ -116,6 +117,8 @@ class TorchSession(Session):
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
 
     def explain(self, error: BaseException) -> LoopError | None:
+        if self._reducer is not None and "mark a variable ready only once" in str(error):
+            return LoopError(describe_second_gradient("DDP averages the first one alone"))
         if self._reducer is None or "SparseTensorImpl" not in str(error):
             return None
         return LoopError(

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import describe_second_gradient
 from zero_plugin.strategies.deepspeed.partitioned_models import replaced
 from zero_plugin.strategies.precision import all_finite
 
@@ -278,6 +279,8 @@ class FlatGradients(EngineGradients):
         self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
 
     def before_backward(self, *, is_first: bool) -> None:
+        if self._partitioned:
+            self._order.begin_backward()
         if not is_first and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._without_gradient():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
@@ -411,6 +414,7 @@ class Stage3Gradients(EngineGradients):
     def before_backward(self, *, is_first: bool) -> None:
         # DeepSpeed counts a backward when the next forward starts: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = 0 if is_first else 1
+        self._order.begin_backward()
         if not is_first:
             self._clear_without_gradient()
 
@@ -531,10 +535,23 @@ class CollectiveOrder:
         self._digest = 0
         self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self.reduced: set[int] = set()
+        self._in_backward: set[int] = set()  # those of them that were reduced in this backward
+
+    def begin_backward(self) -> None:
+        """Called before a backward."""
+        self._in_backward.clear()
 
     def note_reduction(self, numbers: Iterable[int]) -> None:
-        """Record that the gradients of these parameters are about to be reduced together."""
+        """Record that the gradients of these parameters are about to be reduced together.
+
+        Raises:
+            LoopError: one of them was reduced in this backward already, whose gradient stage 3 would overwrite.
+        """
         note = tuple(numbers)
+        before = len(self._in_backward)
+        self._in_backward.update(note)
+        if len(self._in_backward) < before + len(note):
+            raise LoopError(describe_second_gradient(f"At ZeRO stage {self._stage} only one of them would count"))
         self.reduced.update(note)
         self._note(note)
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, release_failed_backward
+from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, describe_second_gradient, release_failed_backward
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
@@ -35,6 +35,8 @@ from zero_plugin.strategies.precision import LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
+# DeepSpeed's and Python's messages for a parameter that gets two gradients in one backward.
+_OF_SECOND_GRADIENTS = ("has already been reduced", "'NoneType' object has no attribute 'numel'")
 # Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.
 _GATHER_ELEMENTS = 2**26
 
@@ -164,6 +166,8 @@ class EngineSession(Session):
             return explained
         if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
+        if any(words in str(error) for words in _OF_SECOND_GRADIENTS):
+            return LoopError(describe_second_gradient("At ZeRO stages 2 and 3 only one of them would count"))
         return script_changes.explain_sparse_gradients(error, self.module)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
