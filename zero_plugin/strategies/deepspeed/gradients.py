@@ -151,14 +151,19 @@ def _finite_or_inf(norm: Tensor) -> Tensor:
     return torch.where(norm >= 0, norm, float("inf"))
 
 
+def is_muon(optimizer: object) -> bool:
+    """Whether its step changes the gradients before DeepSpeed computes their norm, and clips them."""
+    return "muon" in type(optimizer).__name__.lower()
+
+
 def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
     """Make the step use the norm that `norm` computed, instead of computing and reducing it again.
 
     Returns:
         A function that clears the cached norm, to be called when the gradients change.
     """
-    if "muon" in type(wrapper.optimizer).__name__.lower():
-        return lambda: None  # its step changes the gradients before it computes the norm
+    if is_muon(wrapper.optimizer):
+        return lambda: None
     measure = functools.cache(getattr(wrapper, method))
     setattr(wrapper, method, measure)
     return measure.cache_clear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, describe_second_gradient, release_failed_backward
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
-from zero_plugin.strategies.deepspeed.gradients import engine_gradients, preceded
+from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
@@ -166,7 +167,7 @@ class EngineSession(Session):
             return explained
         if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
-        if any(words in str(error) for words in _OF_SECOND_GRADIENTS):
+        if _is_second_gradient(error):
             return LoopError(describe_second_gradient("At ZeRO stages 2 and 3 only one of them would count"))
         return script_changes.explain_sparse_gradients(error, self.module)
 
@@ -557,10 +558,18 @@ def clear_caches() -> None:
             cell.cell_contents.cache_clear()
 
 
+def _is_second_gradient(error: BaseException) -> bool:
+    """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
+    if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.")
+
+
 def _clips_steps(wrapper: Any) -> bool:
     """Whether the optimizer around an optimizer clips what Muon makes of gradients, and not the gradients."""
     partitions = isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer)
-    return partitions and "muon" in type(wrapper.optimizer).__name__.lower()
+    return partitions and is_muon(wrapper.optimizer)
 
 
 def _forget(dead: Any) -> None:
