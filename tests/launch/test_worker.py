@@ -235,6 +235,21 @@ def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
     assert [file.stat().st_size, *tmp_path.iterdir()] == [len(text), file]
 
 
+def test_the_first_failure_of_two_threads_is_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas on a TPU may be threads of one process; the second comes while the first ends its writing."""
+    link, file, answers = os.link, tmp_path / FIRST_FAILURE, []
+
+    def second_comes_too(own: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        link(own, target)
+        with ThreadPoolExecutor() as pool:
+            answers.append(pool.submit(worker.put_first, file, "the second's").result())
+
+    monkeypatch.setattr(os, "link", second_comes_too)
+    assert worker.put_first(file, "the first's") is True
+    assert (answers, file.read_text(), list(tmp_path.iterdir())) == ([False], "the first's", [file])
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("ends", "code", "said"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ def replace_text(file: Path, text: str, *, private: bool = False) -> None:
         OSError: the file cannot be written, or its folder is missing.
     """
     target = Path(os.path.realpath(file))  # a link stays a link
-    beside = target.with_name(f".{target.name}.{os.getpid()}")  # several processes may write the same
+    beside = target.with_name(f".{target.name}.{threading.get_native_id()}")  # several may write the same
     try:
         beside.touch(mode=0o600 if private else 0o666)
         beside.write_text(text, encoding="utf-8")

@@ -321,11 +321,12 @@ def _claim_first_failure(code: int, rank: str, *details: str) -> bool:
 
 
 def put_first(file: Path, text: str) -> bool:
-    """Write a file that only the first of several processes may write; return whether this process is the first.
+    """Write a file that only the first of several may write; return whether this one is the first.
 
-    Who comes second may end at once, and have the first ended in the midst of its writing.
+    Who comes second may end at once, and have the first ended in the midst of its writing. They are processes, or
+    threads of one, as replicas on a TPU may be.
     """
-    own = file.with_name(f"{file.name}.{os.getpid()}")
+    own = file.with_name(f"{file.name}.{threading.get_native_id()}")
     own.write_text(text)
     try:
         os.link(own, file)
