@@ -16,11 +16,12 @@ from paths import listening, raised
 from sharing import LENGTH, WORDS, Case, gpt2, llama, make_samples, mistral, sharing, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from zero_plugin import DummyOptim, DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.long_context import attention, cut, gather, total
+from zero_plugin.long_context import attention, cut, gather, own_random_numbers, total
 
 Batch = dict[str, Tensor]
 
@@ -528,6 +529,56 @@ def check_noise_differs_in_a_group(path: str) -> None:
         _assert_own_numbers(noted)
 
 
+class Drawing(Own):
+    """A model of one's own that draws on parts, where each process has other numbers, and on complete samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = Dropping(nn.Dropout(0.5)), Dropping(nn.Dropout(0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = cut(self.outside(self.words(ids)))
+        with own_random_numbers():
+            hidden = self.inside(hidden)
+        return self.head(gather(hidden))
+
+
+def check_own_random_numbers_of_a_model_of_ones_own(path: str) -> None:
+    """They differ within the group, what is drawn before `cut` is the same, and drawing nothing moves no generator."""
+    batch = _batch()
+    torch.manual_seed(0)
+    with sharing(path, dist.get_world_size()) as accelerator:
+        plain = Drawing()
+        model, optimizer = accelerator.prepare(plain, _sgd(plain))
+        for checkpointed in (False, True):
+            ids = batch["input_ids"]
+            logits = checkpoint(model, ids, use_reentrant=False) if checkpointed else model(ids)
+            accelerator.backward(logits.square().mean())
+            optimizer.step()
+        _assert_own_numbers(plain.inside.noted)
+        assert _is_everywhere(plain.outside.noted)
+        assert plain.inside.noted[1] == plain.inside.noted[2]  # computed again for its backward
+        model.eval()
+        state = torch.get_rng_state()
+        model(batch["input_ids"])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def check_wrong_arguments_of_the_functions(path: str) -> None:
+    """They are errors with what to give, with one process as with several."""
+    numbers = torch.ones(2, 4)
+
+    def call_wrongly() -> None:
+        raised(LoopError, "cut(): it got a list; give a tensor", by=lambda: cut([1.0]))
+        raised(LoopError, "cut(): a tensor of shape (2, 4) has no dimension 5", by=lambda: cut(numbers, 5))
+        raised(LoopError, "gather(): a tensor of shape () has no dimension 1", by=lambda: gather(torch.ones(())))
+        raised(LoopError, "total(): it got a float; give a tensor", by=lambda: total(1.0))
+
+    call_wrongly()
+    with sharing(path, dist.get_world_size()):
+        call_wrongly()
+
+
 def _assert_own_numbers(noted: list[Any]) -> None:
     """What was noted in each forward differs from process to process and from step to step; outside nothing does."""
     assert _is_everywhere(torch.rand(3).tolist())
@@ -958,6 +1009,7 @@ _ON_FOUR = (  # also with two groups of two processes, or one of four
     check_each_sample_counts_once,
     check_a_stream_is_the_same_in_a_group,
     check_dropout_differs_in_a_group,
+    check_own_random_numbers_of_a_model_of_ones_own,
     check_batch_sizes_and_schedules_count_groups,
     check_resuming_with_groups_of_another_size,
     check_groups_that_do_not_divide_are_refused,

@@ -9,7 +9,8 @@ before it gets complete gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -155,8 +156,9 @@ def cut(whole: Tensor, dim: int = 1) -> Tensor:
         Of the size of `whole` along `dim`, divided by the processes of the group.
 
     Raises:
-        LoopError: the size along `dim` is not a multiple of the group's.
+        LoopError: the size along `dim` is not a multiple of the group's, or there is no such dimension.
     """
+    _check_tensor("cut()", whole, dim)
     group = CURRENT.find()
     if group is None:
         return whole
@@ -174,7 +176,11 @@ def gather(part: Tensor, dim: int = 1) -> Tensor:
     Args:
         part: this process's part, e.g. hidden states of shape (batch, part of the sequence, hidden).
         dim: the dimension of the sequence.
+
+    Raises:
+        LoopError: there is no such dimension.
     """
+    _check_tensor("gather()", part, dim)
     group = CURRENT.find()
     return part if group is None else group.gather(part, dim)
 
@@ -184,6 +190,45 @@ def total(part: Tensor) -> Tensor:
 
     Args:
         part: of any shape, the same on all processes.
+
+    Raises:
+        LoopError: it is not a tensor.
     """
+    _check_tensor("total()", part)
     group = CURRENT.find()
     return part if group is None else group.total(part)
+
+
+def _check_tensor(call: str, given: Any, dim: int | None = None) -> None:
+    """Check with one process too what would end in torch's words with several."""
+    if not isinstance(given, Tensor):
+        raise LoopError(f"{call}: it got a {type(given).__name__}; give a tensor.")
+    if dim is not None and not -given.ndim <= dim < given.ndim:
+        raise LoopError(f"{call}: a tensor of shape {tuple(given.shape)} has no dimension {dim}; name the sequence's.")
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """A context in which each process of the group draws other random numbers, as its part of the samples is another.
+
+    It is for what a model draws between `cut` and `gather`, a dropout above all. Outside, all processes of the group
+    draw the same, as is right for what each of them computes on complete samples. Where nothing is drawn inside, the
+    generators stay as they are, so that a shuffle that follows is that of one process.
+    """
+    group = CURRENT.find()
+    if group is None:
+        yield
+        return
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
+        torch.manual_seed(seed + group.rank)
+        before = _generators(devices)
+        yield
+        has_drawn = not all(map(torch.equal, before, _generators(devices)))
+    if has_drawn:
+        torch.randint(2**62, ())  # the next numbers inside are others
+
+
+def _generators(devices: list[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.long_context.chunks import Deferred, loss_in_chunks
-from zero_plugin.long_context.group import CURRENT, SequenceGroup
+from zero_plugin.long_context.group import CURRENT, SequenceGroup, own_random_numbers
 from zero_plugin.long_context.supported import causal_models, is_tokenwise, strangers_in, takes_any, why_not
 from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_filling
 
@@ -223,7 +222,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
         forward.parts = _cut_arguments(module, group, given, tokens)
         if module.training:
-            forward.undo.enter_context(_own_random_numbers(group, tokens.device))
+            forward.undo.enter_context(own_random_numbers())
     if defers:
         head = module.get_output_embeddings()
         forward.head = Deferred(head)
@@ -406,28 +405,6 @@ def _shift(given: dict[str, Any], ignored: int) -> None:
         given["shift_labels"] = pad(given["labels"][:, 1:], (0, 1), value=ignored)
     if given.get("num_items_in_batch") is None:
         given["num_items_in_batch"] = (given["shift_labels"] != ignored).sum()
-
-
-@contextmanager
-def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
-    """Inside, other random numbers than those of the processes that share the samples, whose parts are others.
-
-    Not for dropout alone: functions and hooks draw some that no module shows. Where nothing is drawn, the script's
-    generators stay as they are, as with one process: a shuffle that follows is the same.
-    """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
-        torch.manual_seed(seed + group.rank)
-        before = _generators(devices)
-        yield
-        has_drawn = not all(map(torch.equal, before, _generators(devices)))
-    if has_drawn:
-        torch.randint(2**62, ())  # the next forward's numbers are others
-
-
-def _generators(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 # ---- what the model calls --------------------------------------------------------------------------------------------
