@@ -179,6 +179,17 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
         (("--gpu", "A100-80GB"), ("the model's size is not given", "--params")),
         (("no_such_folder", "--gpu", "A100-80GB"), ("no_such_folder", "config.json")),
         ((*LLAMA, *NODE, "--micro_batch", "3"), ("64", "micro-batch 3")),
+        (("no_such_folder", "--params", "7B"), ("--params is given beside no_such_folder",)),
+        (("operator:neg", "--layers", "5", "--gpu", "T4"), ("--layers is given beside operator:neg",)),
+        (("--hidden_size", "4096", "--heads", "7", "--gpu", "T4"), ("4,096 does not divide among 7 heads", "--heads")),
+        (
+            ("--hidden_size", "4096", "--heads", "32", "--kv_heads", "5", "--gpu", "T4"),
+            ("32 heads do not divide among 5 of keys", "--kv_heads"),
+        ),
+        (
+            ("--hidden_size", "4096", "--heads", "4", "--gpu", "T4", "--gpus", "8", "--sequence_parallel_size", "8"),
+            ("--sequence_parallel_size: 8 does not divide the model's 4 attention heads", "Write 1 or 2 or 4."),
+        ),
         ((*LLAMA, *NODE, "--output", "plan.txt"), ("plan.txt is neither YAML nor JSON", "plan.yaml")),
         ((*LLAMA, *NODE, "--zero_stage", "2", "--offload_param_device", "cpu"), ("stage 2", "need stage 3")),
         (
@@ -211,6 +222,20 @@ def test_a_transformers_config(plan: PlanCommand, tmp_path: Path) -> None:
     assert "activations: closed formula" in plan("config.json", "--gpu", "T4", "--no_trace")[1]
 
 
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [({"type_vocab_size": 2}, "its type_vocab_size"), ({"architectures": ["ModernBertForMaskedLM"]}, "being a Modern")],
+)
+def test_an_encoder_is_no_decoder(plan: PlanCommand, tmp_path: Path, own: dict[str, Any], reason: str) -> None:
+    """The closed formula is not taken for what it is not of."""
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_attention_heads": 4, **own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, errors = plan("config.json", "--gpu", "T4", "--no_trace")
+    assert code == 2
+    assert f"by {reason}" in errors
+    assert "is no plain decoder's" in errors
+
+
 def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
     """A plan from numbers imports neither torch nor transformers, so that it is there in an instant."""
     code = (
@@ -231,6 +256,11 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
     assert code == 2
     assert "plan.jpeg is no kind of picture" in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_optimizer_is_adamw(plan: PlanCommand) -> None:
+    """As in a configuration, where an empty type is that one, which is known."""
+    assert "is not known" not in plan(*LLAMA, *NODE, "--optimizer", "")[2]
 
 
 def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:

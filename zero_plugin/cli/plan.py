@@ -20,12 +20,12 @@ from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_options, with
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
 from zero_plugin.config.installed import garbage_collection_paused
-from zero_plugin.config.rules.sections import unequal_sequence_groups
+from zero_plugin.config.rules.sections import unequal_heads, unequal_sequence_groups
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, printable
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import UNNAMED, state_cluster
-from zero_plugin.plan.model_source import ModelSource, changed_activations, find_model, open_model
+from zero_plugin.plan.model_source import ModelSource, changed_activations, find_source, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import ALIKE, Candidate, Choice, Wanted
 from zero_plugin.plan.search import plan as make_plan
@@ -477,15 +477,17 @@ def plan(**typed: Any) -> None:
     show_messages(quiet=options.quiet, prefix="")
     source = options.source
     if source.model is not None:
-        find_model(source.model)  # a wrong name is reported before anything else
+        find_source(source)  # a wrong name is reported before anything else
     cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
         check_picture(options.picture)  # before the other file is written
     with garbage_collection_paused():
         model, activations = open_model(source, options.sequence_length, wanted.precision)
+    if (problem := unequal_heads(options.shared_by, model.heads)) is not None:
+        raise ConfigError([Problem("--sequence_parallel_size", "", *problem)])
     activations = activations.of_a_part(options.shared_by)
     optimizer = optimizer_sizes(options.optimizer, fused=True)
-    if not is_known(options.optimizer):
+    if not is_known(optimizer.name):
         message = f"optimizer {optimizer.name} is not known: it is assumed to keep {optimizer.states} tensors, as Adam"
         print(printable(message), file=sys.stderr)
     work = Workload(model, activations, optimizer)

@@ -56,8 +56,7 @@ def decoder_sizes(
     hidden = hidden_size or (_HIDDEN_SIZE_PER_LAYER * layers if layers else _usual_hidden_size(parameters or 0))
     depth = layers or max(1, round(hidden / _HIDDEN_SIZE_PER_LAYER))
     words = vocabulary or _VOCABULARY
-    query_heads = heads or max(1, hidden // _HEAD_SIZE)
-    query_width, kv_width = _attention_widths(hidden, query_heads, kv_heads, head_size)
+    _, query_width, kv_width = _attention_widths(hidden, heads, kv_heads, head_size)
     attention = 2 * hidden * (query_width + kv_width)
 
     def solved(outputs: int) -> int:
@@ -94,6 +93,7 @@ def decoder_sizes(
         hidden_size=hidden,
         layers=depth,
         vocabulary=words,
+        heads=heads,
         source=" ".join(f"--{name} {value:,}" for name, value in given.items() if value),
     )
     if parameters and abs(sizes.elements - parameters) > 0.05 * parameters:
@@ -144,8 +144,7 @@ def decoder_activations(
         raise _error(f"the width and depth of {model.name} are unknown", "Give --hidden_size and --layers.")
     hidden, depth, words = model.hidden_size, model.layers, model.vocabulary or 0
     item = 4 if precision == "no" else 2
-    query_heads = heads or max(1, hidden // _HEAD_SIZE)
-    query_width, kv_width = _attention_widths(hidden, query_heads, kv_heads, head_size)
+    query_heads, query_width, kv_width = _attention_widths(hidden, heads, kv_heads, head_size)
     embeddings = sum(p.elements * p.count for p in model.parameters if words and p.elements == words * hidden)
     blocks = max(0, model.elements - embeddings)
     width = intermediate or max(0, blocks // (depth * hidden) - 2 * (query_width + kv_width)) // 3
@@ -211,10 +210,21 @@ def training_flops_per_token(model: ModelSizes, sequence_length: int = 0, attent
     return 4.0 * model.elements + 2.0 * model.trainable + 12.0 * (model.layers or 0) * width * sequence_length
 
 
-def _attention_widths(hidden: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int]:
-    """The size of all heads together: of the queries, and of the keys."""
+def _attention_widths(
+    hidden: int, heads: int | None, kv_heads: int | None, head_size: int | None
+) -> tuple[int, int, int]:
+    """The number of heads, and the size of all of them together: of the queries, and of the keys.
+
+    Raises:
+        ConfigError: no model has the heads that are given.
+    """
+    if heads and not head_size and hidden % heads:
+        raise _error(f"a width of {hidden:,} does not divide among {heads} heads", "Give the model's own --heads.")
+    heads = heads or max(1, hidden // _HEAD_SIZE)
+    if kv_heads and heads % kv_heads:
+        raise _error(f"{heads} heads do not divide among {kv_heads} of keys", "Give the model's own --kv_heads.")
     width = heads * head_size if head_size else hidden
-    return width, width * (kv_heads or heads) // heads
+    return heads, width, width * (kv_heads or heads) // heads
 
 
 def _usual_hidden_size(parameters: int) -> int:

@@ -45,7 +45,10 @@ KEYS: Final = {  # how configurations call what the formula needs
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
 }
 _DECODERS_OWN: Final = ("vocabulary", "heads")  # Mamba and RWKV have no heads
-_NO_DECODER: Final = ("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts")
+_NO_DECODER: Final = (
+    *("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts"),
+    "type_vocab_size",  # BERT's and its kin's
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,11 @@ def open_model(
     if source.model is None:
         sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # tied is no number
         return _by_formula(sizes, source.numbers, sequence_length or DEFAULT_LENGTH, precision)
-    config, shapes = find_model(source.model)
-    if _FUNCTION.fullmatch(source.model):
-        return _traced(*_built(source.model, config, sequence_length), precision, source.model)
+    config, shapes = find_source(source)
     if config is None:
         return _from_weights(source.model, shapes, source, sequence_length or DEFAULT_LENGTH, precision)
-    if source.numbers:
-        flag = next(iter(source.numbers)).replace("parameters", "params")
-        raise _error(f"--{flag} is given beside {source.model}, which has sizes of its own", "Leave one of them out.")
+    if _FUNCTION.fullmatch(source.model):
+        return _traced(*_built(source.model, config, sequence_length), precision, source.model)
     if source.trace and installed_version("transformers"):
         return _traced(*_built(source.model, config, sequence_length), precision, str(config))
     return _from_config(config, sequence_length, precision)
@@ -130,6 +130,22 @@ def _built(name: str, config: Path | None, sequence_length: int | None) -> tuple
             return call_function(name, sequence_length)
         model = build_model(config)
     return model, example_inputs(model, sequence_length or usual_length(model.config))
+
+
+def find_source(source: ModelSource) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
+    """As `find_model`; no number may be given of a model that has it.
+
+    Raises:
+        ConfigError: there is no such model, or a number is given beside it.
+    """
+    assert source.model is not None, "numbers alone are no model that is somewhere"
+    own = f"beside {source.model}, which has sizes of its own", "Leave one of them out."
+    if source.parameters is not None:
+        raise _error(f"--params is given {own[0]}", own[1])
+    config, shapes = find_model(source.model)
+    if config is not None and source.numbers:
+        raise _error(f"--{next(iter(source.numbers))} is given {own[0]}", own[1])
+    return config, shapes
 
 
 def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
@@ -219,6 +235,7 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
     text = config.get("text_config") or config
     numbers = {name: number for name, keys in KEYS.items() if (number := stated_number(config, keys))}
     other = [f"its {key}" for key in _NO_DECODER if config.get(key)]
+    other += [f"being a {name}" for name in config.get("architectures") or () if "MaskedLM" in name]
     other += [f"having no {part}" for part in _DECODERS_OWN if part not in numbers]
     if other:
         what = f"by {other[0]}, {file} is no plain decoder's"
@@ -240,8 +257,6 @@ def _from_weights(
     name: str, shapes: Mapping[str, tuple[int, ...]], source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
     """From the shape of every tensor in a model's safetensors, and by its name which layer it is of."""
-    if source.parameters is not None:
-        raise _error(f"--params is given beside {name}, whose weights have it", "Leave one of them out.")
     sizes = Counter((math.prod(shape), is_expert(key)) for key, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
@@ -457,6 +472,7 @@ def model_sizes(module: nn.Module) -> ModelSizes:
         hidden_size=hidden or common_width(shapes.values())[0],
         layers=len(repeated_blocks(module)) or stated_number(config, KEYS["layers"]),
         vocabulary=stated_number(config, KEYS["vocabulary"]),
+        heads=stated_number(config, KEYS["heads"]),
         source="the model",
     )
 

@@ -45,7 +45,7 @@ class ModelSizes:
         parameters: all of them.
         buffer_bytes: bytes of its buffers.
         largest_module: elements of the parameters that one module's forward uses at once, at most; 0 where unknown.
-        hidden_size, layers, vocabulary: None where unknown.
+        hidden_size, layers, vocabulary, heads: None where unknown.
         source: how all this is known, e.g. "config.json" or "--params 7B".
     """
 
@@ -56,6 +56,7 @@ class ModelSizes:
     hidden_size: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
+    heads: int | None = None
     source: str = ""
 
     @property

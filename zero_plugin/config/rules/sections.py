@@ -56,11 +56,21 @@ def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None
     """Message and fix where processes cannot be divided into groups of `size`, which share their samples."""
     if processes % size == 0:
         return None
-    divisors = [str(divisor) for divisor in range(1, processes + 1) if processes % divisor == 0]
     return (
         f"{size} does not divide the {processes} processes",
-        f"Write {' or '.join(divisors)}, or start another number of processes.",
+        f"Write {_divisors(processes)}, or start another number of processes.",
     )
+
+
+def unequal_heads(size: int, heads: int | None) -> tuple[str, str] | None:
+    """Message and fix where a model's attention heads, if known, cannot be divided among a group of `size`."""
+    if heads is None or heads % size == 0:
+        return None
+    return f"{size} does not divide the model's {heads} attention heads", f"Write {_divisors(heads)}."
+
+
+def _divisors(number: int) -> str:
+    return " or ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 PARALLELISM: Final = (_not_only_data, _sequences)  # of other kinds than data
