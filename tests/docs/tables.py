@@ -90,6 +90,8 @@ ENDLESS: set[Row] = {("docs/launching.md", 'python -c "import signal;')}
 # What a block's text says that the reader has: Python that runs before the block, in the page's variables. README's
 # files are in the folder of each other page.
 _README = 'exec(open("train.py").read())\n'
+# This process lives on, and keeps other jobs of the page from saving where it has.
+_README_APART = _README.replace("read()", 'read().replace("out/last", "own/last")')
 BEFORE: dict[Row, str] = {
     ("docs/big-models.md", "from transformers import AutoConfig"): """
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -152,7 +154,7 @@ model_name = "gpt"
     ("docs/launching.md", "resumed = accelerator.resume()"): f"""
 from zero_plugin import Accelerator, ProjectConfiguration
 epochs = 2
-{_README}
+{_README_APART}
 accelerator.project_configuration.automatic_checkpoint_naming = True
 accelerator.project_configuration.set_directories("project")
 """,
