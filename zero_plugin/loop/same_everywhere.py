@@ -25,7 +25,7 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.strategies.base import Session, is_checked_step
+from zero_plugin.strategies.base import CopiedWeights, Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 
@@ -172,30 +172,31 @@ class SameSteps:
 
 def _check_weights(session: Session) -> None:
     """Check that the processes have the same weights, of copies at the last noted step, of partitions as written."""
-    if differences := _describe_noted(session) or _describe_written(session):
+    copies = session.copies
+    noted = "" if copies is None else _describe_noted(session.module, copies)
+    if differences := noted or _describe_written(session):
         raise LoopError(
             f"the weights of the {type(session.module).__name__} were written on some processes only, or not alike:\n"
             f"{differences}\n"
             "Load and write them on every process: under `if accelerator.is_main_process:` one of the copies is "
             "changed, and the others train on with what they had."
         )
-    session.notes_weights = True
+    if copies is not None:
+        copies.note_next()
 
 
-def _describe_noted(session: Session) -> str:
-    if not session.copies:
-        return ""
-    noted, session.noted_weights = session.noted_weights, None
+def _describe_noted(module: nn.Module, copies: CopiedWeights) -> str:
+    noted, weights = copies.take_noted(), copies.weights
     # Of a process that has noted none, since its script leaves out the steps that others skip, nothing is compared.
-    nothing = torch.full((2, 2 * len(session.copies)), -inf, device=session.copies[0].device)
+    nothing = torch.full((2, 2 * len(weights)), -inf, device=weights[0].device)
     both = nothing if noted is None else torch.stack([noted, -noted])
     dist.all_reduce(both, dist.ReduceOp.MAX)
     largest, negated_smallest = both.view(2, -1, 2)  # of each weight the norm and the sum
     sizes = largest.abs().amax(1, keepdim=True)
     is_small = sizes[:, 0] <= _ROUNDING * sizes.max()
     differ = (largest + negated_smallest > _ROUNDING * sizes).any(1) & ~is_small
-    names = {id(p): name for name, p in session.module.named_parameters()}
-    found = [names.get(id(p), "?") for p, differs in zip(session.copies, differ.tolist(), strict=True) if differs]
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = [names.get(id(p), "?") for p, differs in zip(weights, differ.tolist(), strict=True) if differs]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"  they differ: {', '.join(found[:_SHOWN])}{more}" if found else ""
 

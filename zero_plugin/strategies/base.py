@@ -88,6 +88,40 @@ class SessionRequest:
     only_evaluates: bool = False
 
 
+class CopiedWeights:
+    """The trained weights of a model of which each process has copies of its own, that must not differ at a step.
+
+    Args:
+        weights: of this process.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.weights = weights
+        self._is_noted_next = False
+        self._noted: Tensor | None = None
+
+    def note_next(self) -> None:
+        """Have the next step that is applied note them."""
+        self._is_noted_next = True
+
+    def note(self) -> None:
+        """Called just before a step that is applied.
+
+        Earlier weights may differ: sharpness-aware minimisation perturbs them by the process's own gradient.
+        """
+        if not self._is_noted_next:
+            return
+        self._is_noted_next = False
+        weights = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.weights]
+        numbers = [n for p in weights for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
+        self._noted = torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers])
+
+    def take_noted(self) -> Tensor | None:
+        """The norm and the sum of each at the noted step; None where no step has noted them since the last call."""
+        noted, self._noted = self._noted, None
+        return noted
+
+
 class Session(ABC):
     """One model with its optimizer, ready to train.
 
@@ -114,9 +148,7 @@ class Session(ABC):
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
         on_average: called where all processes average the gradients of one step, so that it may be collective; not
             inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
-        copies: the trained weights, if each process has copies of its own, which must not differ at a step.
-        notes_weights: whether the next step calls `note_weights`; set by `on_average`.
-        noted_weights: the norm and the sum of each of `copies` at a step.
+        copies: the trained weights, if each process has copies of its own.
     """
 
     unpartitioned_gradients = True
@@ -127,9 +159,7 @@ class Session(ABC):
     before_change: Callable[[], None] | None = None
     on_failure: Callable[[], None] | None = None
     on_average: Callable[[], None] | None = None
-    notes_weights = False
-    noted_weights: Tensor | None = None
-    copies: Sequence[nn.Parameter] = ()
+    copies: CopiedWeights | None = None
     scales_loss = False
     adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()
@@ -217,16 +247,6 @@ class Session(ABC):
             accumulated: whether there are accumulated gradients.
             complete: whether there are complete ones.
         """
-
-    def note_weights(self) -> None:
-        """Set `noted_weights` just before a step that is applied.
-
-        Earlier weights may differ: sharpness-aware minimisation perturbs them by the process's own gradient.
-        """
-        self.notes_weights = False
-        weights = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.copies]
-        numbers = [n for p in weights for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
-        self.noted_weights = torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers])
 
     def take_written(self) -> dict[int, bool] | None:
         """The steps since the last call before which the script has written weights; None where this is not known.

@@ -19,6 +19,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     FOREIGN_GRADIENTS,
+    CopiedWeights,
     Session,
     describe_renormalizing,
     describe_second_gradient,
@@ -111,7 +112,8 @@ class TorchSession(Session):
         refuse = _refuse_direct(weakref.ref(self))
         watched = [p for p in self.module.parameters() if p.requires_grad]
         if self._reducer is not None and describe_renormalizing(self.module) is None:  # which is warned of
-            self.copies = [p for p in watched if type(p) is nn.Parameter]  # a DTensor is a part of a weight
+            own = [p for p in watched if type(p) is nn.Parameter]  # a DTensor is a part of a weight
+            self.copies = CopiedWeights(own) if own else None
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
         # Their gradients cannot have hooks.
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
@@ -239,8 +241,8 @@ class TorchSession(Session):
         # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
         applied: bool | FoundInf = finite
         if applied:
-            if self.notes_weights and self.copies:
-                self.note_weights()
+            if self.copies is not None:
+                self.copies.note()
             self._guard.is_open = True
             if isinstance(finite, FoundInf):
                 self.optimizer.found_inf = finite.value  # type: ignore[attr-defined]

@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, describe_second_gradient, release_failed_backward
+from zero_plugin.strategies.base import (
+    DIRECT_BACKWARD,
+    CopiedWeights,
+    Session,
+    describe_second_gradient,
+    release_failed_backward,
+)
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
@@ -89,8 +95,8 @@ class EngineSession(Session):
         self._watch = script_changes.GradientWatch(
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
-        if stage == 0 and not engine.has_moe_layers:
-            self.copies = self._trained
+        if stage == 0 and not engine.has_moe_layers and self._trained:
+            self.copies = CopiedWeights(self._trained)
         self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
@@ -298,8 +304,8 @@ class EngineSession(Session):
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
-        if self.notes_weights and self.copies:
-            self.note_weights()
+        if self.copies is not None:
+            self.copies.note()
         self._guard.is_open = True
         try:
             with self._thawed():
