@@ -240,6 +240,18 @@ def test_logs_are_kept_where_asked(launch: Launch, tmp_path: Path) -> None:
     assert [log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")] == ["hello\n"]
 
 
+def test_folders_that_are_not_there(launch: Launch, tmp_path: Path) -> None:
+    """One for logs that a file system does not take, and a working folder that was removed, are errors."""
+    (tmp_path / "hello.py").write_text("print('hello')")
+    done = launch("--cpu", "--log_dir", "/proc/logs", "hello.py")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "log_dir: /proc/logs cannot be written (No such file or directory). Name another folder." in done.stderr
+    typed = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m zero_plugin launch --cpu {tmp_path}/hello.py"
+    done = subprocess.run(typed, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "the working folder has been removed" in done.stderr
+
+
 def processes_with(mark: str) -> list[int]:
     """Processes of this machine that were started with `mark` on their command line."""
     return [

@@ -306,6 +306,9 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
 
     Yields:
         A folder of this run alone, for the ranks' error files and, where the user keeps them, logs.
+
+    Raises:
+        LaunchError: it cannot be made.
     """
     with garbage_collection_paused():
         import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
@@ -318,8 +321,13 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     else:
-        make_private_folder(Path(spec.settings.log_dir))
-        yield Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=spec.settings.log_dir))
+        try:
+            make_private_folder(Path(spec.settings.log_dir))
+            own = tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=spec.settings.log_dir)
+        except OSError as error:
+            message = f"log_dir: {spec.settings.log_dir} cannot be written ({error.strerror}). Name another folder."
+            raise LaunchError(message) from error
+        yield Path(own)
 
 
 def torchrun_config(spec: LaunchSpec, folder: Path, **more: Any) -> Any:

@@ -258,7 +258,11 @@ def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Pro
 
 
 def find_program_problems(program: Program) -> Iterator[Problem]:
-    """A script that is no file, or a program that is not found."""
+    """A working folder that is gone, a script that is no file, or a program that is not found."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # libraries that torch loads would end the worker
+        yield Problem("command line", "", "the working folder has been removed", "Change into one that is there: cd.")
     if program.kind == "script" and not Path(program.name).is_file():
         yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
     if program.kind == "executable" and shutil.which(program.name) is None:
