@@ -152,12 +152,14 @@ def test_what_has_no_effect_is_logged_by_the_launcher(
     (tmp_path / "show.py").write_text(
         "import os\n"
         "from zero_plugin.config.document import from_environment\n"
+        "from zero_plugin import Accelerator\n"
         "print('handed over:', from_environment(os.environ).notes)\n"
+        "Accelerator(gradient_accumulation_steps=2)\n"
     )
-    done = launch("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "--quiet", "show.py")
+    done = launch("--config_file", "c.yaml", "--cpu", "--num_processes", "1", "show.py")
     assert "handed over: ()" in done.stdout
-    said = 'warning: c.yaml:3:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:2:1'
-    assert done.stderr.count(said) == 1
+    said = 'c.yaml:3:1: rdzv_conf = "timeout=60": has no effect: num_machines is 1 at c.yaml:2:1'
+    assert (done.stderr.count(said), done.stderr.count(f"warning: {said}")) == (1, 1)
 
 
 def test_dry_run_shows_variables_and_configuration(

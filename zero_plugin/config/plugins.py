@@ -360,7 +360,7 @@ class Configurations:
         self, found: Document, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]
     ) -> None:
         documents = {name: lay_document(found, plugin.document) for name, plugin in plugins.items()} or {ONLY: found}
-        self._documents = {name: _checked(overlay(document)) for name, document in documents.items()}
+        self._documents = {name: _checked(overlay(document), document) for name, document in documents.items()}
         self.in_code = bool(plugins)
         self.plugins = dict(plugins)
         only = self._documents.get(ONLY)
@@ -390,7 +390,7 @@ class Configurations:
         Raises:
             ConfigError: they differ from what is there.
         """
-        self._documents = {name: _checked(lay(document)) for name, document in self._documents.items()}
+        self._documents = {name: _checked(lay(document), document) for name, document in self._documents.items()}
 
     def follow_edits(self) -> Document:
         """The selected document with what the script wrote into its plugin since it was last shown.
@@ -401,7 +401,7 @@ class Configurations:
         if self.plugin is not None:
             followed = self.plugin.follow(self.document)
             if followed is not self.document:
-                self._documents[self._selected] = _checked(followed)
+                self._documents[self._selected] = _checked(followed, self.document)
                 self.plugin.show(self.document)
         return self.document
 
@@ -411,5 +411,8 @@ class Configurations:
             self.plugin.show(self.document, filled)
 
 
-def _checked(document: Document) -> Document:
-    return replace(document, notes=check_document(document))
+def _checked(changed: Document, before: Document) -> Document:
+    """The changed document with what is found in it, but for what its launcher has logged: notes that it left out."""
+    logged = {note.remark for note in check_document(before)} - {note.remark for note in before.notes}
+    notes = (note for note in check_document(changed) if note.remark not in logged)
+    return replace(changed, notes=tuple(notes))

@@ -512,7 +512,9 @@ def _settle_overlap(draft: Draft) -> None:
         draft.put(path, stage == 3, "DeepSpeed overlaps communication at stage 3 only", "default")
     elif draft.value(*path) and stage < 2:
         draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
-        draft.log(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
+        typed = draft.get(*_STAGE)
+        if typed is None or not typed.origin.typed_by_user:  # else the check of the configuration has said it
+            draft.log(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
 
 
 def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> Rule:
