@@ -11,6 +11,7 @@ import torch.distributed as dist
 from paths import (
     PAIR,
     SINGLE,
+    ZERO,
     assert_near,
     checks_on,
     global_batch,
@@ -120,6 +121,16 @@ def check_a_view_of_the_buckets_is_offered(path: str) -> None:
         saved = run.footprint.phases["step"].values(), run.changed(**first.changes).footprint.phases["step"].values()
         elements = sum(p.numel() for p in net.parameters())
         assert sum(saved[0]) - sum(saved[1]) == pytest.approx(4 * elements, rel=0.1)
+
+
+def check_a_smaller_bucket_is_offered(path: str) -> None:
+    """Where memory runs out, and the configuration's bucket is larger than anything gains by."""
+    for size, offered in ((5e12, True), (5e8, False)):
+        with running(path, deepspeed={"zero_optimization": {**ZERO[path], "reduce_bucket_size": size}}) as accelerator:
+            net = make_net()
+            accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            first = accelerator._run.strategy.savings(accelerator.resolved)[0].text
+            assert first.startswith("reduce_bucket_size: 500000000 (it is 5e+12)") is offered
 
 
 def check_unused_parameters(path: str) -> None:
@@ -377,6 +388,7 @@ CHECKS = {
     ),
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
+    **checks_on(["zero2"], [check_a_smaller_bucket_is_offered]),
     **checks_on([*SINGLE, *PAIR], [check_compiled]),
     **checks_on(["single", "ddp", "zero2"], [check_models_as_they_come, check_a_scaler_of_the_scripts_own]),
 }

@@ -323,7 +323,7 @@ def _check_device(draft: Draft, precision: str) -> None:
 # A reduction of fewer elements than the floor is bound by latency, not bandwidth (h² is one million at h = 1024). Above
 # the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
 _BUCKET_FLOOR: Final = 25_000_000
-_BUCKET_CEILING: Final = 500_000_000
+BUCKET_CEILING: Final = 500_000_000
 # Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays
 # unpartitioned on every device, so the ceiling bounds that.
 _PERSISTENT_FLOOR: Final = 10_000
@@ -343,9 +343,9 @@ def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | No
         wanted, source = int(share * model.largest_parameter), f"{share:g} × the largest parameter"
     else:
         return None
-    size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
+    size = min(max(wanted, _BUCKET_FLOOR), BUCKET_CEILING)
     if size != wanted:
-        source += f", kept within {_BUCKET_FLOOR:,} to {_BUCKET_CEILING:,} elements"
+        source += f", kept within {_BUCKET_FLOOR:,} to {BUCKET_CEILING:,} elements"
     if model.parameters and size > model.parameters:
         size, source = model.parameters, "all parameters of the model"
     return size, source

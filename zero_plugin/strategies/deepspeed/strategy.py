@@ -29,7 +29,7 @@ from zero_plugin.config.installed import warn_of_transformers
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
-from zero_plugin.config.resolve.resolve import expected_precision
+from zero_plugin.config.resolve.resolve import BUCKET_CEILING, expected_precision
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, MachineError, Problem
@@ -114,6 +114,10 @@ class DeepSpeedStrategy(Strategy):
         stage, next_stage = resolved.zero_stage, max(2, resolved.zero_stage + 1)
         devices = {what: resolved.offload_device(what) for what in ("optimizer", "param")}
         options = []
+        bucket = resolved.tree.value("zero_optimization", "reduce_bucket_size") or 0
+        if stage and bucket > BUCKET_CEILING:
+            text = f"reduce_bucket_size: {BUCKET_CEILING} (it is {bucket:g}), which costs no speed"
+            options.append(Saving(text, {"reduce_bucket": BUCKET_CEILING}))
         if stage < 3:
             options.append(Saving(f"zero_stage: {next_stage} (it is {stage})", {"stage": next_stage}))
         if devices["optimizer"] == "none":
