@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,12 @@ from zero_plugin.utils.environment import (
     are_libraries_initialized,
     check_cuda_p2p_ib_support,
     clear_environment,
-    convert_dict_to_env_variables,
     get_cpu_distributed_information,
     get_driver_version,
     get_gpu_info,
     get_int_from_env,
     parse_choice_from_env,
     patch_environment,
-    purge_accelerate_environment,
     set_numa_affinity,
 )
 
@@ -84,59 +81,6 @@ def test_a_cleared_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert not os.environ
         os.environ["OLD"], os.environ["NEW"] = "changed", "x"
     assert dict(os.environ) == before
-
-
-def test_purging_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's variables are as before, others stay as the function left them."""
-    monkeypatch.setenv("ACCELERATE_OLD", "before")
-    monkeypatch.setenv("OTHER", "before")
-
-    @purge_accelerate_environment
-    def leave(value: str) -> str:
-        os.environ["ACCELERATE_NEW"] = os.environ["ACCELERATE_OLD"] = os.environ["OTHER"] = value
-        return value
-
-    assert leave("x") == "x"
-    assert "ACCELERATE_NEW" not in os.environ
-    assert os.environ["ACCELERATE_OLD"] == "before"
-    assert os.environ["OTHER"] == "x"
-
-
-@pytest.mark.parametrize("base", [object, unittest.TestCase])
-def test_purging_a_class_and_those_derived_from_it(base: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test method cleans up after itself; other methods are left alone; derived classes keep their own hook."""
-    monkeypatch.delenv("ACCELERATE_NEW", raising=False)
-    seen = []
-
-    @purge_accelerate_environment
-    class Base(base):  # type: ignore[misc]
-        def __init_subclass__(cls, **kwargs: object) -> None:
-            seen.append(cls.__name__)
-
-        def test_base(self) -> None:
-            os.environ["ACCELERATE_NEW"] = "1"
-
-        def helper(self) -> None:
-            os.environ["ACCELERATE_NEW"] = "1"
-
-    class Derived(Base):
-        def test_derived(self) -> None:
-            os.environ["ACCELERATE_NEW"] = "1"
-
-    assert seen == ["Derived"]
-    for instance, names in ((Base(), ["test_base"]), (Derived(), ["test_base", "test_derived"])):
-        for name in names:
-            getattr(instance, name)()
-            assert "ACCELERATE_NEW" not in os.environ
-    Derived().helper()
-    assert os.environ.pop("ACCELERATE_NEW") == "1"
-
-
-def test_lines_for_a_file_of_variables(caplog: pytest.LogCaptureFixture) -> None:
-    """What such a file cannot hold is left out, aloud."""
-    lines = convert_dict_to_env_variables({"GOOD": "1", "BAD": "<x", "EMPTY": "", "ALSO": "2"})
-    assert lines == ["GOOD=1\n", "ALSO=2\n"]
-    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["BAD=<x", "EMPTY="]
 
 
 def test_loaded_modules() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import platform
 import random
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from zero_plugin.utils.other import (
-    check_os_kernel,
     extract_model_from_parallel,
     get_pretty_name,
     is_port_in_use,
@@ -103,22 +101,3 @@ def test_ports() -> None:
         port = server.getsockname()[1]
         assert is_port_in_use(port)
     assert not is_port_in_use(port)
-
-
-@pytest.mark.parametrize(
-    ("system", "release", "warns"),
-    [
-        ("Linux", "5.4.0-35-generic", True),
-        ("Linux", "5.15.0-35-generic", False),
-        ("Linux", "6.1", False),
-        ("Darwin", "5.0.0", False),
-    ],
-)
-def test_old_kernels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, system: str, release: str, warns: bool
-) -> None:
-    """Linux before 5.5.0 is warned of, with both numbers."""
-    monkeypatch.setattr(platform, "uname", lambda: platform.uname_result(system, "", release, "", ""))
-    with caplog.at_level(logging.WARNING):
-        check_os_kernel()
-    assert [("5.4.0" in record.msg, "5.5.0" in record.msg) for record in caplog.records] == [(True, True)] * warns

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from packaging.version import parse
 
 from zero_plugin.config.choices import parse_flag_from_env as parse_flag_from_env
 from zero_plugin.config.choices import str_to_bool as str_to_bool
 from zero_plugin.machine.hardware import parse_cores
+from zero_plugin.machine.process_place import variables_while
 from zero_plugin.machine.scheduler_job import MPI, TORCH
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-_ILLEGAL_IN_ENV_FILE = ";\n<> "
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
@@ -45,81 +42,26 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Lines `NAME=value` for a file of variables; one that such a file cannot hold is left out with a warning."""
-    lines = []
-    for key, value in current_env.items():
-        if key and value and not set(_ILLEGAL_IN_ENV_FILE) & set(key + value):
-            lines.append(f"{key}={value}\n")
-        else:
-            _logger.warning(f"{key}={value} is left out: it is empty, or contains one of {_ILLEGAL_IN_ENV_FILE!r}")
-    return lines
-
-
 # ---- contexts --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """No environment variables inside; afterwards those of before."""
-    with _restored(lambda _: True):
-        os.environ.clear()
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
         yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Variables set inside, names in capitals and values as text; afterwards as before."""
-    names = {key.upper() for key in kwargs}
-    with _restored(names.__contains__):
-        os.environ.update({key.upper(): str(value) for key, value in kwargs.items()})
+    with variables_while({key.upper(): str(value) for key, value in kwargs.items()}):
         yield
-
-
-def purge_accelerate_environment(func_or_cls: _T) -> _T:
-    """Decorator that puts the variables `ACCELERATE_*` back after the function, or after each test of the class.
-
-    Of a class, and of those derived from it, every method whose name begins with `test` is decorated.
-    """
-    if not isinstance(func_or_cls, type):
-        return cast(_T, _purging(func_or_cls))
-    _purge_tests(func_or_cls)
-    decorated: Any = func_or_cls
-    own = decorated.__dict__.get("__init_subclass__")
-
-    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        if own is not None:
-            own.__get__(None, cls)(**kwargs)
-        else:
-            super(decorated, cls).__init_subclass__(**kwargs)
-        _purge_tests(cls)
-
-    decorated.__init_subclass__ = classmethod(init_subclass)
-    return func_or_cls
-
-
-def _purging(function: Any) -> Any:
-    purged: Any = _restored(lambda name: name.startswith("ACCELERATE_"))(function)
-    purged._purges = True
-    return purged
-
-
-def _purge_tests(cls: type) -> None:
-    for name in dir(cls):
-        method = inspect.getattr_static(cls, name)
-        if name.startswith("test") and inspect.isfunction(method) and not hasattr(method, "_purges"):
-            setattr(cls, name, _purging(method))
-
-
-@contextmanager
-def _restored(concerns: Callable[[str], bool]) -> Iterator[None]:
-    before = {name: value for name, value in os.environ.items() if concerns(name)}
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if concerns(name) and name not in before]:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ LEFT_OUT: Final[dict[str, str]] = {
         ),
         (
             "is a part of Accelerate's launcher; use `zero-plugin launch` or zero_plugin.notebook_launcher",
-            """PrepareForLaunch TORCH_LAUNCH_PARAMS get_current_device_type prepare_deepspeed_cmd_env
-            prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu""",
+            """PrepareForLaunch TORCH_LAUNCH_PARAMS check_os_kernel convert_dict_to_env_variables
+            get_current_device_type prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_simple_launcher_cmd_env
+            prepare_tpu""",
         ),
         (
             "is a part of Accelerate's own preparation; Accelerator.prepare does what it is for",
@@ -62,6 +63,7 @@ LEFT_OUT: Final[dict[str, str]] = {
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
         ),
+        ("is for Accelerate's own tests; write `with patch_environment(…):`", "purge_accelerate_environment"),
         ("is gone; torch_xla is installed with `pip install 'zero-plugin[tpu]'`", "install_xla"),
     )
     for name in names.split()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
-import platform
-import re
 import socket
 from typing import IO, Any
 
-from packaging.version import parse
 from torch import nn
 
 from zero_plugin.checkpoint.objects import read_object, without_shared_tensors, write_object
@@ -20,8 +16,6 @@ from zero_plugin.tensors.wrappers import compile_regions as compile_regions
 from zero_plugin.tensors.wrappers import extract_model
 from zero_plugin.tensors.wrappers import has_compiled_regions as has_compiled_regions
 from zero_plugin.tensors.wrappers import is_compiled_module as is_compiled_module
-
-_logger = logging.getLogger(__name__)
 
 clean_state_dict_for_safetensors = without_shared_tensors
 convert_bytes = show_bytes
@@ -98,11 +92,3 @@ def is_port_in_use(port: int | None = None) -> bool:
     """Whether something answers on this port of this machine; None is 29500, the launcher's own."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
-
-
-def check_os_kernel() -> None:
-    """Log a warning where Linux is older than 5.5.0, on which processes may hang."""
-    machine = platform.uname()
-    found = re.match(r"\d+\.\d+\.\d+", machine.release)
-    if machine.system == "Linux" and found is not None and parse(found[0]) < parse("5.5.0"):
-        _logger.warning(f"the kernel is {found[0]}; before 5.5.0 processes may hang: update it")
