@@ -1147,7 +1147,7 @@ class Accelerator:
         Args:
             hook: receives the user's modules of all prepared models and the folder of the checkpoint. The weights of a
                 model that it removes from the list are not loaded by `load_state`. `load_state_dict()` of a module
-                works in it at stage 3 too, called on every process.
+                works in it at stage 3 too, called on every process; `state_dict()` has names and shapes there.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 

@@ -406,6 +406,32 @@ def test_a_stop_between_two_epochs(is_left: bool, make: Make) -> None:
     assert training.run(range(report.epochs[0], 2)) == losses[6:]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_that_counts_epochs_itself(workers: int, tmp_path: Path) -> None:
+    """Saved at an epoch's last batch, it begins the next one, in the order that it would have had.
+
+    At an epoch's end torch's sampler draws once more from the loader's own generator.
+    """
+    orders: list[list[float]] = []
+    for resumes in (False, True):
+        accelerator = Accelerator(cpu=True)
+        data = TensorDataset(torch.arange(6.0))
+        loader = accelerator.prepare(
+            DataLoader(data, batch_size=2, shuffle=True, generator=seeded(3), num_workers=workers)
+        )
+        if resumes:
+            accelerator.load_state(tmp_path / "saved")
+        for epoch in range(1 if resumes else 0, 3):
+            order = []
+            for number, (x,) in enumerate(loader):
+                order += x.tolist()
+                if epoch == 0 and number == 2:
+                    accelerator.save_state(tmp_path / "saved")
+            orders.append(order)
+        accelerator.end_training()
+    assert orders[3:] == orders[1:3]
+
+
 def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint, also where it is asked for; with one that nobody asked for, which is said, and kept."""
     for config in (None, GOES_ON):

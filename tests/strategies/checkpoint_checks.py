@@ -305,10 +305,15 @@ class Saved(nn.Sequential):
         torch.save(self.state_dict() if state_dict is None else state_dict, Path(folder) / "own.bin")
 
 
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
 def check_hooks_take_the_weights_over(path: str, folder: Path) -> None:
     """As diffusers' scripts write it: the main process stores the user's module itself, and each one loads it again.
 
-    `state_dict`, `save_pretrained` and `load_state_dict` of what a hook gets work, and only there at stage 3.
+    `state_dict`, `save_pretrained` and `load_state_dict` of what a hook gets work, and only there at stage 3; the
+    first has only names and shapes before loading.
     """
     with running(path) as accelerator:
         net = Saved(*make_net())
@@ -325,8 +330,10 @@ def check_hooks_take_the_weights_over(path: str, folder: Path) -> None:
                 models[0].save_pretrained(output)
 
         def load(models: list[nn.Module], source: str) -> None:
-            models.pop().load_state_dict(torch.load(Path(source) / "own.bin"))
+            stored, loaded = torch.load(Path(source) / "own.bin"), models.pop()
             assert not models
+            assert _shapes(loaded.state_dict()) == _shapes(stored)
+            loaded.load_state_dict(stored)
 
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)

@@ -10,8 +10,15 @@ import pytest
 import torch
 from deepspeed import zero
 from paths import raised, running, same
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file, save_file
 from small import VOCABULARY, bert, build, gpt2, mixtral, sgd, stored, t5, train
 from torch import Tensor
 from transformers import GPT2LMHeadModel
@@ -138,17 +145,24 @@ def check_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
 
 
 def check_modules_saved_beside_adapters(folder: Path) -> None:
-    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters on every path, and from `save_model`."""
+    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters on every path.
+
+    `save_model` writes them, and so does `save_pretrained` as Accelerate's users call it.
+    """
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["wte"])
     place = stored(gpt2, folder / "gpt2")
     for path in ("ddp", "zero2", "zero3"):
         with running(path) as accelerator:
             model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), config))
-            accelerator.save_model(model, folder / path)
+            accelerator.save_model(model, folder / path / "saved")
+            accelerator.unwrap_model(model).save_pretrained(
+                folder / path / "called", is_main_process=accelerator.is_main_process, state_dict=state
+            )
         if state is not None:
             assert any(name.endswith("wte.modules_to_save.default.weight") for name in state)
-            loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path)
-            assert same({name: loaded.state_dict()[name] for name in state}, state)
+            for written in ("saved", "called"):
+                loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path / written)
+                assert same({name: loaded.state_dict()[name] for name in state}, state)
 
 
 def check_added_adapter(folder: Path) -> None:
@@ -164,6 +178,34 @@ def check_added_adapter(folder: Path) -> None:
         assert not (folder / "saved" / "model.safetensors").exists()
         assert len(saved) == 4
         assert all("lora" in name for name in saved)
+
+
+def check_adapters_in_hooks(folder: Path) -> None:
+    """As diffusers' LoRA scripts write it: hooks store the adapters alone, and load them with PEFT's own function."""
+    for path in ("ddp", "zero2", "zero3"):
+        with running(path) as accelerator:
+            model, saved = _trained(accelerator, get_peft_model(build(gpt2), LORA))
+
+            def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
+                if states[0]:
+                    save_file(get_peft_model_state_dict(models[0]), f"{output}/lora.safetensors")
+                    states.pop()
+
+            def load(models: list[Any], source: str) -> None:
+                found = set_peft_model_state_dict(models.pop(), load_file(f"{source}/lora.safetensors"))
+                assert not found.unexpected_keys
+
+            accelerator.register_save_state_pre_hook(save)
+            accelerator.register_load_state_pre_hook(load)
+            accelerator.save_state(folder / path)
+            after = accelerator.unwrap_model(model)
+            with accelerator.whole_weights(model), torch.no_grad():
+                for p in after.parameters():
+                    if p.requires_grad:
+                        p.zero_()
+            accelerator.load_state(folder / path)
+            state = accelerator.get_state_dict(model)
+        assert saved is None or same(state, saved)
 
 
 def check_prompts_are_refused(folder: Path) -> None:

@@ -15,7 +15,14 @@ from itertools import islice
 from typing import Any
 
 import xxhash
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from zero_plugin.data.sharing import (
     DRAWING_SAMPLERS,
@@ -134,6 +141,11 @@ class BatchSamplerShard(_AroundBatchSampler):
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
         return self._draw_shares(self.counts)
+
+    def end_resumed(self) -> None:
+        """Leave the sampler as the epoch does at its end that was to be resumed, and of which no batch is to come."""
+        if self.resumed is not None and type(sampler := drawing_part(self.batch_sampler)) is RandomSampler:
+            end_order(sampler, has_drawn=self.resumed.ended)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
         # Here, since torch makes two iterators for its workers and goes on with the second.

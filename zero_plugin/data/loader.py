@@ -562,6 +562,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
             is_through = max(self._skip, self._place.resumed) < self.batches_had(loaded)
             if is_through or self._epochs.chosen != loaded["epoch"]:
+                if self._shard is not None:
+                    self._shard.end_resumed()
                 self._pass_over(loaded["epoch"])
         self._delivery.begin_epoch()
         self._epochs.begin()

@@ -39,7 +39,6 @@ from zero_plugin.tensors.modules import (
     WEIGHT,
     Fragment,
     persistent_tensors,
-    reading_names,
     shared_names,
     tensor_slots,
 )
@@ -139,8 +138,7 @@ class Weights:
     def _write_adapters(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
         def write() -> None:
             module: Any = self.unwrap(model)
-            with reading_names():
-                module.save_pretrained(folder, state_dict=state)
+            module.save_pretrained(folder, state_dict=state)
             self._write_record(model, folder)
 
         on_main(write)

@@ -5,8 +5,8 @@ CLIP's `logit_scale`, and for parameters that are not contiguous, such as a conv
 here make it work for them.
 
 `state_dict`, `load_state_dict` and deep copies of a partitioned module are errors that say what to write. In hooks of
-`save_state` and `load_state` the first gives weights that were collected before, and the second gathers one submodule's
-parameters after the other.
+`save_state` and `load_state` the second gathers one submodule's parameters after the other, and the first gives weights
+that were collected before, or, where they are about to be loaded, their names and shapes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
-from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_empty
+from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_names, replace_empty
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
@@ -286,9 +286,12 @@ def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(save).bind_partial(*args, **kwargs)
-    shows_weights = SHOWS_WEIGHTS.get() or not any(map(own_partitioned, module.modules()))
-    if shows_weights or {**given.kwargs, **given.arguments}.get("state_dict") is not None:
+    if SHOWS_WEIGHTS.get() or not any(map(own_partitioned, module.modules())):
         return save(*args, **kwargs)
+    if {**given.kwargs, **given.arguments}.get("state_dict") is not None:
+        # PEFT takes the values from that one, and asks the modules that it saves beside adapters for their names.
+        with reading_names() if getattr(module, "peft_config", None) else nullcontext():
+            return save(*args, **kwargs)
     if rank == 0:
         raise LoopError(
             "save_pretrained() of a model that is partitioned by ZeRO stage 3: no process has all of its weights.\n"
@@ -454,7 +457,10 @@ class PartitionedStates:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, `load_state_dict` of the same values on every process works; each call is collective."""
+        """Inside, `load_state_dict` of the same values on every process works; each call is collective.
+
+        `state_dict` has names, shapes and dtypes of what is partitioned, on the meta device.
+        """
         self._gathered = {}
         try:
             yield
@@ -464,7 +470,7 @@ class PartitionedStates:
             self._gathered = None
 
     def _refuse_reading(self, module: nn.Module, *_: Any) -> None:
-        if own_partitioned(module) and not NAMES_ALONE.get() and self._shown is None:
+        if own_partitioned(module) and not NAMES_ALONE.get() and self._shown is None and self._gathered is None:
             raise LoopError(
                 f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process "
                 "has all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to "
@@ -473,14 +479,17 @@ class PartitionedStates:
             )
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._shown is None:
+        if self._shown is None and self._gathered is None:
             return
-        partitioned = set(map(id, own_partitioned(module)))
+        shown = self._shown or {}
+        partitioned = {id(p): p for p in own_partitioned(module)}
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(p) in self._shown:
-                state[prefix + name] = self._shown[id(p)]
-            elif id(p) in partitioned:
+            if id(p) in shown:
+                state[prefix + name] = shown[id(p)]
+            elif id(p) in partitioned and self._gathered is None:
                 state.pop(prefix + name, None)
+            elif id(p) in partitioned:  # PEFT reads names and shapes before it loads; a value that is read is an error
+                state[prefix + name] = torch.empty(partitioned[id(p)].ds_shape, dtype=p.dtype, device="meta")
 
     def _gather(self, module: nn.Module, _: Any, __: str, metadata: Mapping[str, Any], *___: Any) -> None:
         partitioned = own_partitioned(module)
