@@ -473,7 +473,7 @@ class EngineSession(Session):
         At stage 3 a second backward through one forward is refused: DeepSpeed gathers the weights once per forward.
         """
         again = self.engine._running_engine_backward and not self._passed
-        if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
+        if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
             raise script_changes.second_backward(self.module)
         return gradient
 
