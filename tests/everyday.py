@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 # Their code differs most. The others are these with more of the same: another stage, or an offload.
-EVERY_DAY = ("single", "ddp", "zero2", "zero3")
+EVERY_DAY = ("single", "ddp", "zero2", "zero3", "zero3-gathered")
 FURTHER = (
     "zero0",
     "zero1",

@@ -114,6 +114,6 @@ def check_different_branches_are_refused(path: str) -> None:
 
 _CHECKS = {
     **checks_on(["zero0", "zero1", "zero1-cpu"], [check_each_process_counts]),
-    **checks_on(["zero2", "zero2-cpu", "zero3", "zero3-cpu"], [check_different_branches_are_refused]),
+    **checks_on(["zero2", "zero2-cpu", "zero3", "zero3-cpu", "zero3-gathered"], [check_different_branches_are_refused]),
 }
 CHECKS = {name: ([2], check) for name, (_, check) in _CHECKS.items()}

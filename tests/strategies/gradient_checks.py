@@ -531,6 +531,25 @@ def check_a_graph_that_is_run_through_twice(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
+def check_a_graph_that_is_run_through_twice_at_once(path: str) -> None:
+    """In the first forward stage 3 releases small weights too: of one element, a gradient would be wrong, silently."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    with running(path) as accelerator:
+        net = nn.Sequential(nn.Linear(8, 1), Scale(), nn.Tanh(), nn.Linear(1, 4))
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        out = model(own_batch(0)[0])
+        accelerator.backward(out.square().mean(), retain_graph=True)
+        raised(LoopError, "Add the losses", "stage 2", by=lambda: accelerator.backward(out.abs().mean()))
+
+
 def check_a_penalty_on_the_weights(path: str) -> None:
     """Written into the loss: as in plain torch; stage 3, where the script finds empty weights, refuses it."""
     plain = make_net()
@@ -821,9 +840,11 @@ def check_lomo_is_refused(path: str) -> None:
 _ALL = [
     value
     for name, value in list(globals().items())
-    if name.startswith("check_") and value is not check_a_refused_step_is_dropped
+    if name.startswith("check_")
+    and value not in (check_a_refused_step_is_dropped, check_a_graph_that_is_run_through_twice_at_once)
 ]
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL),
     **checks_on(["zero1", "zero2", "zero3"], [check_a_refused_step_is_dropped]),
+    **checks_on(["zero3", "zero3-gathered"], [check_a_graph_that_is_run_through_twice_at_once]),
 }

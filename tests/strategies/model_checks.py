@@ -422,10 +422,10 @@ _ON_PATHS = [
 ]
 CHECKS = {
     f"{path}-{check.__name__.removeprefix('check_')}": (
-        [count for count, known in ((1, SINGLE), (2, PAIR)) if path in known],
+        [count for count, known in ((1, SINGLE), (2, (*PAIR, "zero3-gathered"))) if path in known],
         lambda folder, check=check, path=path: check(path),
     )
-    for path in dict.fromkeys((*SINGLE, *PAIR))
+    for path in dict.fromkeys((*SINGLE, *PAIR, "zero3-gathered"))
     for check in (
         *_ON_PATHS,
         *([check_deepspeed_itself_is_as_it_was] if path == "zero1" else []),

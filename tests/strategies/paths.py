@@ -30,6 +30,8 @@ ZERO = {
 FURTHER = {  # for few checks
     "zero1-cpu": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "zero3-cpu": {**ZERO["zero3"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    # DeepSpeed's default: between forwards it keeps weights of up to 100,000 elements gathered, all of those here.
+    "zero3-gathered": {"stage": 3},
 }
 SINGLE, PAIR = ("single", "zero2"), ("ddp", *ZERO)  # with one process, with two
 

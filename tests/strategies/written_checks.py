@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from paths import (
     FURTHER,
     PAIR,
@@ -26,6 +28,7 @@ from paths import (
     same,
     weights,
 )
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero_plugin.errors import LoopError
@@ -73,11 +76,14 @@ def _trained(path: str, precision: str, write: Callable[[Any, Any], None]) -> di
 
 
 def check_loaded_weights(path: str) -> None:
-    """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context."""
+    """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context.
+
+    There it does not for weights that are gathered.
+    """
 
     def load(accelerator: Any, model: Any) -> None:
         module = accelerator.unwrap_model(model)
-        if path.startswith("zero3"):
+        if path in ("zero3", "zero3-cpu"):
             raised(LoopError, "whole_weights", by=lambda: module.load_state_dict(make_net().state_dict()))
             with accelerator.whole_weights(model):
                 _load(module)
@@ -180,7 +186,10 @@ def check_weights_written_outside(path: str) -> None:
 
 
 def check_weights_written_past_autograd(path: str) -> None:
-    """Through `p.data`, outside the context: below stage 3 it is said once, and never of a loop that writes nothing."""
+    """Through `p.data`, outside the context: it is said once, and never of a loop that writes nothing.
+
+    At stage 3 for weights that are gathered; others are empty, and nothing of it can be seen.
+    """
     if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
         return
     for precision in ("no", "bf16"):
@@ -191,7 +200,10 @@ def check_weights_written_past_autograd(path: str) -> None:
 
 
 def check_weights_that_are_replaced(path: str) -> None:
-    """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 the next step says so."""
+    """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 it is an error of the next step.
+
+    At stage 3 gathered weights get their values back, which is said as of other writes.
+    """
     if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
         return
 
@@ -199,8 +211,56 @@ def check_weights_that_are_replaced(path: str) -> None:
         for p in model.parameters():
             p.data = p.data * 0.5
 
+    if path == "zero3-gathered":  # the step gathers the other values again
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            _trained(path, "no", replace)
+        assert said.getvalue().count("through p.data") == 1
+        return
     for precision in ("no", "bf16"):
         raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, replace))  # noqa: B023
+
+
+def check_written_weights_that_are_read(path: str) -> None:
+    """Before the next step: they come out as they were written; at stage 3 it is the error of the step."""
+    if not is_zero(path):
+        return
+    for read in ("state", "folder"):
+        with running(path) as accelerator, tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            with torch.no_grad():
+                accelerator.unwrap_model(model)[0].bias.fill_(0.25)
+
+            def written(read=read, model=model, accelerator=accelerator, folder=folder[0]) -> Tensor:
+                if read == "state":
+                    return weights(accelerator, model)["0.bias"]
+                accelerator.save_model(model, folder)
+                return load_file(f"{folder}/model.safetensors")["0.bias"]
+
+            if path.startswith("zero3"):
+                raised(LoopError, "0.bias", "whole_weights", by=written)
+            else:
+                assert written().eq(0.25).all()
+
+
+def check_a_teacher_written_outside(path: str) -> None:
+    """Outside the context, at stage 3: an error of its next forward, since no step of it would say so."""
+    if not path.startswith("zero3"):
+        return
+    with running(path) as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, _, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        for _ in range(2):
+            with torch.inference_mode():
+                teacher(own_batch(0)[0])
+        with torch.no_grad():
+            for p in accelerator.unwrap_model(teacher).parameters():
+                p.mul_(0.5)
+        raised(LoopError, "0.weight", "whole_weights", by=lambda: teacher(own_batch(0)[0]))
 
 
 def check_masters_beside_written_weights(path: str) -> None:

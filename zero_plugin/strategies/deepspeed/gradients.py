@@ -425,7 +425,12 @@ class Stage3Gradients(EngineGradients):
 
     def after_backward(self) -> None:
         """See `EngineGradients.after_backward`: DeepSpeed has just waited for the device, so it costs little."""
-        self._order.compare()
+        try:
+            self._order.compare()
+        except LoopError:
+            # Processes in different branches have gathered parts of different weights, and small ones stay gathered.
+            self._wrapper.parameter_offload.partition_all_parameters()
+            raise
         self._order.relax()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:

@@ -18,7 +18,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, is_checked_step
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
-from zero_plugin.strategies.deepspeed.states import engine_pieces, unreachable_by, write_partitions
+from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, unreachable_by
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -303,14 +303,12 @@ class WrittenWeights:
         Raises:
             LoopError: the script has written into partitioned parameters, which has no effect.
         """
-        if not self._trains:
-            return
         if (versions := versions_of(self._watched)) != self._versions:
             written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
             self._versions = versions
             if self._is_partitioned:
                 refuse_lost_weights(self._engine.module, written)
-            self._is_written = True
+            self._is_written = self._trains
         if self._is_written:
             self._before_change()
             self._is_written = False
@@ -345,22 +343,30 @@ class WrittenWeights:
         are_rounded, self._are_rounded = self._are_rounded, True
         if self._has_warned or not are_rounded or not is_checked_step(steps):
             return
-        if not self._has_master_weights or self._is_partitioned:  # at stage 3 p.data is empty
-            return
-        # After a step every weight equals its rounded master weight.
-        pairs = self._master_weights_and_weights()
-        if lost := [name for name, master, weight in pairs if not torch.equal(master.to(weight.dtype), weight)]:
+        kept: Iterable[tuple[str, Tensor, Tensor]] = ()
+        if self._is_partitioned:
+            # What is empty now cannot be seen, nor what differs from its partition by being quantized for the gather.
+            if not self._engine.zero_quantized_weights():
+                parts = gathered_parts(self._engine.module, recurse=True)
+                in_memory = (part for part in parts if part[1].shape == part[2].shape)  # not on NVMe
+                kept = ((part, partition.to(values), values) for part, values, partition in in_memory)
+        elif self._has_master_weights:  # after a step every weight equals its rounded master weight
+            pairs = self._master_weights_and_weights()
+            kept = ((name, master.to(weight.dtype), weight) for name, master, weight in pairs)
+        if lost := [name for name, wanted, weight in kept if not torch.equal(wanted, weight)]:
             self._has_warned = True
+            outside = "" if self._is_partitioned else "under torch.no_grad() into the parameter itself, or "
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
-                f"{lost[0]}: ZeRO updates fp32 master weights, so that what was written is lost. Write under "
-                "torch.no_grad() into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
+                f"{lost[0]}: ZeRO updates {'partitions' if self._is_partitioned else 'fp32 master weights'}, so that "
+                f"what was written is lost. Write {outside}inside `with accelerator.whole_weights(model):`.",
                 by_each=True,
             )
 
     def _note_loaded(self, part: nn.Module, *_: Any) -> None:
         if self._is_partitioned:
-            write_partitions(part)
+            for _name, values, partition in gathered_parts(part, recurse=False):
+                partition.copy_(values)
         self.note()
 
     def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
@@ -391,6 +397,6 @@ def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> N
     found = [names.get(id(p), "a parameter") for p in written]
     raise LoopError(
         f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
-        "ZeRO stage 3 has partitioned: they were empty, and nothing was changed.\n"
+        "ZeRO stage 3 has partitioned: what was written is lost.\n"
         "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
     )

@@ -325,7 +325,7 @@ class EngineSession(Session):
         return applied
 
     def take_written(self) -> dict[int, bool] | None:
-        return self._written.take_steps() if self.engine.zero_optimization_stage() in (1, 2) else None
+        return self._written.take_steps() if self.engine.zero_optimization_stage() > 0 else None
 
     def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
         self._watch.refuse_lost(has_gradients=False)
@@ -345,6 +345,7 @@ class EngineSession(Session):
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
+        self._refuse_lost_weights()
         batch: list[tuple[str, Tensor]] = []
         elements = 0
         for name, tensor in persistent_tensors(self.module, only):
@@ -357,6 +358,7 @@ class EngineSession(Session):
 
     def weight_fragments(self) -> Iterator[Fragment]:
         states.refuse_unreachable(self.engine)
+        self._refuse_lost_weights()
         return states.engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
@@ -421,9 +423,16 @@ class EngineSession(Session):
             dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
 
+    def _refuse_lost_weights(self) -> None:
+        """Raise if the script has written into partitioned weights that are to be read; a step follows such writes."""
+        if self._partitioned:
+            self._written.follow()
+
     def _note_fetch(self, *_: Any) -> None:
         """Count a forward that has to gather all its weights, for which it needs the other processes."""
         self._renew_inferred()
+        if self.optimizer is None:  # a teacher, which has no step that would notice
+            self._refuse_lost_weights()
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             pass_together()
 
@@ -470,7 +479,7 @@ class EngineSession(Session):
         At stage 3 a second backward through one forward is refused: DeepSpeed gathers the weights once per forward.
         """
         again = self.engine._running_engine_backward and not self._passed
-        if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
+        if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
             raise script_changes.second_backward(self.module)
         return gradient
 

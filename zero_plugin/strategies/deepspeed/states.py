@@ -223,17 +223,18 @@ def _is_swapped_out(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
-def write_partitions(module: nn.Module) -> None:
-    """Copy the module's own gathered parameters, without those of submodules, to this process's partitions of them.
+def gathered_parts(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, values and partition of what this process has partitioned of each parameter that is gathered now.
 
     DeepSpeed leaves parameters of up to `stage3_param_persistence_threshold` elements gathered between the steps, but
-    keeps, steps and gathers again what is in the partitions.
+    keeps, steps and gathers again what is in the partitions: values that a script writes are not there.
     """
-    for p in module.parameters(recurse=False):
+    for name, p in module.named_parameters(recurse=recurse):
         parameter: Any = p
         if hasattr(p, "ds_id") and p.numel() == parameter.ds_numel:
             start, count = _partition(parameter)
-            parameter.ds_tensor.detach().view(-1)[:count].copy_(p.detach().reshape(-1)[start : start + count])
+            values = p.detach().reshape(-1)[start : start + count]
+            yield name, values, parameter.ds_tensor.detach().view(-1)[:count]
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
