@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from zero_plugin.config.choices import parse_flag_from_env, str_to_bool
-from zero_plugin.utils import environment
+from zero_plugin.machine.hardware import parse_cores
 from zero_plugin.utils.environment import (
     CPUInformation,
     are_libraries_initialized,
@@ -22,7 +20,6 @@ from zero_plugin.utils.environment import (
     get_int_from_env,
     parse_choice_from_env,
     patch_environment,
-    set_numa_affinity,
 )
 
 
@@ -132,19 +129,5 @@ def test_no_gpus_have_nothing_to_avoid(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_cores_of_a_list() -> None:
     """The kernel's format, with ranges and single cores."""
-    assert environment.parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert environment.parse_cores("\n") == set()
-
-
-def test_affinity_without_gpus_is_left_alone() -> None:
-    """A process on CPUs keeps the cores that it has."""
-    code = """
-import os
-from zero_plugin.utils import set_numa_affinity
-before = os.sched_getaffinity(0)
-set_numa_affinity(0)
-assert os.sched_getaffinity(0) == before
-"""
-    environment_ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], env=environment_, timeout=60, check=True)
-    assert set_numa_affinity.__name__ == "set_numa_affinity"
+    assert parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert parse_cores("\n") == set()

@@ -27,7 +27,6 @@ from zero_plugin.tensors.nested import (
     is_tensor_information,
     is_torch_tensor,
     listify,
-    pad_input_tensors,
     recursively_apply,
     send_to_device,
     slice_tensors,
@@ -160,25 +159,6 @@ def test_slicing_and_joining() -> None:
     assert concatenate(["alone"]) == "alone"
     with pytest.raises(TypeError, match="Can only concatenate tensors but got <class 'str'>"):
         concatenate(["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "processes", "expected"), [(1, 2, 2), (3, 2, 4), (4, 3, 6), (61, 6, 66), (6, 2, 6)]
-)
-def test_padding_inputs(batch_size: int, processes: int, expected: int) -> None:
-    """The last entry is repeated up to a multiple of the number of processes."""
-    tensor = torch.arange(batch_size * 2).view(batch_size, 2)
-    padded = pad_input_tensors([tensor], batch_size, processes)[0]
-    assert padded.shape == (expected, 2)
-    assert padded[:batch_size].equal(tensor)
-    assert all(row.equal(tensor[-1]) for row in padded[batch_size:])
-    assert pad_input_tensors(tensor.t(), batch_size, processes, dim=1).equal(padded.t())
-
-
-def test_padding_inputs_wants_tensors() -> None:
-    """Another leaf is an error."""
-    with pytest.raises(TypeError, match="Unsupported types"):
-        pad_input_tensors([1], 1, 2)
 
 
 def test_convert_to_fp32() -> None:

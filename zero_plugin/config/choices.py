@@ -144,6 +144,11 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     return word in TRUE_WORDS if to_bool else int(word in TRUE_WORDS)
 
 
+def is_switched_on(variable: str) -> bool:
+    """Whether the environment variable holds a word for true; another word is none for false, and no error."""
+    return os.environ.get(variable, "").strip().lower() in TRUE_WORDS
+
+
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """The variable as `str_to_bool` reads it.
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from zero_plugin.config.choices import TRUE_WORDS, DDPCommunicationHookType, DynamoBackend
+from zero_plugin.config.choices import DDPCommunicationHookType, DynamoBackend, is_switched_on
 from zero_plugin.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -287,11 +287,11 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.mode is None:
             self.mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
         if self.fullgraph is None:
-            self.fullgraph = _is_set("FULLGRAPH")
+            self.fullgraph = is_switched_on("ACCELERATE_DYNAMO_USE_FULLGRAPH")
         if self.use_regional_compilation is None:
-            self.use_regional_compilation = _is_set("REGIONAL_COMPILATION")
+            self.use_regional_compilation = is_switched_on("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
         if self.dynamic is None and "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-            self.dynamic = _is_set("DYNAMIC")
+            self.dynamic = is_switched_on("ACCELERATE_DYNAMO_USE_DYNAMIC")
 
     def to_dict(self) -> dict[str, Any]:
         """All arguments, the backend in small letters, as torch spells it."""
@@ -311,11 +311,6 @@ def _hook_type(argument: str, value: Any) -> DDPCommunicationHookType:
         legal = ", ".join(DDPCommunicationHookType.list())
         raise ValueError(f"DistributedDataParallelKwargs({argument}={str(value)!r}): write one of {legal}.")
     return DDPCommunicationHookType(str(value))
-
-
-def _is_set(name: str) -> bool:
-    value = os.environ.get(f"ACCELERATE_DYNAMO_USE_{name}", "false").strip().lower()
-    return value in TRUE_WORDS
 
 
 @dataclass(frozen=True, slots=True)

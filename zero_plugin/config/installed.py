@@ -1,14 +1,15 @@
-"""The packages that a run needs: which versions are installed, tested and too old, and how to import them quickly."""
+"""The packages that a run needs: which versions are installed, tested and too old; imported quickly, and changed."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 # What the test suite passes with, as constraints.txt says.
 TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
@@ -29,6 +30,17 @@ def garbage_collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While it is entered, an attribute of a package's class or module has another value."""
+    own = inspect.getattr_static(owner, name)  # a class method itself, which is not bound to this class
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 @functools.cache  # each look parses the package's metadata anew

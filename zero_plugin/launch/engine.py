@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.installed import garbage_collection_paused
+from zero_plugin.config.installed import garbage_collection_paused, replaced
 from zero_plugin.config.run_files import (
     CUT_VARIABLE,
     OutOfMemoryReport,
@@ -104,19 +104,8 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Any]], Non
         if failed:
             on_failure(failed)
 
-    with replaced(SubprocessContext, "close", end):
+    with replaced(SubprocessContext, "close", end):  # there is no public way to have what that does
         yield idle
-
-
-@contextmanager
-def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While it is entered, a class of torch's has another method: there is no public way to have what that does."""
-    own = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 class _TimedLines:

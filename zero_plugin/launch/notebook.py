@@ -26,6 +26,7 @@ from typing import Any, Final
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
+from zero_plugin.config.installed import replaced
 from zero_plugin.config.read import document_from_code
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import ENDING_SIGNALS, own_signals
@@ -377,7 +378,7 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
                 os.kill(copy, signal.SIGKILL)
             signal.raise_signal(received[0])
 
-    return engine.replaced(MultiprocessContext, "_start", fork_undisturbed)
+    return replaced(MultiprocessContext, "_start", fork_undisturbed)
 
 
 def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
@@ -385,7 +386,7 @@ def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
     from torch.multiprocessing.spawn import ProcessContext
 
     wait = ProcessContext._join_procs_with_timeout
-    return engine.replaced(
+    return replaced(
         ProcessContext,
         "_join_procs_with_timeout",
         lambda copies, timeout: wait(copies, min(timeout, engine.AFTER_FAILURE_S)),

@@ -31,7 +31,7 @@ from zero_plugin.distributed.collectives import broadcast_value, gather_values
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, MachineError, StrategyError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.machine.hardware import available_cpu_memory, lockable_bytes
+from zero_plugin.machine.hardware import available_cpu_memory, existing_folder, lockable_bytes
 from zero_plugin.plan.activations import find_activations
 from zero_plugin.plan.costs import Footprint
 from zero_plugin.plan.model_source import model_sizes
@@ -117,7 +117,7 @@ def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
     return AvailableMemory(
         available_cpu_memory() + held,
         lockable_bytes(),
-        {folder: shutil.disk_usage(_existing(Path(folder))).free for folder in folders},
+        {folder: shutil.disk_usage(existing_folder(Path(folder))).free for folder in folders},
     )
 
 
@@ -309,10 +309,6 @@ def _least(machines: list[AvailableMemory]) -> AvailableMemory:
         min(limits, default=None),
         {folder: min(machine.nvme[folder] for machine in machines if folder in machine.nvme) for folder in folders},
     )
-
-
-def _existing(folder: Path) -> Path:
-    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
 
 
 _OFF: Final = 0.1  # a larger relative error of the prediction is warned of

@@ -8,7 +8,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +24,7 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.machine.hardware import core_ranges
 from zero_plugin.strategies.base import CopiedWeights, Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
@@ -269,8 +269,7 @@ def _ranks_by_value(values: Sequence[str], hosts: Sequence[str]) -> str:
     parts = []
     for value in dict.fromkeys(values):
         ranks = [rank for rank, other in enumerate(values) if other == value]
-        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-        numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        numbers = core_ranges(set(ranks)).replace(",", ", ")  # ranges of any numbers
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
         parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {numbers} ({where})")
     return "; ".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.choices import DistributedType, is_switched_on
 from zero_plugin.config.handlers import TorchDynamoPlugin
 from zero_plugin.data.active import GradientState
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
@@ -127,8 +126,8 @@ class PartialState(_SharedState):
             _cpu=cpu,
             device=device,
             distributed_type=distributed_type,
-            debug=_is_set("ACCELERATE_DEBUG_MODE"),
-            fork_launched=_is_set("FORK_LAUNCHED"),
+            debug=is_switched_on("ACCELERATE_DEBUG_MODE"),
+            fork_launched=is_switched_on("FORK_LAUNCHED"),
         )
 
     def __repr__(self) -> str:
@@ -279,7 +278,3 @@ def forget_run() -> None:
     """Clear all states, in a process that was forked from one that had them."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y", "t", "on")

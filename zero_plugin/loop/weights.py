@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from zero_plugin.checkpoint.save import write_configuration
 from zero_plugin.checkpoint.save_model import SavedWeights
 from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.config.amounts import require_bytes
+from zero_plugin.config.installed import replaced
 from zero_plugin.config.run_files import write_record
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed import collectives
@@ -306,16 +307,9 @@ def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
     return [name for name, _ in empty]
 
 
-@contextmanager
-def _without_initializing() -> Iterator[None]:
+def _without_initializing() -> AbstractContextManager[None]:
     """Inside, transformers models do not initialize weights, which are read afterwards; they still tie them."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
-        yield
-        return
-    initialize = modeling.PreTrainedModel.initialize_weights
-    modeling.PreTrainedModel.initialize_weights = lambda _: None
-    try:
-        yield
-    finally:
-        modeling.PreTrainedModel.initialize_weights = initialize
+        return nullcontext()
+    return replaced(modeling.PreTrainedModel, "initialize_weights", lambda _: None)

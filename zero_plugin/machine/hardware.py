@@ -437,7 +437,7 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
 
     A folder that is not there yet is measured by the nearest one above it, and is not made.
     """
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    there = existing_folder(folder)
     try:
         descriptor, name = tempfile.mkstemp(prefix=".zero_plugin_doctor_", dir=there)
     except OSError:
@@ -450,6 +450,11 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
         Path(name).unlink(missing_ok=True)
     kind = filesystem_of(there, mounts)
     return Disk(kind, free, False) if speeds is None else Disk(kind, free, True, *speeds)
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
 
 
 def filesystem_of(folder: Path, mounts: Path) -> str:

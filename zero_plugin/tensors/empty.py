@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_plugin.config.choices import parse_flag_from_env
+from zero_plugin.config.installed import replaced
 from zero_plugin.tensors.modules import parameter_like
 
 
@@ -57,11 +58,8 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
                 moved[param] = parameter_like(param, param.to(target))
             module._parameters[name] = moved[param]
 
-    nn.Module.register_parameter = register_moved  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(nn.Module, "register_parameter", register_moved):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -75,11 +73,8 @@ def outermost_modules() -> Iterator[list[nn.Module]]:
         initialize(module, *args, **kwargs)
         made.append(weakref.ref(module))
 
-    nn.Module.__init__ = initialize_noted  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(nn.Module, "__init__", initialize_noted):
         yield outermost
-    finally:
-        nn.Module.__init__ = initialize  # type: ignore[method-assign]
     if len(_unheld(made)) > 1:
         gc.collect()  # those that were for a moment only may hold themselves
     outermost.extend(_unheld(made))

@@ -230,26 +230,6 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     raise TypeError(f"Can only concatenate tensors but got {type(first)}")
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """The containers with every tensor's last entry along `dim` repeated, up to a multiple of `num_processes`.
-
-    Args:
-        tensor: containers, or a tensor.
-        batch_size: size along `dim`.
-        num_processes: what the new size is a multiple of.
-        dim: the dimension that is padded.
-
-    Raises:
-        TypeError: a leaf is no tensor.
-    """
-    missing = -batch_size % num_processes
-
-    def pad_input_tensor(leaf: Tensor) -> Tensor:
-        return torch.cat([leaf, leaf.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim) if missing else leaf
-
-    return recursively_apply(pad_input_tensor, tensor, error_on_other_type=True)
-
-
 def convert_to_fp32(tensor: Any) -> Any:
     """The containers with every 16-bit tensor in fp32."""
     return recursively_apply(to_fp32, tensor)

@@ -34,8 +34,8 @@ _NAMES = {
         TorchDynamoPlugin""",
     "deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": """CPUInformation are_libraries_initialized check_cuda_p2p_ib_support clear_environment
-        get_cpu_distributed_information get_driver_version get_gpu_info get_int_from_env override_numa_affinity
-        parse_choice_from_env parse_flag_from_env patch_environment set_numa_affinity str_to_bool""",
+        get_cpu_distributed_information get_driver_version get_gpu_info get_int_from_env
+        parse_choice_from_env parse_flag_from_env patch_environment str_to_bool""",
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "modeling": """align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config
         check_tied_parameters_on_same_device clean_device_map compute_module_sizes convert_file_size_to_int
@@ -46,10 +46,10 @@ _NAMES = {
     "offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
         offload_state_dict offload_weight save_offload_index""",
     "operations": """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters
-        broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices
-        find_batch_size find_device gather gather_object get_data_structure get_shape honor_type
-        ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify
-        pad_across_processes pad_input_tensors recursively_apply reduce send_to_device slice_tensors""",
+        broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 find_batch_size
+        find_device gather gather_object get_data_structure get_shape honor_type ignorant_find_batch_size
+        initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_across_processes
+        recursively_apply reduce send_to_device slice_tensors""",
     "other": """clean_state_dict_for_safetensors compile_regions convert_bytes extract_model_from_parallel
         get_pretty_name has_compiled_regions is_compiled_module is_port_in_use load merge_dicts recursive_getattr save
         wait_for_everyone write_basic_config""",

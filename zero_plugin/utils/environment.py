@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import subprocess
@@ -10,14 +9,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packaging.version import parse
 
 from zero_plugin.config.choices import parse_flag_from_env as parse_flag_from_env
 from zero_plugin.config.choices import str_to_bool as str_to_bool
-from zero_plugin.machine.hardware import parse_cores
 from zero_plugin.machine.process_place import variables_while
 from zero_plugin.machine.scheduler_job import MPI, TORCH
 
@@ -125,31 +122,3 @@ def check_cuda_p2p_ib_support() -> bool:
 def _ask_nvidia_smi(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603 - fixed words
-
-
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its GPU; without GPUs, do nothing; where the system refuses, warn.
-
-    Args:
-        local_process_index: index of its GPU.
-        verbose: log the cores; None takes the value of `ACCELERATE_DEBUG_MODE`.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    gpu: Any = torch.cuda.get_device_properties(local_process_index)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    try:
-        os.sched_setaffinity(0, parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()))
-    except OSError as error:  # a container may hide the bus, or own none of these cores
-        _logger.warning(f"process {local_process_index} is not bound to the cores near its GPU: {error}")
-        return
-    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
-        _logger.info(f"process {local_process_index} runs on cores {sorted(os.sched_getaffinity(0))}")
-
-
-@functools.cache
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity`, once for each process index."""
-    override_numa_affinity(local_process_index, verbose)

@@ -63,6 +63,14 @@ LEFT_OUT: Final[dict[str, str]] = {
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
         ),
+        (
+            "is a part of Accelerate's pipelines; use broadcast, or pad_across_processes",
+            "copy_tensor_to_devices pad_input_tensors",
+        ),
+        (
+            "binds a process to cores; `zero-plugin launch --enable_cpu_affinity` does that",
+            "override_numa_affinity set_numa_affinity",
+        ),
         ("is for Accelerate's own tests; write `with patch_environment(…):`", "purge_accelerate_environment"),
         ("is gone; torch_xla is installed with `pip install 'zero-plugin[tpu]'`", "install_xla"),
     )

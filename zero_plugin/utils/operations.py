@@ -30,7 +30,6 @@ from zero_plugin.tensors.nested import is_tensor_information as is_tensor_inform
 from zero_plugin.tensors.nested import is_torch_tensor as is_torch_tensor
 from zero_plugin.tensors.nested import list_leaves
 from zero_plugin.tensors.nested import listify as listify
-from zero_plugin.tensors.nested import pad_input_tensors as pad_input_tensors
 from zero_plugin.tensors.nested import recursively_apply as recursively_apply
 from zero_plugin.tensors.nested import send_to_device as send_to_device
 from zero_plugin.tensors.nested import slice_tensors as slice_tensors
@@ -115,25 +114,6 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     PartialState()
     return collectives.pad_across_processes(_only_tensors(tensor, "pad_across_processes"), dim, pad_index, pad_first)
-
-
-def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """The tensor that one process passes, on every process; the others pass None and need not know its shape.
-
-    Raises:
-        LoopError: none passes one, or several do.
-    """
-    device = PartialState().device
-    own = None if tensor is None else [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-    found = collectives.gather_values(own)
-    holders = [rank for rank, given in enumerate(found) if given is not None]
-    if len(holders) != 1:
-        raise LoopError(f"copy_tensor_to_devices got a tensor on processes {holders}; pass it on one, None elsewhere")
-    shape, dtype = found[holders[0]]
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    received: Tensor = collectives.broadcast(tensor.to(device), holders[0])
-    return received
 
 
 @contextmanager

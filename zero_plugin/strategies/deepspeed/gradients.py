@@ -30,10 +30,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
 from torch import Tensor, nn
 
+from zero_plugin.config.installed import replaced
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import describe_second_gradient
-from zero_plugin.strategies.deepspeed.partitioned_models import replaced
 from zero_plugin.strategies.precision import all_finite
 
 

@@ -33,6 +33,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.installed import replaced
 from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
@@ -94,17 +95,6 @@ def forget_second_copies() -> None:
     Parameters keep the groups that they were given.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute has another value."""
-    own = inspect.getattr_static(owner, name)  # a class method itself, which is not bound to this class
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 @contextmanager

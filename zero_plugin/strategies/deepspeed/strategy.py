@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.handlers import Handlers
-from zero_plugin.config.installed import warn_of_transformers
+from zero_plugin.config.installed import replaced, warn_of_transformers
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
@@ -376,7 +376,7 @@ def _quiet_construction() -> AbstractContextManager[None]:
     """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
     if "ZERO_PLUGIN_DEBUG" in os.environ:
         return nullcontext()
-    return partitioned_models.replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
+    return replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
 
 
 def _undo_first_step(engine: Any) -> None:
