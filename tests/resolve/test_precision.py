@@ -1,5 +1,6 @@
 import pytest
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.resolve.facts import MachineFacts
 from zero_plugin.errors import ConfigError
 
@@ -77,10 +78,11 @@ def test_emulated_bf16_is_logged(resolved):
     assert any("emulated" in sentence for sentence in result.logged)
 
 
-def test_unknown_precision_is_refused(resolved):
-    """What this package does not compute in is named with the legal values."""
-    with pytest.raises(ConfigError, match="no, fp16, bf16, auto"):
-        resolved({}, {"mixed_precision": "fp8"}, machine=GPU)
+@pytest.mark.parametrize(("word", "message"), [("int8", "no, fp16, bf16, auto"), ("fp8", "Write bf16")])
+def test_unknown_precision_is_refused(document, word, message):
+    """What this package does not compute in is refused before it is resolved, with the legal values."""
+    with pytest.raises(ConfigError, match=message):
+        check_document(document({}, {"mixed_precision": word}))
 
 
 @pytest.mark.parametrize(("stage", "said"), [(0, True), (1, True), (2, False), (3, True)])

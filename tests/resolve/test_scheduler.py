@@ -1,5 +1,6 @@
 import pytest
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.resolve.facts import MachineFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.errors import ConfigError
 
@@ -141,10 +142,10 @@ def test_arguments_that_do_not_shape_the_schedule_are_said(resolved):
     assert any("total_num_steps" in sentence for sentence in result.logged)
 
 
-def test_an_unknown_counting_is_refused(resolved):
-    """Only `steps` and `processes` count."""
-    with pytest.raises(ConfigError, match="scheduler_counts"):
-        resolved({}, {"scheduler_counts": "epochs"})
+def test_an_unknown_counting_is_refused(document):
+    """Only `steps` and `processes` count; the check says so, before anything is resolved."""
+    with pytest.raises(ConfigError, match="steps or processes"):
+        check_document(document({}, {"scheduler_counts": "epochs"}))
 
 
 def test_a_placeholder_without_a_total(resolved):

@@ -27,9 +27,7 @@ def settle_optimizer(draft: Draft) -> None:
         _name_type(draft, facts)
     kind = draft.value("optimizer", "type")
     if kind is None:
-        if not draft.is_open("optimizer", "type"):
-            draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
-        elif not draft.facts.complete:
+        if not draft.facts.complete:
             _fill_params(draft, "", facts)  # what is given holds for any type
         return
     if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
@@ -200,8 +198,6 @@ def settle_scheduler(draft: Draft) -> None:
         _describe(draft, facts)
     kind = draft.value(*path)
     if kind is None:
-        if not draft.is_open(*path):
-            draft.refuse(path, "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
         return
     if facts is not None and not facts.placeholder:
         fix = "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule."
@@ -215,9 +211,6 @@ def _settle_counting(draft: Draft) -> None:
     if entry is None or holds_auto(entry.value) or entry.value is None:
         why = "absent, so schedules count as under Accelerate: one step per process and optimizer step"
         draft.put_launch("scheduler_counts", "processes", why)
-    elif entry.value not in ("steps", "processes"):
-        fix = "Write steps (applied optimizer steps) or processes (Accelerate's way: one per process and step)."
-        draft.refuse(("scheduler_counts",), f"{entry.value!r} is not a way to count.", fix)
 
 
 def _describe(draft: Draft, facts: SchedulerFacts | None) -> None:

@@ -238,7 +238,6 @@ def settle_clipping(draft: Draft) -> None:
 
 
 _HALVES: Final = ("fp16", "bf16")
-_LEGAL = "Write one of: no, fp16, bf16, auto."
 
 
 def expected_precision(document: Document, machine: MachineFacts) -> str:
@@ -249,9 +248,6 @@ def expected_precision(document: Document, machine: MachineFacts) -> str:
 def settle_precision(draft: Draft) -> None:
     """Settle `mixed_precision`, `fp16.enabled` and `bf16.enabled` to one precision, then check it."""
     asked = _asked(draft)
-    if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
-        draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
-        return
     precision, reason = _choose(draft)
     by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
     for half in _HALVES:
