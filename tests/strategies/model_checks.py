@@ -84,20 +84,27 @@ def check_tied_and_frozen_weights(path: str) -> None:
 
 
 class Shapes(nn.Module):
-    """A parameter of no dimension, as CLIP's logit_scale, and a convolution whose weights are in channels_last."""
+    """A parameter of no dimension, as CLIP's logit_scale, and a convolution whose weights are in channels_last.
+
+    Its only buffer is a table of positions as PyTorch's tutorial on Transformers makes it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.gain = nn.Parameter(torch.tensor(0.5))
         self.convolution = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+        self.register_buffer("positions", torch.randn(5, 4).unsqueeze(0).transpose(0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x.view(-1, 2, 2, 2)).flatten(1) * self.gain
+        return self.convolution(x.view(-1, 2, 2, 2)).flatten(1) * self.gain + self.positions[2]
 
 
 def check_parameters_of_any_shape(path: str) -> None:
-    """One of no dimension and one that is not contiguous train as in plain torch, keep their shape, and can be set."""
+    """One of no dimension and one that is not contiguous train as in plain torch, keep their shape, and can be set.
+
+    A buffer in which a dimension of one element has a stride of its own is no hindrance.
+    """
     with running(path) as accelerator:
         model, _ = _train(accelerator, Shapes())
         found = weights(accelerator, model)
