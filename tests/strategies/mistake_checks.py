@@ -620,6 +620,45 @@ def check_a_parameter_is_replaced_in_the_forward(path: str) -> None:
         raised(LoopError, "replaced or removed", "Codebook", "register_buffer", by=train)
 
 
+def check_a_forward_with_other_parameters(path: str) -> None:
+    """Those that stage 3 has not partitioned: an error that says so; below, where they compute, nothing is said.
+
+    So with a parametrization that comes or goes after `prepare`, torch's `functional_call`, and a copy.
+    """
+
+    def unparametrize(net: Any) -> None:
+        nn.utils.parametrize.remove_parametrizations(net[0], "weight")
+
+    def parametrize(net: Any) -> None:
+        nn.utils.parametrizations.spectral_norm(net[2])
+
+    def call_with(net: Any) -> None:
+        given = {name: p.detach().clone() for name, p in net.named_parameters()}
+        torch.func.functional_call(net, given, (own_batch(0)[0],))
+
+    def copy_of(net: Any) -> None:
+        copy.deepcopy(net)(own_batch(0)[0])
+
+    if not path.startswith("zero3"):
+        return
+    for change in (unparametrize, parametrize, call_with, copy_of):
+        with running(path) as accelerator:
+            net = make_net()
+            nn.utils.parametrizations.weight_norm(net[0])
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+            def train(change=change, net=net, model=model, accelerator=accelerator) -> None:
+                with accelerator.whole_weights(model):
+                    change(net)
+                for step in range(2):
+                    accelerator.backward(loss_of(model, own_batch(step)))
+
+            raised(LoopError, "Sequential", "after prepare()", "copy", by=train)
+
+
 def check_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
     """Each gives its parameters a gradient of its own: it trains as in plain torch, or is an error, in any bucket."""
 
@@ -687,5 +726,5 @@ def check_weights_that_each_process_perturbs(path: str) -> None:
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL),
-    **checks_on(["zero3-gathered"], [check_weights_that_one_process_loads]),
+    **checks_on(["zero3-gathered"], [check_weights_that_one_process_loads, check_a_forward_with_other_parameters]),
 }

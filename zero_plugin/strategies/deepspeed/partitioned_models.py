@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +48,8 @@ SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=Fal
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
+# Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
+_OF_FOREIGN = re.compile(r"'(Parameter|Tensor)' object has no attribute 'ds_|^tracing error at step")
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
@@ -314,7 +317,7 @@ def fetch_empty(engine: Any) -> None:
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
     if not empty:
         return
-    coordinator = getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
+    coordinator = _coordinator_of(engine)
     fetch = coordinator.fetch_sub_module
 
     def fetch_with_empty(*args: Any, **kwargs: Any) -> None:
@@ -325,6 +328,42 @@ def fetch_empty(engine: Any) -> None:
         fetch(*args, **kwargs)
 
     coordinator.fetch_sub_module = fetch_with_empty
+
+
+def explain_foreign(engine: Any) -> None:
+    """Make a forward with parameters that the engine has not partitioned an error in this package's words.
+
+    DeepSpeed's hooks read the attributes of partitioned ones from whatever parameters a module has, and run in copies
+    of the module too.
+    """
+    coordinator, kind = _coordinator_of(engine), type(engine.module).__name__
+
+    def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except (AttributeError, RuntimeError) as error:
+                if not _OF_FOREIGN.search(str(error)):
+                    raise
+                raise LoopError(
+                    f"a forward of the {kind} with a parameter that ZeRO stage 3 has not partitioned: it was replaced, "
+                    "moved, added or given after prepare() (module.weight = nn.Parameter(…), a parametrization, "
+                    "torch.func.functional_call), or the module is a copy of the prepared one.\n"
+                    "Change and copy the model before prepare(). To compute with other weights than the model's own, "
+                    "use stage 2."
+                ) from error
+
+        return call
+
+    for name in ("fetch_sub_module", "release_sub_module", "reset_step"):
+        # As the methods are; else a compiled model would be traced into this.
+        untraced: Any = torch.compiler.disable
+        setattr(coordinator, name, untraced(explaining(getattr(coordinator, name))))
+
+
+def _coordinator_of(engine: Any) -> Any:
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
 
 
 def broadcasting_any_shape() -> AbstractContextManager[None]:

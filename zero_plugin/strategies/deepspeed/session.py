@@ -121,6 +121,8 @@ class EngineSession(Session):
         self._watch_parameters()
         fix_swapping(engine)
         partitioned_models.fetch_empty(engine)
+        if self._partitioned:
+            partitioned_models.explain_foreign(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
