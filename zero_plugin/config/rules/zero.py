@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from zero_plugin.config.document import STAGE_3_KEYS
+from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number
 from zero_plugin.config.tree import AUTO, show
 from zero_plugin.errors import Problem
@@ -73,8 +74,12 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
             else:
                 yield asked.error(key, f"{show(asked.value(key))} {needs}", fix)
     if asked.value(_SUM) == "sum":
+        shared = asked.value(SEQUENCE_KEY)
+        shares = is_count(shared) and shared > 1
         for holds, what in (
             (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
+            # Their gradients, whose mean is that of the samples, are as many times too large: see `long_context.group`.
+            (shares, f"with {SEQUENCE_KEY} {shared}: it would count each sample {shared} times"),
             (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
         ):
             if holds:
