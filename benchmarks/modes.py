@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
         "zero_optimization": {"reduce_scatter": False},
     },
+    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
     "zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     "zero_quantized_weights": {"zero_optimization": {"zero_quantized_weights": True}},
     "zero_quantized_gradients": {"zero_optimization": {"zero_quantized_gradients": True}},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.errors import LoopError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class LocalSGD:
         enabled: False makes it an ordinary loop, as one process is anyway.
 
     Raises:
-        LoopError: the model is not prepared, or under DeepSpeed, whose processes share one optimizer; or
-            `local_sgd_steps` is below 1.
+        LoopError: the model is not prepared; or under DeepSpeed, whose processes share one optimizer; or processes
+            share samples; or `local_sgd_steps` is below 1.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -42,6 +43,11 @@ class LocalSGD:
             raise LoopError(
                 "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
                 "Launch without DeepSpeed, or leave LocalSGD out."
+            )
+        if enabled and (sharing := accelerator._run.processes.shared_by) > 1:
+            raise LoopError(
+                f"LocalSGD with {SEQUENCE_KEY} {sharing}: each process has the gradients of a part of its samples, and "
+                f"cannot step by them alone.\nWrite {SEQUENCE_KEY}: 1, or leave LocalSGD out."
             )
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zero_plugin import DummyOptim, DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.local_sgd import LocalSGD
 from zero_plugin.long_context import attention, cut, gather, own_random_numbers, total
 
 Batch = dict[str, Tensor]
@@ -665,7 +666,42 @@ def check_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
         assert (weights[name] - weight).abs().max() < 2e-5, name
 
 
+def check_steps_inside_no_sync(path: str) -> None:
+    """They are those of complete gradients, of which one process alone has a part: under DDP as under ZeRO."""
+    batch, plain = _batch(), llama()
+    sgd = _sgd(plain)
+    for _ in range(2):
+        plain(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        sgd.step()
+        sgd.zero_grad()
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        for _ in range(2):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**batch).loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        found = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            for name, wanted in plain.state_dict().items():
+                assert (found[name] - wanted).abs().max() < 2e-5, name
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def check_local_sgd_is_refused(path: str) -> None:
+    """Each process would step by the gradients of its part; left out, or switched off under DDP, it may stay."""
+    with sharing(path, dist.get_world_size()) as accelerator:
+        model = llama()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        words = "sequence_parallel_size: 1" if path == "ddp" else "under DeepSpeed"
+        raised(LoopError, "LocalSGD", words, by=lambda: LocalSGD(accelerator, model, 2))
+        if path == "ddp":
+            LocalSGD(accelerator, model, 2, enabled=False)
 
 
 def check_a_loss_of_a_part_is_refused(path: str) -> None:
@@ -999,6 +1035,8 @@ _ON_SEVERAL = (
     check_a_model_of_ones_own,
     check_a_loss_that_is_a_sum_of_parts,
     check_text_is_generated_as_without,
+    check_steps_inside_no_sync,
+    check_local_sgd_is_refused,
     check_batch_sizes_and_schedules_count_groups,
     check_resuming_with_groups_of_another_size,
     check_what_is_saved,

@@ -123,6 +123,23 @@ def test_torch_adam_gets_no_argument_that_torch_lacks(resolved):
         resolved(section("AdamW", torch_adam=True, bias_correction=False), machine=GPU)
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "strategy"),
+    [
+        (section("Lamb"), "optimizer.type", "deepspeed"),
+        (section("AdamW", capturable=True), "optimizer.params.capturable", "deepspeed"),
+        (section("AdamW", capturable=True), "optimizer.params.capturable", "ddp"),
+    ],
+)
+def test_what_only_a_gpu_steps(resolved, config, key, strategy):
+    """Also where no key says that the run is on a CPU, DeepSpeed and torch fail at it in words of their own."""
+    with pytest.raises(ConfigError, match=rf"{key}: .* a GPU, but this run is on a CPU"):
+        resolved(config, machine=CPU, strategy=strategy)
+    resolved(config, machine=GPU, strategy=strategy)
+    if "capturable" in key:  # DeepSpeed's kernel for the CPU steps
+        resolved(config | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, machine=CPU)
+
+
 def test_amsgrad_needs_torch_adam(resolved):
     """DeepSpeed's kernels have none (the CPU kernel would ignore it)."""
     with pytest.raises(ConfigError, match="AMSGrad"):

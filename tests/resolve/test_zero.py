@@ -155,12 +155,14 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
     ("key", "config"),
     [
         ("aio.use_gds", {"zero_optimization": {"stage": 1}, "aio": {"use_gds": True}}),
+        ("hybrid_engine.enabled", {"zero_optimization": {"stage": 2}, "hybrid_engine": {"enabled": True}}),
     ],
-    ids=["a direct disk"],
+    ids=["a direct disk", "kernels that generate"],
 )
 def test_what_only_a_gpu_has_needs_one(resolved, key, config):
     """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""
-    said = rf"ds.json:{key}: {key}: true, but this run is on a CPU, and it needs a GPU.(.|\n)*Delete it"
+    needs = "(it needs|its kernels need) a GPU"
+    said = rf"ds.json:{key}: {key}: true, but this run is on a CPU, and {needs}.(.|\n)*Delete it"
     with pytest.raises(ConfigError, match=said):
         resolved(config, machine=CPU)
     assert resolved(config, machine=GPU).tree.value(*key.split(".")) is True

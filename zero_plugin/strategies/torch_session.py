@@ -70,6 +70,8 @@ class TorchSession(Session):
         skips: whether steps with gradients that are not finite are skipped.
         autocast: arguments of autocast for the forwards.
         recorder: the recorder of a lazy device, which becomes an attribute.
+        has_own_samples: whether this process's gradients are those of samples, by which it may step alone; where
+            processes share samples they are those of a part, which nothing but their average completes.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class TorchSession(Session):
         skips: bool = True,
         autocast: AutocastKwargs | None = None,
         recorder: Recorder | None = None,
+        has_own_samples: bool = True,
     ) -> None:
         self.model = model
         self.module = module
@@ -91,6 +94,7 @@ class TorchSession(Session):
         self._clipping = clipping
         self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
+        self._has_own_samples = has_own_samples
         self.recorder = recorder
         self._averages = False  # whether the running backward averages gradients
         self._are_averaged = True  # whether those that were accumulated are
@@ -153,7 +157,8 @@ class TorchSession(Session):
     def close_backward(self, *, reached: bool) -> None:
         self._is_open = False
         if reached and (self._reducer is not None or self.recorder is not None):
-            self._are_averaged = self._averages or self._local_only  # the script may step by its own gradients
+            steps_alone = self._local_only and self._has_own_samples  # inside no_sync, if the script steps there
+            self._are_averaged = self._averages or steps_alone
         try:
             if self.recorder is not None and reached:
                 self.recorder.end_backward(self.module, averages=self._averages)

@@ -174,6 +174,7 @@ class TorchStrategy(Strategy):
             skips=scale is not None or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
             autocast=self.handlers.autocast,
             recorder=recorder,
+            has_own_samples=resolved.facts.machine.shared_by == 1,
         )
 
 

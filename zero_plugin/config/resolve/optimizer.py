@@ -38,6 +38,19 @@ def settle_optimizer(draft: Draft) -> None:
     if kind.lower() in _ADAMS:
         _check_adam(draft)
         _say_defaults(draft, kind.lower(), facts)
+    if draft.facts.complete and draft.facts.machine.accelerator == "cpu":
+        _check_on_cpu(draft, kind)
+
+
+def _check_on_cpu(draft: Draft, kind: str) -> None:
+    """Refuse what needs a GPU also where no key says that the run is on a CPU: the rules see what is written."""
+    if kind.lower() == "lamb" and draft.on_deepspeed:
+        message = f"{kind} needs a GPU, but this run is on a CPU."
+        draft.refuse(("optimizer", "type"), message, "Write AdamW, or train on a GPU.")
+    graphs, device = (*_PARAMS, "capturable"), ("zero_optimization", "offload_optimizer", "device")
+    if draft.value(*graphs) is True and draft.value(*device, default="none") == "none":
+        message = "true is for CUDA graphs, which need a GPU, but this run is on a CPU."
+        draft.refuse(graphs, message, "Delete capturable, or train on a GPU.")
 
 
 def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import SEQUENCE_KEY
-from zero_plugin.config.rules.training import Asked, is_count
+from zero_plugin.config.rules.training import Asked, is_count, needs_gpu
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
@@ -320,6 +320,9 @@ def _engine(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("autotuning.enabled"):
         message = "true, with which DeepSpeed's engine exits the process after a few profiled steps"
         yield asked.error("autotuning.enabled", message, "Delete it: only `deepspeed --autotuning` starts a search.")
+    generates = "hybrid_engine.enabled"
+    if asked.is_on(generates) and asked.value("distributed_type") not in _WITHOUT_ENGINE:
+        yield from needs_gpu(asked, generates, "Delete one of the two.")
     if isinstance(asked.value("tensor_parallel.dtype"), str):
         fix = "Delete it: it follows from the precision."
         yield asked.error("tensor_parallel.dtype", "DeepSpeed takes no name here, but an object of Python", fix)

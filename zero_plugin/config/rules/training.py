@@ -160,6 +160,12 @@ class Asked:
         return Problem(self.written(key), name, message, fix, "" if value is None else show(value), severity)
 
 
+def needs_gpu(asked: Asked, key: str, fix: str = "Keep one of the two.") -> Iterator[Problem]:
+    """An error for a key that is true, where `use_cpu` is; without `use_cpu` the run itself looks."""
+    if asked.on_cpu:
+        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", fix)
+
+
 def is_count(value: Any) -> bool:
     """Whether `value` is an integer above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

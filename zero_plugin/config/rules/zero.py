@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from zero_plugin.config.document import STAGE_3_KEYS
-from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number
+from zero_plugin.config.parallelism import SEQUENCE_KEY
+from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number, needs_gpu
 from zero_plugin.config.tree import AUTO, show
 from zero_plugin.errors import Problem
 
@@ -73,8 +74,12 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
             else:
                 yield asked.error(key, f"{show(asked.value(key))} {needs}", fix)
     if asked.value(_SUM) == "sum":
+        shared = asked.value(SEQUENCE_KEY)
+        shares = is_count(shared) and shared > 1
         for holds, what in (
             (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
+            # Their gradients, whose mean is that of the samples, are as many times too large: see `long_context.group`.
+            (shares, f"with {SEQUENCE_KEY} {shared}: it would count each sample {shared} times"),
             (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
         ):
             if holds:
@@ -107,12 +112,7 @@ def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
         yield asked.error(quantized, message, "Write reduce_scatter: true, or delete one of the two.")
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if asked.stage == 3 and asked.is_on(f"{_ZERO}.{key}"):
-            yield from _needs_gpu(asked, f"{_ZERO}.{key}", "Delete one of the two.")
-
-
-def _needs_gpu(asked: Asked, key: str, fix: str = "Keep one of the two.") -> Iterator[Problem]:
-    if asked.on_cpu:
-        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", fix)
+            yield from needs_gpu(asked, f"{_ZERO}.{key}", "Delete one of the two.")
 
 
 def _gradient_norm(asked: Asked) -> Iterator[Problem]:
@@ -224,7 +224,7 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
 def _aio(asked: Asked) -> Iterator[Problem]:
     devices = [asked.offload(what) for what in ("optimizer", "param")]
     # DeepSpeed looks for CUDA whatever is offloaded.
-    refused = list(_needs_gpu(asked, "aio.use_gds")) if asked.is_on("aio.use_gds") else []
+    refused = list(needs_gpu(asked, "aio.use_gds")) if asked.is_on("aio.use_gds") else []
     yield from refused
     if all(device in ("none", "cpu") for device in devices) and not asked.has("checkpoint.writer"):
         keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
