@@ -25,18 +25,6 @@ STAGES = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}
 SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
 ON = {name: {**stage(2), name: {"enabled": True}} for name in (*SWITCHED, "hybrid_engine")}
 
-RANDOM_LTD = {
-    "enabled": True,
-    "total_layer_num": 2,
-    "random_ltd_layer_num": 1,
-    "random_ltd_layer_id": [1],
-    "random_ltd_schedule": {
-        "min_value": 1,
-        "max_value": 4,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": 4, "seq_per_step": 1},
-    },
-}
 # Keys of stage 3's fetching of weights.
 FETCHING = (
     "stage3_prefetch_bucket_size",
@@ -125,9 +113,6 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     ],
     "data_efficiency.data_routing": [
         {**stage(2), "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}
-    ],
-    "data_efficiency.data_routing.random_ltd": [
-        {**stage(2), "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": RANDOM_LTD}}}
     ],
     "weight_quantization": [{**stage(3), "weight_quantization": {"enabled": True}}],
     "tensor_parallel": [{**stage(1), "tensor_parallel": {"autotp_size": 1}}],

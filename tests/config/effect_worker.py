@@ -278,7 +278,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     found |= surroundings()
     calls = Calls()
     sys.setprofile(calls)
-    with contextlib.suppress(CheckpointError):  # Muon's states at stage 3 cannot be saved
+    with contextlib.suppress(CheckpointError):  # Muon's states on NVMe cannot be saved
         accelerator.save_state("saved")
     sys.setprofile(None)
     found["calls of save"] = dict(calls.seen)

@@ -31,7 +31,6 @@ from zero_plugin.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).parent))
 from effect_cases import Case, cases
 
-_CONVERTED: Final = "layers that a script converts by DeepSpeed's helper read it"
 # Keys, or all of a section, whose effect cannot be seen here: why.
 NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "managed_gradient_accumulation": "false is what runs; true is an error",
@@ -43,10 +42,7 @@ NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "zero_optimization.zero_hpz_partition_size": "one process is one node",
     "weight_quantization.quantized_initialization": "needs a GPU",
     "hybrid_engine": "needs a GPU",
-    **{
-        f"data_efficiency.data_routing.random_ltd.{key}": _CONVERTED
-        for key in ("random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order")
-    },
+    "data_efficiency.data_routing.random_ltd": "needs a GPU",
     "data_efficiency.enabled": "a switch of what is below it",
     "data_efficiency.data_routing.enabled": "a switch of what is below it",
     "wandb": "needs a login",
@@ -69,13 +65,6 @@ ONLY_HELD: Final[Mapping[str, str]] = {
         for key in ("number_checkpoints", "synchronize_checkpoint_boundary", "profile", "cpu_checkpointing")
     },
     "optimizer.params.t0 of ASGD": "ASGD keeps an average of the weights from then on, in its state",
-    **{
-        f"data_efficiency.data_routing.random_ltd.{key}": _CONVERTED
-        for key in (
-            *("total_layer_num", "random_ltd_layer_num"),
-            *("random_ltd_schedule.min_value", "random_ltd_schedule.max_value"),
-        )
-    },
 }
 # Cases in which a key has nothing to do, which does something in others: why.
 IDLE: Final[Mapping[str, str]] = {

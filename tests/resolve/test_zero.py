@@ -13,6 +13,11 @@ LARGE = ModelFacts(
     hidden_size=8192, hidden_size_reason="model.config.hidden_size", largest_parameter=10**9, parameters=7 * 10**10
 )
 
+SCHEDULE = {"min_value": 1, "max_value": 4, "schedule_type": "fixed_linear"}
+SCHEDULE["schedule_config"] = {"require_steps": 4, "seq_per_step": 1}
+LAYERS = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_schedule": SCHEDULE}
+DROPPING = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **LAYERS}}}
+
 
 def zero(result, *path):
     return result.tree.value("zero_optimization", *path)
@@ -133,6 +138,12 @@ def test_nvme_fields(resolved):
         resolved(config)
 
 
+def test_tokens_that_a_switch_keeps_need_no_gpu(resolved):
+    """Without the switch above it nothing reads the section, which is a warning of the check."""
+    config = {"data_efficiency": {**DROPPING, "enabled": False}}
+    assert resolved(config, machine=CPU).tree.value("data_efficiency", "data_routing", "random_ltd", "enabled") is True
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_are_gathered_on_save_at_stage_3_only(resolved, stage):
     """`auto` asks for what saving needs."""
@@ -156,8 +167,9 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
     [
         ("aio.use_gds", {"zero_optimization": {"stage": 1}, "aio": {"use_gds": True}}),
         ("hybrid_engine.enabled", {"zero_optimization": {"stage": 2}, "hybrid_engine": {"enabled": True}}),
+        ("data_efficiency.data_routing.random_ltd.enabled", {"data_efficiency": DROPPING}),
     ],
-    ids=["a direct disk", "kernels that generate"],
+    ids=["a direct disk", "kernels that generate", "dropped tokens"],
 )
 def test_what_only_a_gpu_has_needs_one(resolved, key, config):
     """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""

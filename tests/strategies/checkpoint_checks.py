@@ -15,6 +15,7 @@ from offload_checks import prepared, wide_net, zero3
 from paths import (
     FURTHER,
     PAIR,
+    ZERO,
     assert_near,
     is_zero,
     listening,
@@ -163,6 +164,38 @@ def check_states_of_an_optimizers_own(path: str, folder: Path) -> None:
             model, optimizer = accelerator.prepare(net, _Averaging(net.parameters(), lists=lists))
             accelerator.load_state(folder / str(lists))
             assert [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)] == end
+
+
+def check_states_of_muon(path: str, folder: Path) -> None:
+    """DeepSpeed's Muon goes on after a resume as it would have, at another stage too: matrices, and the Adam within it.
+
+    No partition ends where a matrix does.
+    """
+
+    def train(
+        path: str, first: int, last: int, load: Path | None = None, save: Path | None = None, *, in_memory: bool = False
+    ) -> dict[str, Tensor]:
+        further = {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": in_memory}
+        zero = {"zero_optimization": {**(ZERO | FURTHER)[path], **further}}
+        muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+        with running(path, deepspeed=zero | muon) as accelerator, torch.compiler.set_stance("force_eager"):
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, DummyOptim(net.parameters()))
+            if load is not None:
+                accelerator.load_state(load)
+            for index in range(first, last):
+                step(accelerator, model, optimizer, own_batch(index))
+                if index == 1 and save is not None:
+                    accelerator.save_state(save)
+            return weights(accelerator, model)
+
+    wanted = {kind: train(kind, 0, 4, save=folder / kind) for kind in {path, "zero0"}}
+    assert same(train(path, 2, 4, load=folder / path), wanted[path])
+    if path == "zero3":
+        assert same(train(path, 0, 4, save=folder / "kept", in_memory=True), wanted[path])
+        assert same(train(path, 2, 4, load=folder / "kept", in_memory=True), wanted[path])
+    assert_near(train(path, 2, 4, load=folder / "zero0"), wanted["zero0"], 1e-5)
+    assert_near(train("zero0", 2, 4, load=folder / path), wanted["zero0"], 1e-5)
 
 
 def check_states_of_other_shapes(path: str, folder: Path) -> None:
@@ -529,6 +562,7 @@ CHECKS = {
         (check_back_in_the_same_run, (*PAIR, *FURTHER)),
         (check_the_package_pickles_nothing, ("ddp", "zero2", "zero3")),
         (check_states_of_an_optimizers_own, (*PAIR, *FURTHER)),
+        (check_states_of_muon, ("zero0", "zero1", "zero2", "zero2-cpu", "zero3")),
         (check_states_of_other_shapes, ("ddp", "zero0")),
         (check_a_new_layer, ("ddp", "zero1", "zero2", "zero3", "zero2-cpu")),
         (check_a_forward_after_the_end, ("zero3", "zero3-cpu")),

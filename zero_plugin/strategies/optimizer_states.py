@@ -7,6 +7,7 @@ to the partitions of an engine.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class OptimizedPiece:
         offset: the index in the flattened `stepped` at which the piece begins.
         written: the range of the piece that this process writes into checkpoints.
         optimizer: the optimizer that steps it.
+        whole_at: where states hold the unpartitioned parameter although the process steps a piece: the index at which
+            it begins in them. DeepSpeed's Muon needs complete matrices at stages 1 and 2.
     """
 
     name: str
@@ -59,6 +62,7 @@ class OptimizedPiece:
     offset: int
     written: tuple[int, int]
     optimizer: Optimizer
+    whole_at: int | None = None
 
     def weight(self) -> Fragment:
         """The fragment of the stepped values of the parameter."""
@@ -72,6 +76,18 @@ class OptimizedPiece:
             return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), (begin, end))
         values = tensor.detach().view(-1)[self.offset : self.offset + self.count]
         return Fragment(kind, self.name, self.shape, self.start, values, self.written)
+
+    def of_state(self, kind: str, tensor: Tensor) -> Fragment:
+        """The fragment of the parameter in a state."""
+        if self.whole_at is None:
+            return self.of(kind, tensor)
+        values = tensor.detach().view(-1)[self.whole_at : self.whole_at + self._whole_count]
+        begin, end = (self.start + edge for edge in self.written) if self.count else (0, 0)
+        return Fragment(kind, self.name, self.shape, 0, values, (begin, end))
+
+    @property
+    def _whole_count(self) -> int:
+        return math.prod(self.shape) if self.count else 0
 
     @property
     def is_whole(self) -> bool:
@@ -101,13 +117,13 @@ def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
         for key, value in sorted(piece.optimizer.state.get(piece.stepped, {}).items()):
             if not isinstance(value, Tensor) or is_scalar(key, value, piece.stepped.shape):
                 continue
-            if not piece.is_whole and value.numel() != piece.stepped.numel():
+            if not piece.is_whole and piece.whole_at is None and value.numel() != piece.stepped.numel():
                 raise CheckpointError(
                     f"{type(piece.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat buffer "
                     f"of {piece.stepped.numel()} elements, so that it is unknown which part belongs to {piece.name}; "
                     "such an optimizer can be saved at stage 0 or under DDP only."
                 )
-            yield piece.of(renamed.get(key, key), value)
+            yield piece.of_state(renamed.get(key, key), value)
 
 
 def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
@@ -210,13 +226,20 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
         own_names = {name: own for own, name in names_of_states(optimizer).items()}
         for name, (shape, dtype) in shapes.items():
             key = own_names.get(name, name)
-            size = shape if together[0].is_whole else tuple(stepped.shape)
+            size = shape if together[0].is_whole else _size_of_states(together)
             state[key] = _tensor_like(present.get(key), example.get(key), stepped, size, dtype)
         for key, value in example.items():  # DeepSpeed's Lion has a step count, which its update does not use
             if key not in state and isinstance(value, int | float):
                 state[key] = value
         optimizer.state[stepped] = state
     return changed
+
+
+def _size_of_states(together: Sequence[OptimizedPiece]) -> tuple[int, ...]:
+    """The shape of the states of pieces in one flat buffer."""
+    if together[0].whole_at is None:
+        return tuple(together[0].stepped.shape)
+    return (sum(piece._whole_count for piece in together),)
 
 
 def _by_stepped(pieces: Iterable[OptimizedPiece]) -> Iterable[list[OptimizedPiece]]:
@@ -289,8 +312,11 @@ def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any
         "_optimizer_step_pre_hooks": OrderedDict(),  # the script's hooks are not to see this step
         "_optimizer_step_post_hooks": OrderedDict(),
     }
-    before = dict(optimizer.__dict__)  # what counts steps in an attribute is not to count this one
-    if any(before.get(name) is None for name in meanwhile):
+    # What counts steps in an attribute is not to count this one. An optimizer within, as the Adam of DeepSpeed's Muon,
+    # is handed the trial, and would step that alone from then on.
+    within = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    before = [(one, dict(vars(one))) for one in (optimizer, *within)]
+    if any(vars(optimizer).get(name) is None for name in meanwhile):
         return {}  # a wrapper around an optimizer: another object would step
     optimizer.__dict__.update(meanwhile)
     try:
@@ -299,8 +325,9 @@ def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any
     except Exception:  # noqa: BLE001 - any optimizer may fail here; its dtypes are then guessed
         return {}
     finally:
-        optimizer.__dict__.clear()
-        optimizer.__dict__.update(before)
+        for one, attributes in before:
+            one.__dict__.clear()
+            one.__dict__.update(attributes)
 
 
 def _as_in(example: Any, number: float) -> Any:

@@ -441,6 +441,12 @@ _GPU_ALONE: Final[dict[KeyPath, str]] = {
     ("aio", "use_gds"): "it needs a GPU",
     ("hybrid_engine", "enabled"): "its kernels need a GPU",
 }
+# Each is without effect where one before it is off.
+_DROPPING: Final[tuple[KeyPath, ...]] = (
+    ("data_efficiency", "enabled"),
+    ("data_efficiency", "data_routing", "enabled"),
+    ("data_efficiency", "data_routing", "random_ltd", "enabled"),
+)
 
 
 def _check_needs(draft: Draft) -> None:
@@ -449,6 +455,8 @@ def _check_needs(draft: Draft) -> None:
     for path, why in _GPU_ALONE.items():
         if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
+    if draft.facts.machine.accelerator == "cpu" and all(draft.value(*path) for path in _DROPPING):
+        draft.refuse(_DROPPING[-1], "true, but this run is on a CPU, and it needs a GPU.", "Delete it.")
     for section, package, wanted in _MONITORS:
         missing = package not in sys.modules and importlib.util.find_spec(package) is None
         if draft.value(section, "enabled") and missing:

@@ -297,6 +297,18 @@ def _token_dropping(asked: Asked) -> Iterator[Problem]:
     if missing := [key for key in _DROPPING_NEEDS if not asked.has(f"{_DROPPING}.{key}")]:
         message = f"true without {', '.join(missing)}, which DeepSpeed refuses"
         yield asked.error(switch, message, "Write what is missing beside it, or delete it.")
+    if all(asked.is_on(outer) for _, outer in _NESTED):
+        size = asked.value(SEQUENCE_KEY)
+        if asked.on_cpu:
+            yield asked.error(
+                switch, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", "Keep one of the two."
+            )
+        if is_count(size) and size > 1:
+            where = asked.written(SEQUENCE_KEY)
+            message = (
+                f"true, but {SEQUENCE_KEY} is {size} at {where}, and layers would drop tokens of each part by itself"
+            )
+            yield asked.error(switch, message, "Keep one of the two.")
     converts = "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd"
     yield asked.note(switch, f"counts for layers that the script converts by {converts} after prepare(), for no others")
 

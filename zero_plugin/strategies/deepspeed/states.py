@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -87,7 +88,7 @@ def unreachable_by(engine: Any) -> str:
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(wrapper, "zenflow", False),
         "super_offload": type(wrapper).__name__ == "SuperOffloadOptimizer_Stage3",  # another process has its states
-        "Muon at stage 3": getattr(wrapper, "use_muon", False),
+        "Muon with offload to NVMe": getattr(wrapper, "use_muon", False) and wrapper.swap_optimizer,
         "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),
     }
     return next((cause for cause, holds in causes.items() if holds), "")
@@ -268,6 +269,7 @@ def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
     """Stages 1 and 2: each process steps its partition of a flat buffer with the parameters of a group in any order."""
     for index, (parameters, flat, part) in enumerate(zip(*groups, strict=True)):
+        whole_at = _momentums_at(wrapper, index)
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
         for p in parameters:
             begin = _offset_in(flat, p)
@@ -276,9 +278,24 @@ def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[O
             start = min(max(part_start - begin, 0), p.numel())
             count = max(0, min(part_start + part.numel(), begin + p.numel()) - (begin + start))
             offset = begin + start - part_start if count else 0
+            at = None if whole_at is None else whole_at.get(id(p), 0)
             yield OptimizedPiece(
-                names[id(p)], tuple(p.shape), index, start, count, part, offset, (0, count), wrapper.optimizer
+                names[id(p)], tuple(p.shape), index, start, count, part, offset, (0, count), wrapper.optimizer, at
             )
+
+
+def _momentums_at(wrapper: Any, index: int) -> dict[int, int] | None:
+    """Where Muon's momentum of each of a group's parameters begins, by the parameter's id.
+
+    At stages 1 and 2 it is that of all parameters of which this process steps a piece, one complete one after the
+    other; with offload, and of other optimizers, states are laid out as what is stepped: None.
+    """
+    of_matrices = wrapper.optimizer.param_groups[index].get("use_muon", False)
+    if not of_matrices or not isinstance(wrapper, DeepSpeedZeroOptimizer) or wrapper.cpu_offload:
+        return None
+    parameters = wrapper.params_in_partition[index]
+    ends = accumulate((p.numel() for p in parameters), initial=0)
+    return dict(zip(map(id, parameters), ends, strict=False))
 
 
 def _replicated_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
