@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import resolve
@@ -86,6 +88,18 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sentence = keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path / "file")})
     assert sentence.startswith(f"the resolved configuration is kept nowhere: {tmp_path / 'file'} cannot be written")
+
+
+def test_a_user_without_a_home_gets_no_folder_named_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user of a bare number, without HOME: `~` stays as it is, and is no folder of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    sentence = keep_record(record(), None, {})
+    assert sentence == (
+        "the resolved configuration is kept nowhere: ~/.cache/zero_plugin/runs cannot be written "
+        "(this user has no home folder; set HOME)"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 _RUN = """

@@ -558,3 +558,68 @@ def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: b
         return
     assert told == ""
     assert rates == pytest.approx(expected[left:], abs=1e-9)
+
+
+def _train_with_schedule(
+    make: Callable[[Any], Any], steps: int, load: Path | None = None, save: Path | None = None
+) -> tuple[Any, list[float]]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, make(optimizer))
+    rates = []
+    try:
+        report = None if load is None else accelerator.load_state(load)
+        for _ in range(steps):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        if save is not None:
+            accelerator.save_state(save)
+    finally:
+        accelerator.end_training()
+    return report, rates
+
+
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", "LambdaLR", "MultiStepLR"])
+def test_another_scheduler_goes_on_at_the_saved_count_with_its_own_rates(tmp_path: Path, kind: str) -> None:
+    """In place of the StepLR that was saved: torch alone mixes the two, or raises KeyError."""
+    lrs = torch.optim.lr_scheduler
+
+    def another(optimizer: Any) -> Any:
+        if kind == "CosineAnnealingLR":
+            return lrs.CosineAnnealingLR(optimizer, 20)
+        if kind == "LambdaLR":
+            return lrs.LambdaLR(optimizer, lambda count: 1 / (count + 1))
+        return lrs.MultiStepLR(optimizer, [5, 7, 9], 0.3)
+
+    _train_with_schedule(lambda optimizer: lrs.StepLR(optimizer, 3, 0.5), 6, save=tmp_path)
+    report, rates = _train_with_schedule(another, 4, load=tmp_path)
+    _, expected = _train_with_schedule(another, 10)
+    assert rates == pytest.approx(expected[6:], abs=1e-9)
+    assert f"the state of StepLR: {kind} is here in its place" in "\n".join(report.not_restored)
+
+
+@pytest.mark.parametrize("kind", ["another class", "fewer parts"])
+def test_a_scheduler_that_cannot_take_the_saved_state_is_an_error(tmp_path: Path, kind: str) -> None:
+    """One that counts measurements, and a sequence of fewer: the error names both classes and what to do."""
+    lrs = torch.optim.lr_scheduler
+
+    names = ("StepLR", "ReduceLROnPlateau") if kind == "another class" else ("SequentialLR", "SequentialLR")
+
+    def saved(optimizer: Any) -> Any:
+        if kind == "another class":
+            return lrs.StepLR(optimizer, 3, 0.5)
+        return lrs.SequentialLR(optimizer, [lrs.ConstantLR(optimizer, 0.5, 2) for _ in range(3)], [2, 4])
+
+    def loaded(optimizer: Any) -> Any:
+        if kind == "another class":
+            return lrs.ReduceLROnPlateau(optimizer)
+        return lrs.SequentialLR(optimizer, [lrs.ConstantLR(optimizer, 0.5, 2) for _ in range(2)], [2])
+
+    _train_with_schedule(saved, 3, save=tmp_path)
+    with pytest.raises(CheckpointError, match=rf"state of a {names[0]}, which the {names[1]} .*does not take") as told:
+        _train_with_schedule(loaded, 0, load=tmp_path)
+    assert "weights_only=True" in str(told.value)

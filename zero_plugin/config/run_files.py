@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -43,7 +44,13 @@ def make_private_folder(folder: Path) -> None:
     """Make a folder, and those above it, which nobody but the user may look into, whatever the umask is.
 
     What is there already stays as it is.
+
+    Raises:
+        OSError: it cannot be made, or still begins with `~`, as that of a user without a home does: a folder of this
+            name in the working folder would be one that `rm -r ~` is typed for.
     """
+    if folder.parts[:1] and folder.parts[0].startswith("~") and not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder; set HOME", str(folder))
     for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         path.mkdir(mode=0o700, exist_ok=True)
 

@@ -195,6 +195,7 @@ class Checkpoints:
             "models": [training.record() for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
             "schedules": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
+            "schedule_classes": [scheduler.class_name for scheduler in self._prepared.schedulers],
             # How often each advances per applied step, and how many samples that step has.
             "schedules_advance": [scheduler.times for scheduler in self._prepared.schedulers],
             "samples_per_step": self._samples_per_step(),

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from zero_plugin.config.resolve.facts import Facts, SchedulerFacts, SchedulerSection
 from zero_plugin.distributed.collectives import announce, num_processes
+from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.strategies.torch_optimizers import CURVES, CurveLR, describe_curve
 
@@ -102,6 +103,11 @@ class AcceleratedScheduler:
         """A line if the loop ended before the scheduler."""
         return self.length.at_end(self.get_last_lr()[0])
 
+    @property
+    def class_name(self) -> str:
+        """Of the torch scheduler."""
+        return type(self.scheduler).__name__
+
     def get_last_lr(self) -> list[float]:
         """The learning rate of each parameter group for the next step."""
         return [float(group["lr"]) for optimizer in self.optimizers[:1] for group in optimizer.param_groups]
@@ -123,8 +129,8 @@ class AcceleratedScheduler:
         It is brought there from its beginning, as its length may be another one here.
 
         Returns:
-            Whether it was. Else its state is loaded as it is: the factor is not known; or it had begun before
-            `prepare`, or is of the script's own class, or one whose rates depend on more than its count.
+            Whether it was. Else nothing is loaded: the factor is not known; or it had begun before `prepare`, or is of
+            the script's own class, or one whose rates depend on more than its count.
         """
         count, groups = state_dict.get("last_epoch"), self.scheduler.optimizer.param_groups
         beginning = self._beginning
@@ -134,7 +140,6 @@ class AcceleratedScheduler:
             or not isinstance(count, int)
             or len(groups) != len(beginning.optimizer.param_groups)
         ):
-            self.load_state_dict(state_dict)
             return False
         twin, reached = _twin(beginning)
         with warnings.catch_warnings():
@@ -163,24 +168,41 @@ def load_schedulers(
 
     Args:
         schedulers: as many as there were.
-        saved: the training's record: `schedules`, `schedules_advance` and `samples_per_step`.
+        saved: the training's record: `schedules`, their `schedule_classes`, `schedules_advance` and `samples_per_step`.
         samples_per_step: of a step here; None if it is not known.
 
     Returns:
         What could not be restored.
+
+    Raises:
+        CheckpointError: a scheduler does not take its state, since another one was saved.
     """
     lost = []
     before = saved.get("schedules_advance") or [scheduler.times for scheduler in schedulers]  # of earlier versions
+    classes = saved.get("schedule_classes") or [scheduler.class_name for scheduler in schedulers]  # of earlier versions
     then = saved.get("samples_per_step")
-    for scheduler, state, times in zip(schedulers, saved["schedules"], before, strict=True):
+    for scheduler, state, times, saved_class in zip(schedulers, saved["schedules"], before, classes, strict=True):
+        here = scheduler.class_name
         factor = scheduler.times / times * then / samples_per_step if then and samples_per_step else None
-        if times == scheduler.times or factor == 1:
-            scheduler.load_state_dict(state)
-        elif not scheduler.load_counted_anew(state, factor):
-            lost.append(
-                f"the position of {type(scheduler.scheduler).__name__}, which goes on at its count: it advanced "
-                f"{times} times per optimizer step when it was saved, {scheduler.times} here (scheduler_counts)"
-            )
+        try:
+            if saved_class != here:  # torch's would take some of the other's state, and give rates that are neither's
+                if not scheduler.load_counted_anew(state, scheduler.times / times if factor is None else factor):
+                    raise ValueError(f"it cannot be brought to the count of a {saved_class}")
+                lost.append(f"the state of {saved_class}: {here} is here in its place, and goes on at the same count")
+            elif times == scheduler.times or factor == 1:
+                scheduler.load_state_dict(state)
+            elif not scheduler.load_counted_anew(state, factor):
+                scheduler.load_state_dict(state)
+                lost.append(
+                    f"the position of {here}, which goes on at its count: it advanced {times} times per optimizer step "
+                    f"when it was saved, {scheduler.times} here (scheduler_counts)"
+                )
+        except (LookupError, AttributeError, TypeError, ValueError) as error:  # other parts, functions or lengths
+            raise CheckpointError(
+                f"the checkpoint has the state of a {saved_class}, which the {here} prepared here does not take "
+                f"({type(error).__name__}: {error}).\nPrepare the same scheduler with the same parts, or use "
+                "load_state(weights_only=True)."
+            ) from error
     return lost
 
 

@@ -16,7 +16,7 @@ import torch
 
 from zero_plugin.config.installed import installed_version
 from zero_plugin.config.resolve.facts import Precision
-from zero_plugin.config.run_files import cache_folder, replace_text
+from zero_plugin.config.run_files import cache_folder, make_private_folder, replace_text
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
@@ -106,7 +106,7 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
     with working(f"measuring the speed of this machine ({name})"):
         speeds = {what: measure(device) for what, measure in _MEASURES.items()}
     with suppress(OSError):  # a folder that cannot be written costs the next run a measurement
-        cache.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(cache.parent)
         replace_text(cache, json.dumps({**kept, key: {"day": str(date.today()), "speeds": speeds}}, indent=1))
     return speeds, "measured now"
 
