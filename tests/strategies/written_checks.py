@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import tempfile
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero_plugin.errors import LoopError
+from zero_plugin.utils import GatheredParameters
 
 Write = Callable[[Any], None]
 
@@ -245,6 +247,39 @@ def check_written_weights_that_are_read(path: str) -> None:
                 raised(LoopError, "0.bias", "whole_weights", by=written)
             else:
                 assert written().eq(0.25).all()
+
+
+def check_weights_written_in_deepspeeds_own_context(path: str) -> None:
+    """At stage 3: what one process writes in `GatheredParameters` with a `modifier_rank` counts, trained or not."""
+    if not path.startswith("zero3"):
+        return
+
+    def halve(model: nn.Module, *, past_autograd: bool) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                (p.data if past_autograd else p).mul_(0.5)
+
+    for past_autograd in (True, False):
+        halves = functools.partial(halve, past_autograd=past_autograd)
+        wanted = _plain(halves)
+        with running(path) as accelerator:
+            model, teacher = make_net(), make_net().requires_grad_(False)
+            model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
+            for step in range(4):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    teacher(own_batch(step)[0])
+                for part in (model, teacher) if step == 1 else ():
+                    module = accelerator.unwrap_model(part)
+                    with GatheredParameters(module.parameters(), modifier_rank=0):
+                        if accelerator.is_main_process:
+                            halves(module)
+            assert_near(weights(accelerator, model), wanted, 1e-5)
+            plain = make_net()
+            halves(plain)
+            assert_near(weights(accelerator, teacher), plain.state_dict(), 1e-6)
 
 
 def check_a_teacher_written_outside(path: str) -> None:

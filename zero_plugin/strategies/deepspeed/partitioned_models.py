@@ -46,6 +46,8 @@ from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_nam
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
+NOTES_WRITTEN: Final = "zero_plugin_notes_written"
+"""Attribute of a partitioned parameter: a function to call when a `GatheredParameters` has kept what was written."""
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 # Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
@@ -379,7 +381,16 @@ def partition_any_shape() -> None:
     This is global, since transformers constructs and loads models through these classes. It only affects parameters for
     which they would raise.
     """
-    zero.GatheredParameters.__exit__ = _wrapped(zero.GatheredParameters.__exit__, _to_send)
+    leave = _wrapped(zero.GatheredParameters.__exit__, _to_send)
+
+    @functools.wraps(leave)
+    def leave_and_note(gathered: Any, *args: Any) -> None:
+        leave(gathered, *args)
+        notes: set[Any] = {getattr(p, NOTES_WRITTEN, _do_nothing) for p in _to_send(gathered)}
+        for note in notes:
+            note()
+
+    zero.GatheredParameters.__exit__ = leave_and_note
     partition = zero.Init._zero_init_param
 
     @functools.wraps(partition)

@@ -17,8 +17,9 @@ from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, is_checked_step
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
-from zero_plugin.strategies.deepspeed.partitioned_models import OwnHook
+from zero_plugin.strategies.deepspeed.partitioned_models import NOTES_WRITTEN, OwnHook
 from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, unreachable_by
+from zero_plugin.strategies.optimizer_only import weakly
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -280,10 +281,14 @@ class WrittenWeights:
         self._has_warned = False
 
     def watch(self) -> list[Callable[[], Any]]:
-        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns what undoes this."""
+        """Detect writes by `load_state_dict`, DeepSpeed's setters and its own context; returns what undoes this."""
         hook = OwnHook(self._note_loaded)
         parts: Iterable[Any] = self._engine.module.modules()
         undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
+        note = weakly(self.note)
+        for p in self._watched if self._is_partitioned else ():
+            setattr(p, NOTES_WRITTEN, note)
+            undo.append(partial(p.__dict__.pop, NOTES_WRITTEN, None))
         # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
         for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
             for name in ("set_full_hp_param", "set_local_hp_param"):
