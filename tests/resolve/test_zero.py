@@ -167,8 +167,9 @@ def test_quantized_partitions_need_a_gpu(resolved, key):
     [
         ("aio.use_gds", {"zero_optimization": {"stage": 1}, "aio": {"use_gds": True}}),
         ("data_efficiency.data_routing.random_ltd.enabled", {"data_efficiency": DROPPING}),
+        ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
     ],
-    ids=["a direct disk", "dropped tokens"],
+    ids=["a direct disk", "dropped tokens", "an engine for generation"],
 )
 def test_what_only_a_gpu_has_needs_one(resolved, key, config):
     """Also where no key says that the run is on a CPU; on a GPU it is left as it is."""

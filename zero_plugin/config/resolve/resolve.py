@@ -443,6 +443,7 @@ _QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weig
 _GPU_ALONE: Final[dict[KeyPath, str]] = {
     **{(_ZERO, key): "its kernels need a GPU" for key in _QUANTIZED},
     ("aio", "use_gds"): "it needs a GPU",
+    ("hybrid_engine", "enabled"): "it needs a GPU",
 }
 # Each is without effect where one before it is off.
 _DROPPING: Final[tuple[KeyPath, ...]] = (
