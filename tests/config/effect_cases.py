@@ -23,7 +23,7 @@ CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "swap"}
 BF16 = {"bf16": {"enabled": True}}
 STAGES = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}
 SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
-ON = {name: {**stage(2), name: {"enabled": True}} for name in (*SWITCHED, "hybrid_engine")}
+ON = {name: {**stage(2), name: {"enabled": True}} for name in SWITCHED}
 
 # Keys of stage 3's fetching of weights.
 FETCHING = (

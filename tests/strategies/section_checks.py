@@ -100,6 +100,23 @@ def check_second_copies_of_two_models(path: str) -> None:
                 assert_near(weights(accelerator, prepared), plain.state_dict(), 1e-5)
 
 
+def check_a_run_after_autocast(path: str) -> None:
+    """A run without `torch_autocast` has plain torch's numbers after one with it, of the same model too."""
+    for dtype in ("bfloat16", "float16"):
+        net, plain = make_net(), make_net()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        loss_of(plain, global_batch(0)).backward()
+        sgd.step()
+        wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+        with running(path, deepspeed={"torch_autocast": {"enabled": True, "dtype": dtype}}) as accelerator:
+            accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with running(path) as accelerator:
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            assert_near(weights(accelerator, model), wanted, 1e-6)
+
+
 def check_clipping_what_muon_makes(path: str) -> None:
     """It is a warning, once, where DeepSpeed clips steps in place of gradients; `inf`, which only measures, is none."""
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
@@ -164,6 +181,7 @@ def check_expert_layers_have_other_parameters(path: str) -> None:
 CHECKS = (
     checks_on([path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing])
     | checks_on(["zero3"], [check_second_copies_of_two_models])
+    | checks_on(["zero1", "zero2"], [check_a_run_after_autocast])
     | checks_on(["zero0", "zero2", "zero3"], [check_clipping_what_muon_makes])
     | checks_on(["zero2"], [check_tensor_parallel_layers_lose_sums, check_expert_layers_have_other_parameters])
 )

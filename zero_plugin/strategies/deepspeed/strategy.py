@@ -17,7 +17,7 @@ import torch
 from deepspeed import zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import bf16_optimizer, torch_autocast
 from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -192,6 +192,9 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(self, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]) -> Any:
         """Build the engine; DeepSpeed builds an optimizer of `parameters` if `optimizer` is None."""
         resolved = request.resolved
+        # An engine with `torch_autocast` sets it for the process. One of a later run without it would reduce gradients
+        # in that dtype, or step by a scaler that no loss was scaled by.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         with (
             showing_refusals(),
             warnings.catch_warnings(),
