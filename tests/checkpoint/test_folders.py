@@ -26,6 +26,7 @@ from zero_plugin.checkpoint.folders import (
 )
 from zero_plugin.checkpoint.locks import is_held, let_go
 from zero_plugin.errors import CheckpointError
+from zero_plugin.loop.checkpoints import _resolved
 
 
 def fill(folder: Path, content: str, run: str = "mine") -> None:
@@ -269,3 +270,15 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     for place in (Path(), tmp_path.parent):
         with pytest.raises(CheckpointError, match="is or holds the current folder"):
             folders.open_draft(place.absolute(), 0)
+
+
+def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose working folder was removed still saves to an absolute path; a relative one is told so."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    save(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    with pytest.raises(CheckpointError, match="'out' is in the current folder, which has been removed"):
+        _resolved("out")

@@ -22,6 +22,7 @@ from paths import (
     raised,
     running,
     same,
+    start,
     weights,
 )
 
@@ -239,8 +240,8 @@ def check_no_sync_changes_no_number(path: str) -> None:
     """Backwards under `no_sync` add up as without it, with and without `accumulate`, and under the model's own."""
     plain = make_net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for start in (0, 2, 4):
-        for i in (start, start + 1):
+    for begin in (0, 2, 4):
+        for i in (begin, begin + 1):
             (loss_of(plain, global_batch(i)) / 2).backward()
         sgd.step()
         sgd.zero_grad()
@@ -286,7 +287,7 @@ def check_orders_without_meaning_are_errors(path: str) -> None:
 
 
 def check_prepare_refuses(path: str) -> None:
-    """Objects given again as they were before, two of either in one call, a stranger's optimizer and schedule."""
+    """Objects as they were before or of another Accelerator, two of either, a stranger's optimizer and schedule."""
     with running(path) as accelerator:
         first, second = make_net(), make_net()
         sgd = torch.optim.SGD(first.parameters(), lr=0.1)
@@ -310,6 +311,8 @@ def check_prepare_refuses(path: str) -> None:
         raised(LoopError, "a second optimizer of the Sequential", by=lambda: accelerator.prepare(other))
         assert accelerator.prepare("a text") == "a text"
         assert accelerator.prepare(1, None) == (1, None)
+        again = start(path)  # a notebook's cell that runs again
+        raised(LoopError, "another Accelerator has prepared", by=lambda: again.prepare(model, optimizer, loader))
 
 
 def check_two_models_train_side_by_side(path: str) -> None:

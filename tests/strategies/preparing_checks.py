@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -188,6 +189,7 @@ def check_memory_is_freed(path: str) -> None:
             assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
             assert accelerator._dataloaders == []
             raised(LoopError, "has ended", by=kept.step)
+            raised(LoopError, "has ended", by=partial(accelerator.prepare, kept))
             del kept
             gc.collect()
             assert module() is None

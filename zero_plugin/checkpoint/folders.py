@@ -273,8 +273,9 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         raise CheckpointError(
             f"{target} is where a disk is mounted, and cannot be replaced. Save into a folder below it."
         )
-    if Path.cwd().is_relative_to(target.resolve()):
-        raise CheckpointError(f"{target} is or holds the current folder. Save into a folder below it.")
+    with suppress(FileNotFoundError):  # of the current folder, which may have been removed: no target holds it then
+        if Path.cwd().is_relative_to(target.resolve()):
+            raise CheckpointError(f"{target} is or holds the current folder. Save into a folder below it.")
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
     try:
         make_folder(target.parent)

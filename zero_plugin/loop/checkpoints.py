@@ -537,6 +537,10 @@ def _resolved(named: str | os.PathLike[str]) -> Path:
         return Path(named).expanduser().resolve()
     except (ValueError, RuntimeError) as error:  # a NUL; a home that there is none of
         raise CheckpointError(f"{os.fspath(named)!r} is no path: {error}.") from None
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{os.fspath(named)!r} is in the current folder, which has been removed. Give an absolute path."
+        ) from None
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

@@ -227,11 +227,18 @@ class Prepared:
         """Whether the object is a prepared one, which is returned unchanged.
 
         Raises:
-            LoopError: the object was prepared before, and its prepared form is another object.
+            LoopError: the object was prepared before, and its prepared form is another object, or its optimizer is
+                one that nothing here steps.
         """
         if isinstance(o, AcceleratedOptimizer):
             if o.waits and not any(o is held for held in self.waiting):  # the script constructed it
                 self._hold(o)
+            if not any(o is known for known in self.optimizers):
+                raise LoopError(
+                    "prepare() got an optimizer that another Accelerator has prepared, or whose training has ended "
+                    "(end_training() or free_memory() was called).\nBuild model and optimizer again and prepare these, "
+                    "or go on with the Accelerator that prepared them."
+                )
             return True
         if isinstance(o, AcceleratedScheduler) or any(o is model for model in self.models):
             return True
