@@ -45,7 +45,6 @@ MODES: dict[str, dict[str, Any]] = {
     "random_ltd": {
         "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
     },
-    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
     "coalesce_grad_reduction": {"zero_optimization": {"coalesce_grad_reduction": True}},
 }
 STAGES = (0, 1, 2, 3)

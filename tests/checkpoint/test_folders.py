@@ -16,6 +16,7 @@ import torch
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint import folders, locks
 from zero_plugin.checkpoint.folders import (
+    Manifest,
     choose_checkpoint,
     discard_draft,
     find_damage,
@@ -107,6 +108,23 @@ def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.Monk
             assert moment > 10
             return
     raise AssertionError
+
+
+def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest that was read may be the old one's, and the files of the new one have other sizes."""
+    place = tmp_path / "checkpoint_1"
+    save(place, "old")
+    compare = folders.find_wrong_files
+
+    def replace_and_compare(folder: Path, manifest: Manifest) -> dict[str, str]:
+        monkeypatch.setattr(folders, "find_wrong_files", compare)
+        save(place, "a longer text")
+        return compare(folder, manifest)
+
+    monkeypatch.setattr(folders, "find_wrong_files", replace_and_compare)
+    assert choose_checkpoint(tmp_path) == (place, [])
 
 
 def test_rotation_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from zero_plugin import Accelerator
 from zero_plugin.distributed import joining
@@ -118,6 +120,34 @@ def come_as_stranger(process: int, port: int, folder: Path) -> None:
         left.touch()
 
 
+_CHILD = """
+from zero_plugin import Accelerator
+try:
+    print("ALONE", Accelerator(cpu=True).num_processes)
+except Exception as error:
+    print(error)
+"""
+
+
+def start_a_child(rank: int, port: int) -> None:
+    """Rank 0 of a run that a launcher's agent has started starts a program, with its own environment and without."""
+    group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update(group | agent | {"MASTER_PORT": str(port)})
+    accelerator = Accelerator(cpu=True)
+
+    def start(environment: dict[str, str]) -> None:
+        if rank == 0:
+            subprocess.run([sys.executable, "-c", _CHILD], env=environment, check=True, timeout=60)
+
+    start(dict(os.environ))
+    left_out = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    start({name: value for name, value in os.environ.items() if name not in left_out})
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    print("left", "ZERO_PLUGIN_JOINED" in os.environ)
+
+
 @pytest.fixture
 def free_ports(free_port: Callable[[], int]) -> int:
     """The first of six ports that nobody has."""
@@ -142,9 +172,21 @@ def test_another_run_at_the_same_port(run_processes: Callable[..., list[str]], f
     assert "Set MASTER_PORT to a free one" in output
 
 
+def test_a_program_that_a_rank_starts_does_not_wait_for_the_run(run_processes: Callable[..., list[str]]) -> None:
+    """It has inherited a place that is taken, which it says at once, with what to do, by which it runs alone."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output = run_processes(__file__, 2, "start_a_child", agent.port)[0]
+    assert "which is rank 0 of a run, and has inherited its place there" in output
+    assert "without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment" in output
+    assert "ALONE 1\n" in output
+    assert "left False" in output
+
+
 if __name__ == "__main__":
     _, _, me, _, check, first_port, *rest = sys.argv
-    if check == "train_under_each":
+    if check == "start_a_child":
+        start_a_child(int(me), int(first_port))
+    elif check == "train_under_each":
         train_under_each(int(me), int(first_port))
     else:
         come_as_stranger(int(me), int(first_port), Path(rest[0]))

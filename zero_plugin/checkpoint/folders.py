@@ -45,6 +45,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _SYNC_FILE_RANGE_WRITE: Final = 2
+_MOST_LOOKS: Final = 20  # at a checkpoint that is replaced while it is looked at
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -141,10 +142,25 @@ def read_manifest(folder: Path) -> Manifest:
 
 def find_damage(folder: Path) -> str | None:
     """What makes a checkpoint incomplete, by names and sizes alone; None if nothing does."""
+    damage = None
+    for _ in range(_MOST_LOOKS):
+        before = _which(folder)
+        try:
+            damage = _damage(folder)
+        except OSError as error:
+            damage = f"{error.filename or folder} cannot be read ({error.strerror})."
+        if damage is None or _which(folder) == before:
+            break  # else another job has put a new checkpoint there since, and the manifest is the old one's
+    return damage
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """By which a folder differs from one that has its name later; None where there is none."""
     try:
-        return _damage(folder)
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read ({error.strerror})."
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def _damage(folder: Path) -> str | None:

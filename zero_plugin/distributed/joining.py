@@ -26,6 +26,7 @@ _FIRST_NAP: Final = 0.1  # the longest while the others usually come
 STORE_VISITS: Final = 1000  # that all waiting processes together may pay the store in a second
 _AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _ENVIRONMENT: Final = "env://"
+_JOINED: Final = "ZERO_PLUGIN_JOINED"  # which process has this environment's place; what it starts inherits the words
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def join(init_method: str | None, rank: int, world: int, group: int, timeout: ti
     Raises:
         LaunchError: they cannot meet, or are not those of one run; it says which.
     """
+    if init_method is None:
+        _refuse_child(rank)
     try:
         store = _meet(init_method or _ENVIRONMENT, os.environ.get("MASTER_PORT"), rank, world, os.getpid())
         # An agent's store stays when its processes start again; any other is new with each start.
@@ -55,7 +58,31 @@ def join(init_method: str | None, rank: int, world: int, group: int, timeout: ti
             _wait_for_all(store, rank, world, timeout)
     except dist.DistError as error:
         raise LaunchError(_why_not_joined(init_method, rank, world, error)) from error
+    if init_method is None:
+        os.environ[_JOINED] = f"{os.getpid()} {_own_place(rank)}"
     return store
+
+
+def leave() -> None:
+    """Let what this process starts from now on have its place in the environment."""
+    os.environ.pop(_JOINED, None)
+
+
+def _refuse_child(rank: int) -> None:
+    """Raise in a process that a process of the run has started: with the same environment it would wait in vain."""
+    process, _, place = os.environ.get(_JOINED, "").partition(" ")
+    if place == _own_place(rank) and process != str(os.getpid()):
+        raise LaunchError(
+            f"this process was started by process {process}, which is rank {rank} of a run, and has inherited its "
+            "place there: the others would not come a second time.\nStart it by `zero-plugin launch --num_processes 1`"
+            ", or without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. If it is a worker of a "
+            'DataLoader or of a pool, call Accelerator() below `if __name__ == "__main__":`.'
+        )
+
+
+def _own_place(rank: int) -> str:
+    where = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    return " ".join((str(rank), *where))
 
 
 def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
-from zero_plugin.distributed.joining import TIMEOUT, has_agent_store, join, refuse_shared_gpu
+from zero_plugin.distributed.joining import TIMEOUT, has_agent_store, join, leave, refuse_shared_gpu
 from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
@@ -212,6 +212,7 @@ class _OwnGroup:
         self.group = None
 
     def _forget_environment(self) -> None:
+        leave()
         for name in self.own_variables:
             os.environ.pop(name, None)
         self.own_variables = {}

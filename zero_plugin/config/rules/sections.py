@@ -338,9 +338,6 @@ def _engine(asked: Asked) -> Iterator[Problem]:
     if isinstance(asked.value("tensor_parallel.dtype"), str):
         fix = "Delete it: it follows from the precision."
         yield asked.error("tensor_parallel.dtype", "DeepSpeed takes no name here, but an object of Python", fix)
-    key = "hybrid_engine.enabled"
-    if asked.is_on(key) and asked.on_cpu:
-        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", "Keep one of the two.")
     key = "managed_gradient_accumulation"
     if asked.is_on(key):
         message = "true, but then DeepSpeed decides inside backward() when parameters change"
