@@ -123,6 +123,23 @@ def test_torch_adam_gets_no_argument_that_torch_lacks(resolved):
         resolved(section("AdamW", torch_adam=True, bias_correction=False), machine=GPU)
 
 
+@pytest.mark.parametrize("strategy", ["deepspeed", "ddp"])
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0.2}, 0.2),
+        ("AdamW", {}, 0.0),
+    ],
+)
+def test_torch_adam_that_is_typed_has_torchs_weight_decay(resolved, strategy, kind, params, expected):
+    """DeepSpeed's engine hands torch's AdamW what is written, and no more; where this package chooses it, 0 stays."""
+    found = resolved(section(kind, **params), optimizer=placeholder(lr=1e-3), machine=CPU, strategy=strategy)
+    assert found.optimizer.params["weight_decay"] == expected
+
+
 @pytest.mark.parametrize(
     ("config", "key", "strategy"),
     [

@@ -14,6 +14,7 @@ from zero_plugin.config.tree import AUTO, KeyPath, Tree, freeze, holds_auto, sam
 
 _PARAMS: Final = ("optimizer", "params")
 _ADAMS: Final = ("adam", "adamw")
+_DECAY_OF_TORCH: Final = 0.01  # torch.optim.AdamW's default
 
 
 def settle_optimizer(draft: Draft) -> None:
@@ -75,7 +76,8 @@ def _type_names() -> list[str]:
 
 
 def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
-    defaults = OPTIMIZER_DEFAULTS.get(kind, {})
+    of_torch = _defaults_of_torch(draft, kind)
+    defaults = {**OPTIMIZER_DEFAULTS.get(kind, {}), **of_torch}
     given = _arguments(kind, facts, draft.tree.section(*_PARAMS))
     giver = "" if facts is None else facts.giver
     for name in sorted({*draft.keys(*_PARAMS), *given, *defaults}):
@@ -89,11 +91,24 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
             draft.miss(path, "optimizer to tell the learning rate", fix)
         elif name in defaults:
             why = "the optimizer's default in DeepSpeed; none is given"
+            if name in of_torch:
+                why = "torch's default, which DeepSpeed leaves it with torch_adam: true; none is given"
             why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
             draft.put(path, defaults[name], why, "default", logged=name == "lr")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
             draft.put_default(path, "argument of the optimizer that tells it", fix)
+
+
+def _defaults_of_torch(draft: Draft, kind: str) -> Mapping[str, Any]:
+    """What an absent argument means where a configuration has `torch_adam: true`, and DeepSpeed leaves it to torch.
+
+    Where a run takes torch's Adam by itself, in place of DeepSpeed's kernel, the arguments keep their meaning.
+    """
+    typed = draft.tree.get(*_PARAMS, "torch_adam")
+    is_torchs = kind in _ADAMS and typed is not None and typed.value is True and typed.origin.typed_by_user
+    decouples = kind == "adamw" or draft.value(*_PARAMS, "adam_w_mode", default=True)
+    return {"weight_decay": _DECAY_OF_TORCH} if is_torchs and decouples else {}
 
 
 def _take(draft: Draft, path: KeyPath, value: Any, reason: str, said: str) -> None:
@@ -178,7 +193,7 @@ def _check_adam(draft: Draft) -> None:
 def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
     """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
-    if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
+    if decay is not None and decay.origin.kind == "default" and not decay.value and draft.facts.complete:
         why = "none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
         draft.log(f"optimizer.params.weight_decay = 0: {why}")
     decays = bool(decay is not None and decay.value)
