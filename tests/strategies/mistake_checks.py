@@ -8,6 +8,7 @@ import functools
 import io
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -592,6 +593,26 @@ def check_weights_that_one_process_loads(path: str) -> None:
                 raised(LoopError, "written on some processes only", "is_main_process", by=train)
 
 
+def check_weights_that_one_process_loads_are_not_saved(path: str) -> None:
+    """Each process writes a part of its own copies: the files would hold a mixture."""
+    if path == "zero3":
+        return  # as above
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        if accelerator.num_processes == 1:
+            return
+        if accelerator.is_main_process:
+            net.load_state_dict({name: tensor * 0.5 for name, tensor in make_net().state_dict().items()})
+        words = "written on some processes only", "is_main_process"
+        raised(LoopError, *words, by=lambda: accelerator.save_state("a_mixture"))
+        if path != "zero3-gathered":  # the first error has taken the note of it
+            raised(LoopError, *words, by=lambda: accelerator.save_model(model, "a_mixture"))
+        assert not Path("a_mixture").exists()
+
+
 def check_a_parameter_is_replaced_in_the_forward(path: str) -> None:
     """As a codebook that follows an average of its own: at stages 1 and 2 an error of the step that says so."""
     if path not in ("zero1", "zero2"):
@@ -726,5 +747,12 @@ def check_weights_that_each_process_perturbs(path: str) -> None:
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL),
-    **checks_on(["zero3-gathered"], [check_weights_that_one_process_loads, check_a_forward_with_other_parameters]),
+    **checks_on(
+        ["zero3-gathered"],
+        [
+            check_weights_that_one_process_loads,
+            check_weights_that_one_process_loads_are_not_saved,
+            check_a_forward_with_other_parameters,
+        ],
+    ),
 }

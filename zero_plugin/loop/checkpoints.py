@@ -33,6 +33,7 @@ from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
+from zero_plugin.loop.same_everywhere import check_weights_to_save
 from zero_plugin.loop.scheduler import load_schedulers
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class Checkpoints:
         run = self._lineages.own(target.parent)
         states = gather_nested(random_state(self._own_generators), what="random state")
         sessions = [training.session for training in self._prepared.trainings]
+        for session in sessions:
+            check_weights_to_save(session)
         opened = open_checkpoint(
             target,
             sessions,

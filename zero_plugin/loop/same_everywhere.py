@@ -170,9 +170,29 @@ class SameSteps:
         )
 
 
+def check_weights_to_save(session: Session | None) -> None:
+    """Check that the processes have the same weights now, since each saves a part of its own; collective.
+
+    Raises:
+        LoopError: they do not; written weights that no step has followed are a mixture in a checkpoint.
+    """
+    if session is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    copies = session.copies_to_save()
+    if copies is not None:
+        copies.note_next()
+        copies.note()
+    _refuse_differences(session, copies)
+
+
 def _check_weights(session: Session) -> None:
     """Check that the processes have the same weights, of copies at the last noted step, of partitions as written."""
-    copies = session.copies
+    _refuse_differences(session, session.copies)
+    if session.copies is not None:
+        session.copies.note_next()
+
+
+def _refuse_differences(session: Session, copies: CopiedWeights | None) -> None:
     noted = "" if copies is None else _describe_noted(session.module, copies)
     if differences := noted or _describe_written(session):
         raise LoopError(
@@ -181,8 +201,6 @@ def _check_weights(session: Session) -> None:
             "Load and write them on every process: under `if accelerator.is_main_process:` one of the copies is "
             "changed, and the others train on with what they had."
         )
-    if copies is not None:
-        copies.note_next()
 
 
 def _describe_noted(module: nn.Module, copies: CopiedWeights) -> str:

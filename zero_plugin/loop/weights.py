@@ -32,6 +32,7 @@ from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
+from zero_plugin.loop.same_everywhere import check_weights_to_save
 from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
@@ -104,6 +105,7 @@ class Weights:
         limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), save_model.parse_dtype(dtype)
         target = Path(save_directory).expanduser().absolute()
         module = self.unwrap(model)
+        check_weights_to_save(self._prepared.session_of(model))
         adapters = self._saved_names(module)
         names = save_model.names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
         weights = self._saved_weights(model, names, stored_as)

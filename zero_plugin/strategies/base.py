@@ -248,6 +248,10 @@ class Session(ABC):
             complete: whether there are complete ones.
         """
 
+    def copies_to_save(self) -> CopiedWeights | None:
+        """The trained weights of which each process saves a part of its own copies; None if there are no copies."""
+        return self.copies
+
     def take_written(self) -> dict[int, bool] | None:
         """The steps since the last call before which the script has written weights; None where this is not known.
 

@@ -326,7 +326,13 @@ class EngineSession(Session):
         self._begin_window()
         return applied
 
+    def copies_to_save(self) -> CopiedWeights | None:
+        """See `Session.copies_to_save`; at stages 1 and 2 too."""
+        has_copies = self.copies is None and self.engine.zero_optimization_stage() in (1, 2) and self._trained
+        return CopiedWeights(self._trained) if has_copies else self.copies
+
     def take_written(self) -> dict[int, bool] | None:
+        self._written.follow()
         return self._written.take_steps() if self.engine.zero_optimization_stage() > 0 else None
 
     def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
