@@ -144,8 +144,9 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def end_resumed(self) -> None:
         """Leave the sampler as the epoch does at its end that was to be resumed, and of which no batch is to come."""
-        if self.resumed is not None and type(sampler := drawing_part(self.batch_sampler)) is RandomSampler:
-            end_order(sampler, has_drawn=self.resumed.ended)
+        resumed, self.resumed = self.resumed, None
+        if resumed is not None and type(sampler := drawing_part(self.batch_sampler)) is RandomSampler:
+            end_order(sampler, has_drawn=resumed.ended)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
         # Here, since torch makes two iterators for its workers and goes on with the second.

@@ -550,7 +550,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if self._epochs.chosen == epoch:
             self._epochs.choose(epoch + 1, by_loop=False)
         if self._shard is not None:
-            self._shard.resumed = None
+            self._shard.end_resumed()
         # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
         has_new = self._stream is None and self._epochs.of(self.dataset) is not None
         self._place.is_seeded = self.base_dataloader.persistent_workers and not has_new
@@ -562,8 +562,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
             is_through = max(self._skip, self._place.resumed) < self.batches_had(loaded)
             if is_through or self._epochs.chosen != loaded["epoch"]:
-                if self._shard is not None:
-                    self._shard.end_resumed()
                 self._pass_over(loaded["epoch"])
         self._delivery.begin_epoch()
         self._epochs.begin()

@@ -99,13 +99,7 @@ class EngineSession(Session):
             self.copies = CopiedWeights(self._trained)
         self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
-        runs = {id(o): o for o in (given, self.optimizer) if o is not None}
-        self._guard = StepGuard(runs.values(), self._trained)
-        self._undo.append(self._guard.remove)
-        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
-        if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-            self._parts = StepInParts(self.optimizer)
-            self._undo.append(self._parts.remove)
+        self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
@@ -126,6 +120,16 @@ class EngineSession(Session):
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
+
+    def _guard_steps(self, given: Optimizer | None, stage: int) -> None:
+        """Have the optimizer, and the one that the script has given for it, step in a step of this session alone."""
+        runs = {id(o): o for o in (given, self.optimizer) if o is not None}
+        self._guard = StepGuard(runs.values(), self._trained)
+        self._undo.append(self._guard.remove)
+        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
+        if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            self._parts = StepInParts(self.optimizer)
+            self._undo.append(self._parts.remove)
 
     def _describe_states(self) -> None:
         """Where the optimizer's states are, and how they lie."""
