@@ -291,7 +291,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose working folder was removed still saves to an absolute path; a relative one is told so."""
+    """A job whose working folder was removed saves to an absolute path; a relative one is an error that says so."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -620,6 +620,8 @@ def test_a_scheduler_that_cannot_take_the_saved_state_is_an_error(tmp_path: Path
         return lrs.SequentialLR(optimizer, [lrs.ConstantLR(optimizer, 0.5, 2) for _ in range(2)], [2])
 
     _train_with_schedule(saved, 3, save=tmp_path)
-    with pytest.raises(CheckpointError, match=rf"state of a {names[0]}, which the {names[1]} .*does not take") as told:
+    with pytest.raises(
+        CheckpointError, match=rf"state of a {names[0]}, which the {names[1]} .*does not take"
+    ) as caught:
         _train_with_schedule(loaded, 0, load=tmp_path)
-    assert "weights_only=True" in str(told.value)
+    assert "weights_only=True" in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.launch.worker import bind_to_cores
-from zero_plugin.machine.hardware import choose_cores, core_ranges, find_gpus, read_nodes
+from zero_plugin.machine.hardware import choose_cores, find_gpus, number_ranges, read_nodes
 
 GPUS = ("0000:1b:00.0", "0000:3d:00.0", "0000:9b:00.0")
 
@@ -59,7 +59,7 @@ def test_cores(
 ) -> None:
     """The GPU's node where it is known, else an even share; no core that may not be used; one node binds nothing."""
     binding = choose_cores(processes, gpus, allowed, system)
-    assert [core_ranges(cores) for cores in binding.cores] == expected
+    assert [number_ranges(cores) for cores in binding.cores] == expected
     assert reason in binding.reason
 
 
@@ -89,7 +89,7 @@ def test_binding_what_the_launcher_wrote() -> None:
     """A worker reads the launcher's list; what it may not use is not given to it."""
     before = os.sched_getaffinity(0)
     try:
-        bind_to_cores(core_ranges({min(before)}))
+        bind_to_cores(number_ranges({min(before)}))
         assert os.sched_getaffinity(0) == {min(before)}
     finally:
         os.sched_setaffinity(0, before)

@@ -18,7 +18,7 @@ from zero_plugin.config.installed import installed_version
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
 from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Tree
-from zero_plugin.machine.hardware import Disk, core_ranges, port_is_free
+from zero_plugin.machine.hardware import Disk, number_ranges, port_is_free
 from zero_plugin.machine.op_builds import needed_ops
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
@@ -260,7 +260,7 @@ def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
     """
     if len(nodes) < 2:
         return Finding("NUMA", "ok", "one node: all memory is equally near")
-    shown = ", ".join(f"{node}: cores {core_ranges(cores)}" for node, cores in nodes.items())
+    shown = ", ".join(f"{node}: cores {number_ranges(cores)}" for node, cores in nodes.items())
     found = f"{len(nodes)} nodes ({shown})"
     if needs.offloads_to_host and not needs.binds_cores:
         found += "; offload to the CPU works on memory of its own node faster"

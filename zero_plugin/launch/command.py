@@ -20,7 +20,7 @@ from zero_plugin.config.tree import AUTO, KeyPath
 from zero_plugin.errors import printable
 from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Request, Setting
-from zero_plugin.machine.hardware import core_ranges
+from zero_plugin.machine.hardware import number_ranges
 
 CONFIG_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -139,7 +139,7 @@ def worker_command(spec: LaunchSpec, python: str = sys.executable) -> list[str]:
 
 
 def _worker_arguments(spec: LaunchSpec) -> list[str]:
-    cores = ["--cores", "/".join(map(core_ranges, spec.cores))] if spec.cores else []
+    cores = ["--cores", "/".join(map(number_ranges, spec.cores))] if spec.cores else []
     replicas: list[str] = []
     if spec.replicas is not None:
         count = "all" if spec.replicas.count is None else str(spec.replicas.count)
@@ -221,7 +221,7 @@ def _quoted(word: str) -> str:
 
 def describe_cores(spec: LaunchSpec) -> str:
     """What each process is bound to, and why."""
-    return f"cores of each process: {' / '.join(map(core_ranges, spec.cores)) or 'all'} ({spec.cores_reason})"
+    return f"cores of each process: {' / '.join(map(number_ranges, spec.cores)) or 'all'} ({spec.cores_reason})"
 
 
 def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import MemoryWatch, core_ranges, largest_processes, total_cpu_memory
+from zero_plugin.machine.hardware import MemoryWatch, largest_processes, number_ranges, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -188,7 +188,7 @@ def _signal(number: int) -> str:
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     """Ranks as a person writes them: `Rank 1`, `Ranks 0, 2-5`."""
-    shown = core_ranges(ranks).replace(",", ", ")  # ranges of any numbers
+    shown = number_ranges(ranks).replace(",", ", ")
     return f"Rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 

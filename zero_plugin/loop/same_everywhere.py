@@ -24,7 +24,7 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import gather_values, is_same_on_all, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.machine.hardware import core_ranges
+from zero_plugin.machine.hardware import number_ranges
 from zero_plugin.strategies.base import CopiedWeights, Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
@@ -287,7 +287,7 @@ def _ranks_by_value(values: Sequence[str], hosts: Sequence[str]) -> str:
     parts = []
     for value in dict.fromkeys(values):
         ranks = [rank for rank, other in enumerate(values) if other == value]
-        numbers = core_ranges(set(ranks)).replace(",", ", ")  # ranges of any numbers
+        numbers = number_ranges(set(ranks)).replace(",", ", ")
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
         parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {numbers} ({where})")
     return "; ".join(parts)

@@ -213,11 +213,11 @@ def find_gpus(processes: int, environ: Mapping[str, str], driver: Path = _GPU_DR
     return tuple(places[rank] if rank < len(places) else None for rank in range(processes))
 
 
-def core_ranges(cores: Collection[int]) -> str:
-    """Cores as the kernel writes them: `0-3,8`."""
-    ordered = sorted(cores)
-    firsts = [core for core in ordered if core - 1 not in cores]
-    lasts = [core for core in ordered if core + 1 not in cores]
+def number_ranges(numbers: Collection[int]) -> str:
+    """Numbers, of cores or ranks, as the kernel writes those of cores: `0-3,8`."""
+    ordered = sorted(numbers)
+    firsts = [number for number in ordered if number - 1 not in numbers]
+    lasts = [number for number in ordered if number + 1 not in numbers]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from zero_plugin.config.installed import replaced
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import ConfigError, Problem
@@ -84,7 +85,7 @@ def trace_activations(
 
     log = logging.getLogger("torch._subclasses.fake_tensor")  # of wrong shapes, whose error is reported anyway
     try:
-        with working(f"tracing a step of the {type(model).__name__}"), _replaced(log, "disabled", True):
+        with working(f"tracing a step of the {type(model).__name__}"), replaced(log, "disabled", True):
             found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found
@@ -195,8 +196,8 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
     def step(run: Callable[[Any], Any]) -> Trace:
         with (
             LiveBytes(weights.values()) as tape,
-            _replaced(saved_tensors_hooks, "__enter__", lambda hooks: tape.enter_hooks(hooks)),
-            _replaced(saved_tensors_hooks, "__exit__", lambda *hooks: tape.exit_hooks(*hooks)),
+            replaced(saved_tensors_hooks, "__enter__", lambda hooks: tape.enter_hooks(hooks)),
+            replaced(saved_tensors_hooks, "__exit__", lambda *hooks: tape.exit_hooks(*hooks)),
             watch_blocks(repeated_blocks(model), tape) as blocks,
         ):
             gradients: list[int] = []
@@ -360,14 +361,4 @@ def _no_packing() -> AbstractContextManager[None]:
     name = "find_packed_sequence_indices"
     if not hasattr(masking, name) or getattr(masking, name)(torch.arange(2, device="cpu")[None]) is not None:
         return nullcontext()
-    return _replaced(masking, name, lambda *_args, **_kwargs: None)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return replaced(masking, name, lambda *_args, **_kwargs: None)

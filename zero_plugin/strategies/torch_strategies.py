@@ -225,8 +225,8 @@ class DdpStrategy(TorchStrategy):
             where = "DistributedDataParallelKwargs(static_graph=True)"
             message = f"torch does not support it with gradient_accumulation_steps {accumulation}"
             raise ConfigError([Problem(where, "", message, "Leave it out, or write gradient_accumulation_steps 1.")])
-        # DDP sends a lone buffer as a flat view of itself, and torch refuses to copy that back where a dimension of one
-        # element has a stride of its own, as in `positions.unsqueeze(0).transpose(0, 1)`.
+        # DDP sends an only buffer as a flat view of itself, and torch refuses to copy that back where a dimension of
+        # one element has a stride of its own, as in `positions.unsqueeze(0).transpose(0, 1)`.
         for buffer in module.buffers():
             if 1 in buffer.shape and buffer.is_contiguous():
                 buffer.data = buffer.data.view(-1).view(buffer.shape)

@@ -299,10 +299,7 @@ def _token_dropping(asked: Asked) -> Iterator[Problem]:
         yield asked.error(switch, message, "Write what is missing beside it, or delete it.")
     if all(asked.is_on(outer) for _, outer in _NESTED):
         size = asked.value(SEQUENCE_KEY)
-        if asked.on_cpu:
-            yield asked.error(
-                switch, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", "Keep one of the two."
-            )
+        yield from needs_gpu(asked, switch)
         if is_count(size) and size > 1:
             where = asked.written(SEQUENCE_KEY)
             message = (
