@@ -1,7 +1,7 @@
-"""Prints what the package's structure costs a reader: files, lines, imports, and the files that each walk enters.
+"""Print what the package's structure costs a reader: files, lines, imports, and the calls of each walk.
 
-Nothing here is a limit; the numbers are compared by people. `--walks` also trains, saves, loads and launches, for which
-DeepSpeed's CPU build is used.
+These numbers have no limits; people compare them. `--walks` also trains, saves and loads, on one process and two, with
+DeepSpeed's CPU build. It needs Python 3.11 or newer, and counts comprehensions as calls before 3.12.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grimp
 
@@ -122,78 +125,101 @@ def print_structure() -> None:
     print("code lines by room                 " + ", ".join(f"{room} {lines}" for room, lines in rooms.most_common()))
 
 
+# A walk counts the calls of the package's functions, on all threads. Calls within torch and DeepSpeed are not counted.
 _WALK = """
 import json, os, sys, threading
-entered = set()
+package = sys.argv[3]
+calls = []
 def note(frame, event, argument):
-    if event == "call":
-        entered.add(frame.f_code.co_filename)
+    if event == "call" and frame.f_code.co_filename.startswith(package):
+        calls.append((frame.f_code.co_filename[len(package):], frame.f_code.co_qualname))
 def walk(name, function, *arguments):
-    entered.clear()
+    calls.clear()
     threading.setprofile(note); sys.setprofile(note)
     try:
         return function(*arguments)
     finally:
         sys.setprofile(None); threading.setprofile(None)
-        ours = sorted(file for file in entered if "/zero_plugin/" in file)
-        print("WALK", json.dumps([name, ours]), flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print("WALK", json.dumps([name, calls]), flush=True)
 import torch
-from zero_plugin import Accelerator
+if sys.argv[4] == "accelerate":
+    from accelerate import Accelerator
+else:
+    from zero_plugin import Accelerator
 setting, folder = json.loads(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
-accelerator = Accelerator(config=setting)
+accelerator = Accelerator(**setting)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4)
+samples = torch.utils.data.TensorDataset(torch.randn(512, 8), torch.randn(512, 1))
+data = torch.utils.data.DataLoader(samples, batch_size=4)
 model, optimizer, data = walk("prepare", accelerator.prepare, model, optimizer, data)
 def step(x, y):
     loss = torch.nn.functional.mse_loss(model(x), y)
     accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+names = {4: "sampled step 5", 20: "step 21"}
 for i, (x, y) in enumerate(data):
-    walk("step", step, x, y) if i == 8 else step(x, y)
+    walk(names[i], step, x, y) if i in names else step(x, y)
+    if i == 30:
+        break
 walk("save_state", accelerator.save_state, folder)
 walk("load_state", accelerator.load_state, folder)
 accelerator.end_training()
 """
-
-_WALKS = {
-    "one device": {"distributed_type": "NO", "use_cpu": True},
-    "DDP": {"distributed_type": "MULTI_CPU", "use_cpu": True},
-    "ZeRO-2": {
-        "distributed_type": "DEEPSPEED",
-        "use_cpu": True,
-        "deepspeed_config": {"zero_optimization": {"stage": 2}},
-    },
-    "stage: auto": {
-        "distributed_type": "DEEPSPEED",
-        "use_cpu": True,
-        "deepspeed_config": {"zero_optimization": {"stage": "auto"}},
-    },
+_ENGINE = {"distributed_type": "DEEPSPEED", "use_cpu": True}
+_WALKS: dict[str, dict[str, Any]] = {
+    "one device": {"config": {"distributed_type": "NO", "use_cpu": True}},
+    "DDP": {"config": {"distributed_type": "MULTI_CPU", "use_cpu": True}},
+    "ZeRO-2": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": 2}}}},
+    "ZeRO-3": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": 3}}}},
+    "stage: auto": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": "auto"}}}},
 }
 
 
+def trace(setting: dict[str, Any], processes: int, library: str = "zero_plugin") -> list[tuple[str, list[list[str]]]]:
+    """Return the calls of each walk of one training, on rank 0: the file in the package and the function of each."""
+    package = find_spec(library)
+    assert package is not None
+    assert package.origin is not None
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "walk.py")
+        script.write_text(_WALK)
+        start = [sys.executable]
+        if processes > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        arguments = (json.dumps(setting), str(Path(folder, "saved")), f"{Path(package.origin).parent}{os.sep}", library)
+        done = subprocess.run(
+            [*start, str(script), *arguments],
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            cwd=folder,
+        )
+    if done.returncode:
+        print(done.stderr[-2000:])
+    return [tuple(json.loads(line[5:])) for line in done.stdout.splitlines() if line.startswith("WALK ")]
+
+
 def print_walks(files: bool) -> None:
-    """How many of the package's files each walk enters, the first eight steps not counted."""
-    for name, setting in _WALKS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder, "walk.py")
-            script.write_text(_WALK)
-            done = subprocess.run(
-                [sys.executable, str(script), json.dumps(setting), str(Path(folder, "saved"))],
-                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                cwd=folder,
-            )
-        walks = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("WALK ")]
-        if done.returncode:
-            print(done.stderr[-2000:])
-        print(f"{name:16} files entered: " + ", ".join(f"{walk} {len(found)}" for walk, found in walks))
-        if files:
-            for walk, found in walks:
-                print(f"  {walk}: " + " ".join(str(Path(file).relative_to(PACKAGE)) for file in found))
+    """Print the calls, functions, files and switches between files of each walk."""
+    print(f"{'':16} {'processes':>9}  {'walk':16} {'calls':>6} {'functions':>9} {'files':>6} {'switches':>8}")
+    for processes in (1, 2):
+        for name, setting in _WALKS.items():
+            if processes > 1 and name == "one device":
+                continue
+            for walk, calls in trace(setting, processes):
+                entered = [file for file, _ in calls]
+                switches = sum(one != other for one, other in pairwise(entered))
+                functions = len({tuple(call) for call in calls})
+                row = f"{len(calls):6} {functions:9} {len(set(entered)):6} {switches:8}"
+                print(f"{name:16} {processes:9}  {walk:16} {row}", flush=True)
+                if files:
+                    for file, count in Counter(entered).most_common():
+                        print(f"{'':30}{count:5}  {file}")
 
 
 def main() -> None:
