@@ -182,7 +182,7 @@ def print_walks(files: bool) -> None:
             script.write_text(_WALK)
             done = subprocess.run(
                 [sys.executable, str(script), json.dumps(setting), str(Path(folder, "saved"))],
-                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
                 cwd=folder,
