@@ -182,16 +182,14 @@ _WALKS: dict[str, dict[str, Any]] = {
 
 def trace(setting: dict[str, Any], processes: int, library: str = "zero_plugin") -> list[tuple[str, list[list[str]]]]:
     """Return the calls of each walk of one training, on rank 0: the file in the package and the function of each."""
-    package = find_spec(library)
-    assert package is not None
-    assert package.origin is not None
+    package = f"{_folder_of(library)}{os.sep}"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "walk.py")
         script.write_text(_WALK)
         start = [sys.executable]
         if processes > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        arguments = (json.dumps(setting), str(Path(folder, "saved")), f"{Path(package.origin).parent}{os.sep}", library)
+        arguments = (json.dumps(setting), str(Path(folder, "saved")), package, library)
         done = subprocess.run(
             [*start, str(script), *arguments],
             env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -202,6 +200,16 @@ def trace(setting: dict[str, Any], processes: int, library: str = "zero_plugin")
     if done.returncode:
         print(done.stderr[-2000:])
     return [tuple(json.loads(line[5:])) for line in done.stdout.splitlines() if line.startswith("WALK ")]
+
+
+def _folder_of(library: str) -> Path:
+    """Return the folder of a package. This one is that of the checkout, also where another one is installed."""
+    if library == PACKAGE.name:
+        return PACKAGE
+    found = find_spec(library)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
 
 
 def print_walks(files: bool) -> None:

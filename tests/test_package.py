@@ -59,7 +59,7 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
     assert "Author: The zero_plugin authors" in metadata
     assert "Requires-Python: >=3.10" in metadata
-    for minor in range(10, 14):
+    for minor in range(10, 15):
         assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
     assert archive.read(f"{folder}/licenses/LICENSE").decode().lstrip().startswith("Apache License")
 

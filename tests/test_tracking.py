@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ import torch
 
 from zero_plugin import Accelerator
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers, on_main_process
+from zero_plugin.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    TensorBoardTracker,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+)
 from zero_plugin.utils import LoggerType, ProjectConfiguration
 
 HYPER = {"lr": 0.1, "layers": 3, "name": "run", "fast": True, "nothing": None}
@@ -158,6 +165,60 @@ def test_a_scripts_own_tracker() -> None:
 
     with pytest.raises(NotImplementedError, match="Bare lacks requires_logging_directory, tracker"):
         Bare()
+
+
+@pytest.fixture
+def known() -> Iterator[dict[str, Any]]:
+    """The trackers by name, which are afterwards as before."""
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield LOGGER_TYPE_TO_CLASS
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+
+
+def test_a_registered_tracker_is_known_by_name(
+    tmp_path: Path, known: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its class gets the project's name, the logging folder if it needs one, and its own arguments."""
+
+    class Named(Kept):
+        name = "named"
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+            self.calls.append((args, kwargs))
+
+    class Folder(Named):
+        name = "folder"
+        requires_logging_directory = True
+
+    register_tracker_class(Named)
+    known["folder"] = Folder  # as scripts did before there was a function for it
+    accelerator = run(["named", "folder"], tmp_path, named={"color": "red"})
+    calls = [accelerator.get_tracker(name, unwrap=True)[:2] for name in ("named", "folder")]
+    assert calls == [[(("a-run",), {"color": "red"}), HYPER], [(("a-run", tmp_path), {}), HYPER]]
+    accelerator.end_training()
+    with pytest.raises(ConfigError, match=r"log_with='folder'.*no folder is given"):
+        Accelerator(log_with="folder", **ONE_STEP)
+    with pytest.raises(ConfigError, match=r"Write jsonl, .*, trackio, named, folder, all, or pass"):
+        Accelerator(log_with="nmaed", **ONE_STEP)
+    assert "named" not in get_available_trackers()
+    capsys.readouterr()
+    register_tracker_class(Named)
+    assert "tracker 'named' is registered again: Named replaces it" in capsys.readouterr().err
+
+
+def test_what_cannot_be_registered(known: dict[str, Any]) -> None:
+    """No class, no tracker, no name, no word about folders: an error says which."""
+    for wrong, what in (
+        (Kept(), "is no subclass"),
+        (dict, "is no subclass"),
+        (type("Bare", (GeneralTracker,), {}), "lacks name and requires_logging_directory"),
+        (type("Empty", (Kept,), {"name": ""}), "lacks a name"),
+    ):
+        with pytest.raises(ValueError, match=f"register_tracker_class: .* {what}"):
+            register_tracker_class(wrong)  # type: ignore[arg-type]
+    assert "kept" not in known
 
 
 def test_all_takes_those_that_can_run(tmp_path: Path) -> None:

@@ -1077,12 +1077,12 @@ class Accelerator:
         )
 
     def resume(self, folder: str | os.PathLike[str] | None = None, *, verify: bool = True) -> LoadReport | None:
-        """Load the newest complete checkpoint if this run resumes; collective, after `prepare`.
+        """Load the newest complete checkpoint, if there is one; collective, after `prepare`.
 
-        A run resumes after a restart by the launcher (`--max_restarts`, or smaller micro-batches after memory ran out):
-        then only its own checkpoints are considered. With `--auto_resume` (`auto_resume: true` in the configuration) it
-        also resumes at its first start, from the newest checkpoint of any run. Otherwise a checkpoint of an earlier
-        launch is not loaded, which is logged.
+        After a restart by the launcher (`--max_restarts`, or smaller micro-batches after memory ran out) only the run's
+        own checkpoints are considered. At its first start a run resumes from the newest checkpoint of any run in the
+        folder, which is logged; with `auto_resume: false` in the configuration it starts from the beginning. With
+        `--auto_resume` (`auto_resume: true`) it is an error to train without having called this.
 
         Loaders continue inside the interrupted epoch by themselves:
 
@@ -1097,8 +1097,7 @@ class Accelerator:
             verify: as for `load_state`.
 
         Returns:
-            A report of what was restored; None if training starts from the beginning, because the run does not resume
-            or no checkpoint exists yet.
+            A report of what was restored; None if training starts from the beginning.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or do not match what is prepared.

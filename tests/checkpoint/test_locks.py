@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint import locks
 from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_draft
 from zero_plugin.checkpoint.locks import claim, give_up, lock_of
+from zero_plugin.errors import CheckpointError
 
 JOB = """
 import os, sys
@@ -202,3 +205,103 @@ def test_an_end_leaves_the_lock_of_another_job(tmp_path: Path) -> None:
     lock.write_text("another job's")
     give_up(lock)
     assert lock.read_text() == "another job's"
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder", "mode"),
+    [
+        (0o077, None, 0o600),
+        (0o022, None, 0o600),
+        (0o002, None, 0o660),
+        (0o022, 0o2775, 0o660),  # a folder of a group: its users keep each other away
+        (0o077, 0o2775, 0o600),
+        (0o000, 0o1777, 0o600),  # where nobody can remove what another has left
+        (0o022, 0o0777, 0o666),  # where everybody can
+    ],
+    ids=lambda mode: "" if mode is None else f"{mode:o}",
+)
+def test_who_may_take_the_lock(umask: int, folder: int | None, mode: int, tmp_path: Path) -> None:
+    """Those who may write into the folder, and nobody else; a umask that hides files hides it too."""
+    kept = os.umask(umask)
+    try:
+        (tmp_path / "run").mkdir(mode=0o777)
+        if folder is not None:
+            (tmp_path / "run").chmod(folder)
+        lock = lock_of(tmp_path / "run" / "last", automatic=False)
+        claim(lock, tmp_path)
+        assert stat.S_IMODE(lock.stat().st_mode) == mode
+        give_up(lock)
+    finally:
+        os.umask(kept)
+
+
+def _as_user(number: int, group: int, run: Callable[[], None]) -> int:
+    """The exit code of a fork of another user that runs this, which writes its error."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(group)
+            os.setuid(number)
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes processes of other users")
+def test_users_of_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger cannot hold the lock; a user of the group is kept away while it is held, and takes over a lost one."""
+    monkeypatch.setattr(locks, "_OTHERS_END_S", 0.2)
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are for its own user
+        Path(folder).chmod(0o755)
+        _share_a_folder(Path(folder))
+
+
+def _share_a_folder(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 60001, 60000)
+    shared.chmod(0o2770)
+    lock, errors = lock_of(shared / "last", automatic=False), tmp_path / "errors"
+    errors.touch()
+    errors.chmod(0o666)
+
+    def take() -> None:
+        try:
+            claim(lock, shared)
+        except CheckpointError as error:
+            errors.write_text(str(error))
+            raise
+
+    def lose() -> None:
+        claim(lock, shared)  # and ends without giving it up
+
+    assert _as_user(60001, 60000, lose) == 0
+    assert lock.exists()
+    assert _as_user(60002, 60000, take) == 0  # a job that was killed keeps nobody away
+    claim(lock, shared)
+    os.chown(lock, 60001, 60000)
+    assert _as_user(60002, 60000, take) == 1
+    assert errors.read_text().startswith(
+        f"process {os.getpid()} on {socket.gethostname()} of user 60001 saves checkpoints in {shared} too"
+    )
+    lock.chmod(0o600)
+    assert _as_user(60002, 60000, take) == 1
+    assert errors.read_text().startswith(f"a process of user 60001 saves checkpoints in {shared} too")
+    assert f"it was killed: remove {lock}." in errors.read_text()
+    give_up(lock)
+
+    own = tmp_path / "own"
+    own.mkdir(mode=0o755)
+    alone = lock_of(own / "last", automatic=False)
+    claim(alone, own)
+    give_up(alone)
+
+    def hold_for_reading() -> None:
+        claim(alone, own)
+
+    assert _as_user(60002, 60000, hold_for_reading) == 0  # it can make no lock there, and save nothing
+    assert not alone.exists()

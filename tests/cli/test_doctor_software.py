@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.cli import doctor_software
 from zero_plugin.cli.doctor_software import (
     check_builds,
     check_compiler,
@@ -39,10 +40,13 @@ def test_tested_versions_are_those_of_the_constraints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [((3, 9), "wrong"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 15), "warning")], ids=str
+    ("version", "level"), [((3, 9), "wrong"), ((3, 10), "ok"), ((3, 14), "ok"), ((3, 15), "warning")], ids=str
 )
 def test_python(version: tuple[int, int], level: str) -> None:
     """Older than the least is wrong, newer than tested a warning; both name the command for another."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    minors = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
+    assert ((3, min(minors)), (3, max(minors))) == doctor_software._PYTHONS
     found = check_python(version)
     assert found.level == level
     assert ("-m venv" in found.fix) == (level != "ok")

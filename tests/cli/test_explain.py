@@ -304,16 +304,45 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
     assert explain("--accelerator=cpu")[1].startswith("no file: single on 1 × cpu\n")
 
 
-def test_a_file_for_gpus_on_a_machine_without(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong only for the machine that was guessed says how to ask for the other."""
+FP16 = """{
+  "fp16": {"enabled": true, "loss_scale": 0},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": true, "adam_w_mode": true}},
+  "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
+  "train_micro_batch_size_per_gpu": "auto"
+}"""
+
+
+def test_a_file_for_gpus_on_a_machine_without(
+    explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is the one that the file asks for or needs; the first line says what is assumed, and why."""
     monkeypatch.setattr("zero_plugin.machine.hardware._GPU_DRIVERS", ())
+    (tmp_path / "fp16.json").write_text(FP16)
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\n")
+    (tmp_path / "two.yaml").write_text("gpu_ids: 0,1\n")
+    (tmp_path / "cpu.yaml").write_text("distributed_type: DEEPSPEED\nuse_cpu: true\n")
+    (tmp_path / "open.yaml").write_text("num_processes: 2\n")
+    option = "(--accelerator)"
+    for arguments, expected in (
+        (["fp16.json"], f"DeepSpeed on 1 × cuda, assumed: fp16.enabled at fp16.json:2:12 needs a GPU {option}"),
+        (["ddp.yaml"], f"single on 1 × cuda, assumed: distributed_type at ddp.yaml:1:1 requests GPUs {option}"),
+        (["two.yaml"], f"single on 1 × cuda, assumed: gpu_ids at two.yaml:1:1 requests GPUs {option}"),
+        (["open.yaml"], f"ddp on 2 × cpu, assumed: this machine has no GPU {option}"),
+        (["cpu.yaml"], "DeepSpeed on 1 × cpu"),
+        (["open.yaml", "--cpu"], "ddp on 2 × cpu"),
+        (["open.yaml", "--accelerator=cuda"], "ddp on 2 × cuda"),
+    ):
+        code, output, errors = explain(*arguments)
+        assert (code, output.splitlines()[:1]) == (0, [f"{arguments[0]}: {expected}"]), errors
+    assert json.loads(explain("fp16.json", "--format=json")[1])["accelerator"] == "cuda"
+    code, _, errors = explain("fp16.json", "--cpu")
+    assert (code, "DeepSpeed does not run fp16 on a cpu" in errors) == (2, True)
     offload = "zero_optimization.offload_param={device: nvme, nvme_path: auto}"
-    arguments = ("zero3.yaml", "--set", "mixed_precision=fp16", "--set", offload)
-    code, _, errors = explain(*arguments)
-    assert code == 2
-    assert errors.count("Or give --accelerator cuda") == 1
-    code, _, errors = explain(*arguments, "--accelerator=cuda")
+    code, _, errors = explain("zero3.yaml", "--set", "mixed_precision=fp16", "--set", offload)
     assert (code, "fp16" in errors, "know a folder" in errors) == (2, False, True)
+    monkeypatch.setattr("zero_plugin.cli.explain.has_gpu_driver", lambda: True)
+    assert explain("open.yaml")[1].startswith("open.yaml: ddp on 2 × cuda, assumed: this machine has a GPU (")
+    assert explain("cpu.yaml")[1].startswith("cpu.yaml: DeepSpeed on 1 × cpu\n")
 
 
 def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:

@@ -18,6 +18,7 @@ from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.errors import ConfigError, ZeroPluginError
+from zero_plugin.machine.hardware import has_gpu_driver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
 from deepspeed_documents import TRIES, Config, documents
@@ -71,8 +72,10 @@ def construct(config: Config, refused: list[str]) -> str:
 def test_commands_and_the_accelerator_say_the_same(tries: int, command: Command) -> None:
     """All of them refuse what the check refuses, with all that it finds.
 
-    What this machine cannot do, they refuse by an error with its place; nothing ends in a traceback.
+    What this machine cannot do, they refuse by an error with its place; nothing ends in a traceback. Without a device
+    `explain` refuses nothing because of this machine.
     """
+    device = "cuda" if has_gpu_driver() else "cpu"
     counts: Counter[str] = Counter()
     for config in documents(tries):
         Path("ds.json").write_text(json.dumps(config))
@@ -81,13 +84,18 @@ def test_commands_and_the_accelerator_say_the_same(tries: int, command: Command)
         placeless = [re.sub(r"ds\.json:\d+:\d+", WHERE, finding) for finding in refused]
         assert sorted(placeless) == sorted(in_code), config
         verdict, codes = "refused by the check" if refused else "accepted by the check", set()
-        for arguments in (("explain", "ds.json"), ("launch", "--config_file", "ds.json", "--dry_run", "train.py")):
+        elsewhere, _ = command("explain", "ds.json")
+        for arguments in (
+            ("explain", "ds.json", "--accelerator", device),
+            ("launch", "--config_file", "ds.json", "--dry_run", "train.py"),
+        ):
             code, said = command(*arguments)
             located = re.search(r"^ *ds\.json(:\d+:\d+)?: ", said, re.MULTILINE)
             assert code == 0 or (code == 2 and located), (config, code, said)
             assert [finding for finding in refused if finding not in said] == [], (config, said)
             codes.add(code)
         assert len(codes) == 1, config
+        assert elsewhere <= max(codes), config
         counts[f"{verdict}: explain and launch --dry_run end with {codes.pop()}"] += 1
         counts[f"{verdict}: {WHERE} {construct(config, in_code)}"] += 1
     print("\n".join(f"{count:5} {what}" for what, count in sorted(counts.items())))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.config.installed import OLDEST_DEEPSPEED, TESTED, garbage_collection_paused, is_newer
+from zero_plugin.config.installed import NEWER_DEEPSPEED, OLDEST_DEEPSPEED, TESTED, garbage_collection_paused, is_newer
 
 OLD = f"DeepSpeed {OLDEST_DEEPSPEED} or newer is needed, and 0.18.2 is installed"
-FIX = f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+FIX = f"pip install 'deepspeed>={OLDEST_DEEPSPEED},<0.20'"
 
 
 def with_deepspeed(version: str, folder: Path, *command: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
@@ -108,3 +108,12 @@ def test_garbage_collection_is_as_the_script_had_it(wanted: bool) -> None:
         assert gc.isenabled() == wanted
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_the_accepted_releases_are_those_that_were_read() -> None:
+    """pyproject.toml accepts what the advice and docs/deepspeed-internals.md name: some rows there move silently."""
+    root = Path(__file__).parents[2]
+    accepted = f">={OLDEST_DEEPSPEED},<0.20"
+    assert f'"deepspeed{accepted}"' in (root / "pyproject.toml").read_text()
+    assert f"`pyproject.toml` accepts `{accepted}`" in (root / "docs/deepspeed-internals.md").read_text()
+    assert accepted in NEWER_DEEPSPEED

@@ -24,7 +24,7 @@ WAYS = {
     "torchrun": TORCHRUN,
     "zero2": [*DEMO, "--"],
     "zero3": [*DEMO, "--zero_stage=3", "--"],
-    "ddp": [*DEMO, "--cpu", "--num_processes=2", "--"],
+    "ddp": [*DEMO, "--config_file=cpu", "--"],
 }
 
 

@@ -20,6 +20,7 @@ from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.errors import CheckpointError, LoopError
 
 GOES_ON = {"auto_resume": True}
+BEGINS_ANEW = {"auto_resume": False}
 
 
 class Training:
@@ -88,15 +89,22 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["auto_resume", "restarted"])
-def test_a_run_that_goes_on(restarted: bool, make: Make, launch: Launch) -> None:
-    """Asked for, or restarted by the launcher: inside the epoch, in its order, the same losses as without a stop."""
+@pytest.mark.parametrize("how", ["another launch", "auto_resume", "restarted"])
+def test_a_run_that_goes_on(how: str, make: Make, launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a new launch, or restarted by the launcher: inside the epoch, in its order, the same losses as without a stop.
+
+    A new launch says once whose checkpoint it is, and how to leave it.
+    """
     launch("first", 0)
     losses = make().run(range(3), save_after=8)
-    launch(*(("first", 1) if restarted else ("second", 0)))
-    training = make(None if restarted else GOES_ON)
+    launch(*(("first", 1) if how == "restarted" else ("second", 0)))
+    training = make(GOES_ON if how == "auto_resume" else None)
+    capfd.readouterr()
     report = training.accelerator.resume()
     assert report is not None
+    errors = capfd.readouterr().err
+    for part in ("this run resumes from", "checkpoint_0, which an earlier launch saved (run ", "auto_resume: false"):
+        assert errors.count(part) == (how != "restarted")
     assert (report.steps, report.epochs, report.batches) == (8, [1], [2])
     assert training.run(range(report.epochs[0], 3)) == losses[8:]
 
@@ -225,10 +233,10 @@ def test_what_a_launch_before_has_saved(
     monkeypatch.setenv(CUT_VARIABLE, "1")  # our launcher, which begins a torchrun anew where memory ran out
     make().run(range(1), save_after=3)
     launch("second", 0)
-    assert make().accelerator.resume() is None
+    assert make(BEGINS_ANEW).accelerator.resume() is None
     assert "training starts from the beginning, since an earlier launch" in capfd.readouterr().err
     launch("second", 1)
-    assert make().accelerator.resume() is None
+    assert make(BEGINS_ANEW).accelerator.resume() is None
     assert "no checkpoint of this run" in capfd.readouterr().err
     launch("first", 0, torchrun=1)
     monkeypatch.setenv(CUT_VARIABLE, "2")
@@ -299,7 +307,7 @@ def test_two_runs_in_a_folder(make: Make, launch: Launch) -> None:
     launch("requeued", 0)
     assert make(GOES_ON).accelerator.resume().folder.name == "checkpoint_0"
     launch("other", 0)
-    other = make().accelerator
+    other = make(BEGINS_ANEW).accelerator
     assert other.resume() is None
     assert other.save_state().name == "checkpoint_1"
     launch("requeued", 1)
@@ -310,7 +318,7 @@ def test_two_runs_in_a_folder(make: Make, launch: Launch) -> None:
     launch("other", 1)
     assert make().accelerator.resume().folder.name == "checkpoint_1"
     launch("third", 0)
-    assert make().accelerator.resume() is None
+    assert make(BEGINS_ANEW).accelerator.resume() is None
     launch("third", 1)
     assert make(GOES_ON).accelerator.resume() is None
     launch("fourth", 0)
@@ -343,7 +351,7 @@ def test_going_back(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_by_name(make: Make, launch: Launch, tmp_path: Path) -> None:
-    """A run that was told to resume from one checkpoint does so at each start; a restart alone does not ask for it."""
+    """A run that resumes from one checkpoint does so at each start, unless it is told to begin anew."""
     launch("first", 0)
     accelerator = make().accelerator
     for _ in range(2):
@@ -356,7 +364,9 @@ def test_a_checkpoint_by_name(make: Make, launch: Launch, tmp_path: Path) -> Non
         accelerator.save_state()
     for attempt in range(2):
         launch("third", attempt)
-        assert make().accelerator.resume(named) is None
+        assert make(BEGINS_ANEW).accelerator.resume(named) is None
+    launch("fourth", 0)
+    assert make().accelerator.resume(named).folder == named
 
 
 def test_numbers_that_begin_again(make: Make, tmp_path: Path) -> None:
@@ -433,12 +443,12 @@ def test_a_script_that_counts_epochs_itself(workers: int, tmp_path: Path) -> Non
 
 
 def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a checkpoint, also where it is asked for; with one that nobody asked for, which is said, and kept."""
+    """Without a checkpoint, also where it is asked for; with one that it is told to leave, which is said, and kept."""
     for config in (None, GOES_ON):
         assert make(config).accelerator.resume() is None
         assert "training starts from the beginning" in capfd.readouterr().err
     losses = make().run(range(1), save_after=3)
-    training = make()
+    training = make(BEGINS_ANEW)
     assert training.accelerator.resume() is None
     assert "checkpoint_0 is not loaded" in capfd.readouterr().err
     assert training.run(range(1)) == losses

@@ -192,6 +192,14 @@ def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
         build_spec(with_zero, SCRIPT, LAPTOP, {})
 
 
+def test_groups_that_share_samples_divide_the_processes() -> None:
+    """Processes that cannot be divided are refused before they start, as `explain` and the run do."""
+    shared = Document().overlay("file", {("deepspeed", "sequence_parallel_size"): ("ds.json:2:3", 4)})
+    assert build_spec(shared, SCRIPT, SERVER, {}).local_processes == 4
+    with pytest.raises(ConfigError, match=r"ds\.json:2:3: sequence_parallel_size: 4 does not divide the 1 processes"):
+        build_spec(shared, SCRIPT, LAPTOP, {})
+
+
 def test_a_flag_for_gpus_without_a_gpu() -> None:
     """`--multi_gpu` is refused where there is none; a file that says so may move there, and runs on the CPU."""
     typed = Document().overlay("flag", {("distributed_type",): ("--multi_gpu", "MULTI_GPU")})

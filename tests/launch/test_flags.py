@@ -44,7 +44,11 @@ STAGE = "deepspeed.zero_optimization.stage"
     [
         ({}, {}),
         ({"num_processes": "2"}, {"num_processes": 2}),
-        ({"cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True}),
+        ({"cpu": True}, {"distributed_type": None, "use_cpu": True}),
+        ({"config_file": "ddp.yaml", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True}),
+        ({"config_file": "one.yaml", "cpu": True, "num_processes": "2"}, {"distributed_type": "MULTI_CPU"}),
+        ({"cpu": True, "use_deepspeed": True}, {"distributed_type": "DEEPSPEED", "use_cpu": True}),
+        ({"cpu": True, "zero_stage": "2"}, {"distributed_type": "DEEPSPEED", "use_cpu": True, STAGE: 2}),
         ({"multi_gpu": True}, {"distributed_type": "MULTI_GPU", "use_cpu": False}),
         ({"use_deepspeed": True}, {"distributed_type": "DEEPSPEED"}),
         ({"zero_stage": "3"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
@@ -74,11 +78,11 @@ STAGE = "deepspeed.zero_optimization.stage"
         ({"config_file": "zero.json"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
         ({"deepspeed_config_file": "zero.json"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
         ({"config_file": "ddp.yaml", "use_deepspeed": True, "zero_stage": "2"}, {STAGE: 2, "num_processes": 4}),
-        ({"config_file": "zero.yaml", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True, STAGE: 2}),
-        ({"config_file": "zero.json", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True, STAGE: 3}),
+        ({"config_file": "zero.yaml", "cpu": True}, {"distributed_type": "DEEPSPEED", "use_cpu": True, STAGE: 2}),
+        ({"config_file": "zero.json", "cpu": True}, {"distributed_type": "DEEPSPEED", "use_cpu": True, STAGE: 3}),
         (
             {"deepspeed_config_file": "zero0.json", "cpu": True},
-            {"distributed_type": "MULTI_CPU", "deepspeed.gradient_clipping": 0.5},
+            {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed.gradient_clipping": 0.5},
         ),
         (
             {"config_file": "ddp.yaml", "deepspeed_config_file": "zero0.json"},
@@ -90,12 +94,30 @@ STAGE = "deepspeed.zero_optimization.stage"
 def test_flags_override_the_file(flags: dict[str, Any], expected: dict[str, Any]) -> None:
     """Each flag lands on its key, over what the file says; ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED.
 
-    A switch beside `--config_file` falls back to a run without ZeRO, by the sections of the same file.
+    `--cpu` chooses the device only: ZeRO stays ZeRO, and any other run is data parallelism on the CPU.
     """
     found = values(document_from_flags(flags))
     assert {key: found.get(key) for key in expected} == expected
     if not flags:
         assert found == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"zero_stage": "2"},
+        {"use_deepspeed": True},
+        {"config_file": "zero.yaml"},
+        {"deepspeed_config_file": "zero.json"},
+    ],
+    ids=str,
+)
+def test_zero_on_the_cpu_is_noted_once(flags: dict[str, Any]) -> None:
+    """The flag chooses the device, as `use_cpu: true` does, which says so by itself."""
+    (note,) = document_from_flags({**flags, "cpu": True}).notes
+    assert note.headline == "--cpu: chooses the device only: ZeRO is requested, and runs on the CPU"
+    assert note.severity == "note"
+    assert document_from_flags(flags).notes == ()
 
 
 def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None:
@@ -124,12 +146,12 @@ def test_what_a_json_replaces_is_said() -> None:
     ("flags", "parts"),
     [
         ({"cpu": True, "multi_gpu": True}, ["--cpu", "--multi_gpu"]),
-        ({"cpu": True, "use_deepspeed": True}, ["--cpu", "--use_deepspeed", "use_cpu: true"]),
-        ({"cpu": True, "zero_stage": "2"}, ["--zero_stage", "--cpu"]),
+        ({"cpu": True, "multi_gpu": True, "zero_stage": "2"}, ["--cpu", "--multi_gpu"]),
+        ({"tpu": True, "use_deepspeed": True}, ["--tpu: contradicts --use_deepspeed"]),
         ({"config_file": "ddp.yaml", "zero_stage": "2"}, ["--zero_stage", "ddp.yaml:1", "--use_deepspeed"]),
         (
-            {"cpu": True, "deepspeed_config_file": "zero.json"},
-            ["--deepspeed_config_file: the stage of 3 at zero.json:1", "--cpu requests", "Leave one of the two out"],
+            {"multi_gpu": True, "deepspeed_config_file": "zero.json"},
+            ["--deepspeed_config_file: the stage of 3 at zero.json:1", "--multi_gpu req", "Leave one of the two out"],
         ),
         (
             {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json"},

@@ -260,6 +260,46 @@ notebook_launcher(who, num_processes=2)
     assert sorted(rest[-2:]) == ["process 0", "process 1"]
 
 
+LEFT_OVER = """
+from zero_plugin import Accelerator
+from zero_plugin.state import AcceleratorState, PartialState
+
+ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
+
+def train(config, label):
+    accelerator = Accelerator(config=config)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(settings["numbers"]).sum())
+    optimizer.step()
+    total = accelerator.reduce(torch.ones(1)).item()
+    os.write(1, f"{label} {accelerator.num_processes} {total}\\n".encode())
+    return accelerator
+
+notebook_launcher(train, (None, "here"), num_processes=1, config={"use_cpu": True})  # its Accelerator is dropped
+debug_launcher(train, (ZERO, "after one process"))
+train(ZERO, "here")
+debug_launcher(train, (None, "after a dropped one"))
+kept = train(ZERO, "here")
+AcceleratorState._reset_state(True)
+debug_launcher(train, (ZERO, "after a reset"))
+debug_launcher(train, (None, "one copy"), num_processes=1)
+PartialState(cpu=True)
+notebook_launcher(train, (ZERO, "after a state"), num_processes=2, config={"use_cpu": True})
+"""
+
+
+def test_what_earlier_runs_have_left_is_no_hindrance(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
+) -> None:
+    """A run of one process whose `Accelerator` is dropped or forgotten ends when copies of this process are made."""
+    done = run_cells(LEFT_OVER)
+    assert done.returncode == 0, done.stderr
+    after = ("after one process", "after a dropped one", "after a reset", "after a state")
+    copies = [f"{label} 2 2.0" for label in after for _ in range(2)]
+    assert sorted(lines_of(done.stdout.splitlines())) == sorted([*copies, *["here 1 1.0"] * 3, "one copy 1 1.0"])
+
+
 @pytest.mark.parametrize(("on", "code"), [("cpu", 0), ("cuda", 1)])
 def test_a_process_that_has_asked_cuda(
     run_cells: Callable[..., subprocess.CompletedProcess[str]], on: str, code: int

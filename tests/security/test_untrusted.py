@@ -23,7 +23,7 @@ from zero_plugin.checkpoint.folders import MANIFEST_NAME, checksum, find_wrong_f
 from zero_plugin.checkpoint.load import read_pieces
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.checkpoint.tensor_files import RangeReader
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import Fragment
 from zero_plugin.tensors.safetensors_files import INDEX_NAME, read_complete_file, read_model_folder
 
@@ -189,6 +189,48 @@ def test_checkpoints(tries: int, checkpoint: Path, memory: None, tried: Callable
         row["right message"] += 1
     assert refused > tries / 3
     read_all(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change_it", "said"),
+    [
+        (lambda m: m.update(processes=float("nan")), "nan in place of a number"),
+        (lambda m: m.update(processes=-1), "-1 in place of a number"),
+        (lambda m: m.update(processes=0), "processes is 0"),
+        (lambda m: m.update(processes=10**9), "processes is 1000000000"),
+        (lambda m: m.update(processes=True), "True in place of a number"),
+        (lambda m: m.update(order=2**60), f"order is {2**60}"),
+        (lambda m: m.update(order=1.5), "1.5 in place of a number"),
+        (lambda m: m["files"]["training.json"].update(xxh3=2**64), f"the checksum of training.json is {2**64}"),
+        (lambda m: m["files"]["training.json"].update(xxh3="1"), "'1' in place of a number"),
+        (lambda m: m.update(models=[m["models"][0] | {"tensors": {}}] * 20_000), "20000 models"),
+        (lambda m: _first(m).update(shape=[0, 10**30]), "a tensor of the shape"),
+        (lambda m: [entry.update(start=0) for entry in _tensors(m)], "share bytes"),
+        (lambda m: _first(m).update(start=_first(m)["start"] + 1), "share bytes|is not inside"),
+    ],
+)
+def test_numbers_that_no_run_writes_are_damage(
+    change_it: Callable[[dict[str, Any]], Any], said: str, checkpoint: Path
+) -> None:
+    """Of a manifest that agrees with its sum: it cannot be read, and which number is wrong is named, at once."""
+    original = (checkpoint / MANIFEST_NAME).read_bytes()
+    manifest = json.loads(original)
+    change_it(manifest)
+    (checkpoint / MANIFEST_NAME).write_bytes(with_sum(manifest))
+    try:
+        with pytest.raises(DamagedError, match=said):
+            read_manifest(checkpoint)
+    finally:
+        (checkpoint / MANIFEST_NAME).write_bytes(original)
+    read_all(checkpoint)
+
+
+def _tensors(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for named in manifest["models"][0]["tensors"].values() for entry in named.values()]
+
+
+def _first(manifest: dict[str, Any]) -> dict[str, Any]:
+    return _tensors(manifest)[0]
 
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a\0b", ["model.safetensors"], None, 3, "pipe"])

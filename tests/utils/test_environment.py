@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from zero_plugin.utils.environment import (
     get_int_from_env,
     parse_choice_from_env,
     patch_environment,
+    purge_accelerate_environment,
 )
 
 
@@ -131,3 +133,71 @@ def test_cores_of_a_list() -> None:
     """The kernel's format, with ranges and single cores."""
     assert parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
     assert parse_cores("\n") == set()
+
+
+def _change(*, fails: bool = False) -> str:
+    os.environ |= {"ACCELERATE_NEW": "1", "ACCELERATE_OLD": "changed", "OTHER": "stays"}
+    os.environ.pop("ACCELERATE_GONE")
+    if fails:
+        raise LookupError
+    return "done"
+
+
+class _Purged:
+    def test_one(self) -> str:
+        return _change()
+
+    async def test_later(self) -> str:
+        return _change()
+
+    @staticmethod
+    def test_static() -> str:
+        return "static"
+
+    def help(self) -> str:
+        return _change()
+
+
+class _Noted:
+    seen: list[str]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        cls.seen = [*map(str, kwargs)]
+
+
+def test_variables_are_as_before_a_decorated_function_or_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's variables are: new ones go, changed and removed ones return, also after an error."""
+    before = {"ACCELERATE_OLD": "old", "ACCELERATE_GONE": "gone"}
+
+    def left() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    for name in left():
+        monkeypatch.delenv(name)
+    for name, value in {**before, "OTHER": ""}.items():
+        monkeypatch.setenv(name, value)
+    decorated = purge_accelerate_environment(_change)
+    assert decorated() == "done"
+    assert decorated.__name__ == "_change"
+    assert (left(), os.environ["OTHER"]) == (before, "stays")
+    with pytest.raises(LookupError):
+        decorated(fails=True)
+    assert left() == before
+
+    parent = purge_accelerate_environment(type("TestParent", (_Purged,), {}))
+
+    class Child(parent, _Noted, reason=1):  # type: ignore[misc, valid-type]
+        def test_two(self) -> str:
+            return _change()
+
+    child = Child()
+    assert (child.seen, child.test_one(), child.test_two(), child.test_static()) == (
+        ["reason"],
+        *["done"] * 2,
+        "static",
+    )
+    assert asyncio.run(child.test_later()) == "done"
+    assert left() == before
+    child.help()
+    assert left() == {"ACCELERATE_OLD": "changed", "ACCELERATE_NEW": "1"}
+    monkeypatch.delenv("ACCELERATE_NEW")

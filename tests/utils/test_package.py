@@ -72,6 +72,19 @@ def test_what_is_left_out_says_why_when_it_is_used(module: str) -> None:
         _ = absent.FULL_SHARD
 
 
+def test_what_refuses_does_so_when_it_is_called() -> None:
+    """Each name of Accelerate's modules that is left out here is imported from the same module; a call is an error."""
+    pytest.importorskip("accelerate")
+    tried = set()
+    for module in ("tracking", *(f"utils.{name}" for name in (*utils._NAMES, "dataclasses"))):
+        theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("accelerate", "zero_plugin"))
+        for name in sorted(set(vars(theirs)) & set(LEFT_OUT)):
+            with pytest.raises(NotImplementedError, match=f"^{name} "):
+                getattr(ours, name)()
+            tried.add(name)
+    assert {"AimTracker", "convert_dict_to_env_variables", "DeepSpeedEngineWrapper", "get_grad_scaler"} <= tried
+
+
 def test_nothing_that_is_here_is_left_out() -> None:
     """No name is both here and among those with a reason for being absent."""
     here = {*utils.__all__, *(f"is_{name}_available" for name in (*PACKAGES, *DEVICES))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,8 @@ from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refu
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _FORMAT: Final = 2
+_RANGES: Final = {"processes": (1, 2**24), "order": (0, 2**53)}
+_MOST_MODELS: Final = 1000
 _MANIFEST_SUM: Final = re.compile(rb'\{"xxh3": "([0-9a-f]{16})", ')
 _AUTOMATIC: Final = "checkpoint_"
 
@@ -127,10 +130,12 @@ def read_manifest(folder: Path) -> Manifest:
         if (version != 1 or "xxh3" in encoded) and (found is None or int(found[1], 16) != own):
             raise DamagedError(f"{file} is damaged: it differs from its checksum.")
         encoded.pop("xxh3", None)
+        _refuse_impossible(encoded)
         files = {path: (whole_number(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
         for path in files:
             refuse_outside(path)
         models = [_decode_model(model, files) for model in encoded.pop("models")]
+        _refuse_overlaps(models)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
     except OSError as error:
@@ -138,6 +143,32 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{file} cannot be read ({type(error).__name__}: {error}).") from error
     return Manifest(encoded, models, files, version > 1)
+
+
+def _refuse_impossible(encoded: Mapping[str, Any]) -> None:
+    """Raise a ValueError for numbers of a manifest that no run can have written."""
+    sums = {f"the checksum of {path}": entry.get("xxh3") for path, entry in encoded["files"].items()}
+    numbers = {"processes": encoded.get("processes"), "order": encoded.get("order"), **sums}
+    for name, value in numbers.items():
+        least, most = _RANGES.get(name, (0, 2**64 - 1))
+        if value is not None and not least <= whole_number(value) <= most:
+            raise ValueError(f"{name} is {value}")
+    if len(encoded["models"]) > _MOST_MODELS:
+        raise ValueError(f"{len(encoded['models'])} models")
+
+
+def _refuse_overlaps(models: Sequence[StoredModel]) -> None:
+    """Raise a ValueError for tensors that share bytes of a file; tied weights have one place."""
+    used: dict[str, list[tuple[int, int]]] = {}
+    for model in models:
+        for place in model.places.values():
+            if place.size:
+                used.setdefault(place.file, []).append((place.start, place.start + place.size))
+            elif any(length >= 2**63 for length in place.shape):
+                raise ValueError(f"a tensor of the shape {place.shape}")
+    for file, ranges in used.items():
+        if any(start < end for (_, end), (start, _) in itertools.pairwise(sorted(ranges))):
+            raise ValueError(f"two tensors of {file} share bytes")
 
 
 def find_damage(folder: Path) -> str | None:

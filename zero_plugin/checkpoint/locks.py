@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import socket
+import stat
 import struct
 import time
 from contextlib import suppress
@@ -90,21 +92,14 @@ def claim(lock: Path, place: Path) -> None:
     if holds(lock):
         _claims[key][1] += 1
         return
+    deadline = time.monotonic() + _OTHERS_END_S
     try:
-        lock.touch()
+        while (descriptor := _try_to_lock(lock)) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(_describe_holder(lock, place))
+            time.sleep(_LOOK_S)
     except OSError:
         return  # what is saved fails too, and says why
-    deadline = time.monotonic() + _OTHERS_END_S
-    while (descriptor := _try_to_lock(lock)) is None:
-        if time.monotonic() > deadline:
-            holder = _holder(lock)
-            is_here = holder.endswith(f" on {socket.gethostname()}")
-            lease = "" if is_here else " If its machine is gone, the file server gives the lock up within minutes."
-            raise CheckpointError(
-                f"{holder} saves checkpoints in {place} too, and two jobs would replace and remove each other's.\n"
-                f"Save into another folder, or end that job.{lease}"
-            )
-        time.sleep(_LOOK_S)
     if (removed := _claims.get(key)) is not None:  # with its folder
         os.close(removed[0])
     _claims[key] = [descriptor, 1 if removed is None else removed[1] + 1]
@@ -138,11 +133,18 @@ def give_up(lock: Path) -> None:
 
 
 def _try_to_lock(lock: Path) -> int | None:
-    """A descriptor of the file that is locked, or None where another process has it."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    """A descriptor of the file that is locked, or None where another process has it.
+
+    Raises:
+        OSError: there can be no such file.
+    """
     try:
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o666)  # so that another user's job in the folder is kept away too
+        descriptor = _open(lock)
+    except (PermissionError, FileNotFoundError) as error:
+        if os.path.lexists(lock) or (isinstance(error, FileNotFoundError) and lock.parent.is_dir()):
+            return None  # another user's; or its last holder has removed it just now
+        raise
+    try:
         _lock(descriptor)
         if not _is_file(descriptor, lock):  # its last holder has removed it just now
             raise BlockingIOError
@@ -156,6 +158,30 @@ def _try_to_lock(lock: Path) -> int | None:
     return descriptor
 
 
+def _open(lock: Path) -> int:
+    """Open the file, and make it if it is missing."""
+    with suppress(FileExistsError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+        with suppress(OSError):
+            _share(descriptor, lock.parent.stat())
+        return descriptor
+    return os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _share(descriptor: int, folder: os.stat_result) -> None:
+    """Let those open the file who may write into its folder, and nobody else: who can read it, can lock it.
+
+    A umask that hides files from the group counts; one that only denies writing does not, since jobs of a group's users
+    in their common folder have to keep each other away.
+    """
+    hidden = not os.fstat(descriptor).st_mode & stat.S_IRGRP
+    os.fchmod(descriptor, 0o600)
+    if hidden or folder.st_mode & stat.S_ISVTX or not folder.st_mode & stat.S_IWGRP:
+        return
+    os.fchown(descriptor, -1, folder.st_gid)
+    os.fchmod(descriptor, 0o666 if folder.st_mode & stat.S_IWOTH else 0o660)
+
+
 def _lock(descriptor: int) -> None:
     """Of the open file, where the system has such: a plain lock ends when the process closes the file anywhere."""
     if hasattr(fcntl, "F_OFD_SETLK"):
@@ -165,8 +191,28 @@ def _lock(descriptor: int) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _holder(lock: Path) -> str:
+def _describe_holder(lock: Path, place: Path) -> str:
+    """What keeps this job from saving, and what to do."""
     try:
-        return lock.read_text(errors="replace")[:_LONGEST_HOLDER] or "a process"
+        owner = lock.stat().st_uid
     except OSError:
-        return "a process"
+        owner = os.geteuid()
+    try:
+        holder = lock.read_text(errors="replace")[:_LONGEST_HOLDER] or "a process"
+    except OSError:
+        holder = "a process"
+    advice = "Save into another folder, or end that job."
+    if owner != os.geteuid() and not os.access(lock, os.R_OK | os.W_OK):
+        advice += f" If that user has no job there, it was killed: remove {lock}."
+    elif not holder.endswith(f" on {socket.gethostname()}"):
+        advice += " If its machine is gone, the file server gives the lock up within minutes."
+    whose = "" if owner == os.geteuid() else f" of {_user(owner)}"
+    both = "two jobs would replace and remove each other's"
+    return f"{holder}{whose} saves checkpoints in {place} too, and {both}.\n{advice}"
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"

@@ -21,6 +21,7 @@ from zero_plugin.cli.output import print_json
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
+from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.read import STANDARD_INPUT, named_file, parse_file, read_document
 from zero_plugin.config.resolve.facts import StrategyName
 from zero_plugin.config.resolve.resolve import resolve_before_run
@@ -314,7 +315,8 @@ def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Pr
     """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to fix."""
     strategy: StrategyName = "deepspeed" if asks_for_deepspeed(document, settings) else "ddp"
     try:
-        resolve_before_run(document, accelerator="cuda", processes=settings.num_processes or 1, strategy=strategy)
+        processes = settings.num_processes or sequence_parallel_size(document)
+        resolve_before_run(document, accelerator="cuda", processes=processes, strategy=strategy)
     except ConfigError as error:
         # The rest of it depends on the machine and on how many processes there are.
         yield from (p for p in error.problems if holds_auto(document.deepspeed.value(*p.key.split("."))))

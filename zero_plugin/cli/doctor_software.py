@@ -206,7 +206,7 @@ def _output(command: list[str], environ: Mapping[str, str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-_PYTHONS: Final = ((3, 10), (3, 13))
+_PYTHONS: Final = ((3, 10), (3, 14))
 
 
 def check_python(version: tuple[int, int]) -> Finding:

@@ -8,15 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import typer
 
 from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
-from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
+from zero_plugin.config.launch_settings import (
+    LaunchSettings,
+    asks_for_cpu,
+    asks_for_deepspeed,
+    asks_for_tpu,
+    launch_settings,
+)
 from zero_plugin.config.read import STANDARD_INPUT
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,
@@ -33,14 +38,15 @@ from zero_plugin.config.resolve.facts import (
     list_values,
     unset_row,
 )
-from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.rules.sections import unequal_sequence_groups
+from zero_plugin.config.resolve.resolve import check_sequence_groups, resolve
 from zero_plugin.config.tree import AUTO, KeyPath, dotted, show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import with_plan
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_source import probe_model_folder
+
+Device: TypeAlias = Literal["cpu", "cuda", "xla"]
 
 _FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
 _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -74,6 +80,7 @@ class Explained:
     facts: Facts
     resolved: Resolved
     rows: Sequence[Row]
+    assumed: str = ""  # why the device is this one, where no option and no key names it
 
     @property
     def name(self) -> str:
@@ -85,7 +92,8 @@ class Explained:
         """Where this would run."""
         machine = self.facts.machine
         path = "DeepSpeed" if self.facts.strategy == "deepspeed" else self.facts.strategy
-        return f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
+        where = f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
+        return where + (f", assumed: {self.assumed} (--accelerator)" if self.assumed else "")
 
 
 _fact = options_of("What a run would tell")
@@ -108,7 +116,7 @@ class Options:
     ] = None
     world_size: Annotated[int | None, _fact("Processes; default: num_processes, else 1.", min=1)] = None
     accelerator: Annotated[
-        Literal["cpu", "cuda"] | None, _fact("Device of the workers; default: that of this machine.")
+        Literal["cpu", "cuda"] | None, _fact("Device of the workers; default: what the file needs, or this machine's.")
     ] = None
     micro_batch: Annotated[int | None, _fact("The training DataLoader's batch size.", min=1)] = None
     lr: Annotated[float | None, _fact("The optimizer's learning rate.", min=0)] = None
@@ -173,8 +181,9 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     Args:
         file: None for what `launch` would use, `-` for standard input.
         flags: launch flags, as `document_from_flags` takes them.
-        options: its accelerator is None for what this machine seems to have; its model is for a plan where one is
-            waited for and the machines' memory is known.
+        options: its accelerator is None for what the file asks for. A file that asks for none gets this machine's
+            device, or a GPU if it cannot run on this machine's CPU. Its model is for a plan where one is waited for
+            and the machines' memory is known.
         facts: of the run; processes of 0 are the document's.
 
     Raises:
@@ -186,25 +195,42 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     document = document_from_flags(flags, options.settings or [], content)
     _check_processes(document, facts.machine.processes)
     settings = launch_settings(document)
-    on_tpu = asks_for_tpu(settings)
-    guessed: Literal["cpu", "cuda"] = "cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu"
-    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else options.accelerator or guessed
+    kind, assumed = _choose_device(document, settings, options.accelerator)
     processes = facts.machine.processes or settings.num_processes or 1
-    strategy: StrategyName = "xla" if on_tpu else "ddp" if processes > 1 else "single"
+    strategy: StrategyName = "xla" if kind == "xla" else "ddp" if processes > 1 else "single"
     if asks_for_deepspeed(document, settings):
         strategy = "deepspeed"
-    shared = sequence_parallel_size(document)
-    if (problem := unequal_sequence_groups(shared, processes)) is not None:
-        raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
-    machine = MachineFacts(accelerator=kind, processes=processes // shared, fp16=kind == "cuda", shared_by=shared)
-    facts = replace(facts, machine=machine, strategy=strategy)
+    shared = check_sequence_groups(document, processes)
+
+    def explained(kind: Device, assumed: str) -> Explained:
+        machine = MachineFacts(accelerator=kind, processes=processes // shared, fp16=kind == "cuda", shared_by=shared)
+        there = replace(facts, machine=machine, strategy=strategy)
+        there = with_plan(document, there, options.model, options.sequence_length)
+        resolved = resolve(document, there)
+        rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
+        return Explained(document, there, resolved, rows, assumed)
+
     try:
-        facts = with_plan(document, facts, options.model, options.sequence_length)
-        resolved = resolve(document, facts)
+        return explained(kind, assumed)
     except ConfigError as error:
-        raise error if options.accelerator or on_tpu else _with_other_machine(document, facts, options, error) from None
-    rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
-    return Explained(document, facts, resolved, rows)
+        if kind != "cpu" or not assumed:
+            raise
+        first = error.problems[0]
+        return explained("cuda", f"{first.key or 'the file'} at {first.where} needs a GPU")
+
+
+def _choose_device(document: Document, settings: LaunchSettings, named: Device | None) -> tuple[Device, str]:
+    """The device of the workers, and why it is assumed; "" if an option or a key names it."""
+    if asks_for_tpu(settings):
+        return "xla", ""
+    if named is not None or asks_for_cpu(settings):
+        return named or "cpu", ""
+    if has_gpu_driver():
+        return "cuda", "this machine has a GPU"
+    for key, value in (("distributed_type", "MULTI_GPU"), ("gpu_ids", settings.gpu_ids)):
+        if value != "all" and document.launch.value(key) == value:
+            return "cuda", f"{key} at {document.launch.entries[key,].origin.where} requests GPUs"
+    return "cpu", "this machine has no GPU"
 
 
 def _check_processes(document: Document, world_size: int) -> None:
@@ -213,18 +239,6 @@ def _check_processes(document: Document, world_size: int) -> None:
     if world_size and typed and typed.origin.kind == "flag" and typed.value not in (None, AUTO, world_size):
         message = f"{world_size}, but {typed.origin} says {typed.value}"
         raise ConfigError([Problem("--world_size", "", message, "Keep one of the two.")])
-
-
-def _with_other_machine(document: Document, facts: Facts, options: Options, error: ConfigError) -> ConfigError:
-    """The error of a machine that was only guessed: what is right on a GPU, where this machine has none, says so."""
-    on_gpu_facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
-    try:
-        resolve(document, with_plan(document, on_gpu_facts, options.model, options.sequence_length))
-        remaining: tuple[Problem, ...] = ()
-    except ConfigError as on_gpu:
-        remaining = on_gpu.problems
-    hint = "Or give --accelerator cuda, if the workers have GPUs."
-    return ConfigError([p if p in remaining else replace(p, fix=f"{p.fix} {hint}") for p in error.problems])
 
 
 def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | None:
@@ -243,6 +257,7 @@ def _as_json(explained: Explained) -> dict[str, Any]:
         "files": list(explained.document.sources),
         "strategy": facts.strategy,
         "accelerator": facts.machine.accelerator,
+        "accelerator_assumed": explained.assumed,
         "processes": facts.machine.all_processes,
         "values": [row.as_json() for row in explained.rows],
         "notes": [note.headline for note in explained.document.notes],
@@ -365,7 +380,7 @@ def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]
     keys, values = (max((len(line[column]) for line in every), default=0) for column in (0, 1))
     if columns:  # however long a name is, two fifths of the terminal are left for the reasons
         keys, values = min(keys, columns * 2 // 5), min(values, columns // 5)
-    print_line(headline, "bold")
+    print_line(headline, "bold", wraps=True)
     for section, lines in sections.items():
         print_line(f"\n{section}", "bold")
         rows = [

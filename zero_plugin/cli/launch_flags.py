@@ -51,7 +51,7 @@ _WITH_VALUE: Final[Mapping[str, str]] = {
     "rdzv_endpoint": "host:port of the rendezvous.",
 }
 _SWITCHES: Final[Mapping[str, str]] = {
-    "cpu": "Run on the CPU, without DeepSpeed.",
+    "cpu": "Run on the CPU, also with GPUs.",
     "multi_gpu": "Data parallelism (DDP) on GPUs, without ZeRO.",
     "tpu": "Data parallelism over the devices of a TPU, without DeepSpeed.",
     "use_deepspeed": "Train with DeepSpeed ZeRO.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema, refused_keys
@@ -158,6 +158,9 @@ def check_document(document: Document) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
+_SEVERITIES: Final = ("note", "warning", "error")
+
+
 def find_problems(document: Document) -> list[Problem]:
     """Errors, warnings and notes of a document, in the order in which they are written."""
     problems = [
@@ -173,11 +176,26 @@ def find_problems(document: Document) -> list[Problem]:
         for tree in (document.launch, document.deepspeed)
         for path, entry in tree.entries.items()
     }
-    shown = dict.fromkeys(
+    shown = [
         problem if problem.value else replace(problem, value=values.get((problem.where, problem.key), ""))
-        for problem in problems
-    )
+        for problem in _most_severe(problems)
+    ]
     return sorted(shown, key=lambda problem: _reading_order(problem, document))
+
+
+def _most_severe(problems: Iterable[Problem]) -> list[Problem]:
+    """One finding for each key at its place: the first error, else the last warning, else the last note.
+
+    Whether a wrong value has an effect, and how it is read, does not matter before the value is right.
+    """
+    found: dict[Any, Problem] = {}
+    for problem in problems:
+        name = (problem.where, problem.key) if problem.key else problem
+        known = found.get(name)
+        later = known is None or _SEVERITIES.index(problem.severity) > _SEVERITIES.index(known.severity)
+        if later or (problem.severity != "error" and known is not None and problem.severity == known.severity):
+            found[name] = problem
+    return list(found.values())
 
 
 def _launch_problems(document: Document) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 # What the test suite passes with, as constraints.txt says.
 TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
 OLDEST_DEEPSPEED: Final = "0.19.8"
-NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED},<0.20'"
 
 
 @contextmanager

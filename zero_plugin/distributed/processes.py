@@ -127,9 +127,7 @@ class Processes:
 
     def end_group(self) -> None:
         """End all runs on these processes, then their process group, also one that the script made; collective."""
-        for end in reversed(tuple(_own.holders)):
-            end()
-        _own.end()
+        _own.end_with_runs()
         if dist.is_initialized():
             end_watching()
             dist.destroy_process_group()
@@ -211,6 +209,12 @@ class _OwnGroup:
             self._forget_environment()
         self.group = None
 
+    def end_with_runs(self) -> None:
+        """End all runs that hold it, then the process group. Collective."""
+        for end in reversed(tuple(self.holders)):
+            end()
+        self.end()
+
     def _forget_environment(self) -> None:
         leave()
         for name in self.own_variables:
@@ -287,6 +291,14 @@ def start_processes(
         _own.end_at_exit()
     start_watching()
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def end_group_of_one() -> bool:
+    """End the runs of this process and their group, if this package made it for one process. Return whether it did."""
+    if not _own.lives or dist.get_world_size() > 1:
+        return False
+    _own.end_with_runs()
+    return True
 
 
 def _finds_xla(cpu: bool) -> bool:

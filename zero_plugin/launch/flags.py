@@ -19,17 +19,16 @@ from zero_plugin.config.find import default_config_file, find_config_file, overl
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
 from zero_plugin.config.located import read_scalar
 from zero_plugin.config.read import DEFAULT_STAGE, named_file, read_document
-from zero_plugin.config.tree import Entry, KeyPath, Origin, show
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, show
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _logger = logging.getLogger(__name__)
 
-# What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is requested in the
-# file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
+# What a switch says about the device, and how the processes work together; `_on_cpu` adds to `--cpu`.
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "cpu": {"distributed_type": "MULTI_CPU", "use_cpu": True},
+    "cpu": {"use_cpu": True},
     "multi_gpu": {"distributed_type": "MULTI_GPU", "use_cpu": False},
     "tpu": {"distributed_type": "XLA", "use_cpu": False},
     "use_deepspeed": {"distributed_type": "DEEPSPEED"},
@@ -70,6 +69,8 @@ def document_from_flags(
         what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
         requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
         document = document.lay({("distributed_type",): requested})
+    if "cpu" in flags:
+        document = _on_cpu(document)
     reads_json = "deepspeed_config_file" in flags or "config_file" in zero_flags or len(document.sources) > 1
     stage = ("zero_optimization", "stage")
     on_zero = document.launch.value("distributed_type") == "DEEPSPEED"
@@ -108,6 +109,20 @@ def _with_training(document: Document, training: Document) -> Document:
     )
 
 
+def _on_cpu(document: Document) -> Document:
+    """`--cpu` chooses the device only: data parallelism of another device is that of the CPU; ZeRO stays, and is noted.
+
+    A type that nothing has written stays open, since the script may request ZeRO.
+    """
+    kind = document.launch.value("distributed_type")
+    if kind not in (None, AUTO, "DEEPSPEED"):
+        return overlay_flags(document, {("distributed_type",): ("--cpu", "MULTI_CPU")})
+    if kind != "DEEPSPEED" and not document.deepspeed.has_section("zero_optimization"):
+        return document
+    message = "chooses the device only: ZeRO is requested, and runs on the CPU"
+    return replace(document, notes=(*document.notes, Problem("--cpu", "", message, "", severity="note")))
+
+
 def _said(flags: Mapping[str, str | bool]) -> Said:
     said: dict[KeyPath, tuple[str, Any]] = {}
     for name, text in flags.items():
@@ -137,14 +152,12 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
         yield Problem("--module", "", "contradicts --no_python", keep_one)
     switches = [name for name in _SWITCHES if name in flags]
     typed = document.launch.get("distributed_type")
-    if len(switches) > 1:
-        one, other = switches[:2]
-        if {one, other} == {"cpu", "use_deepspeed"}:
-            keep_one += " For ZeRO on the CPU, write distributed_type: DEEPSPEED and use_cpu: true in the config file."
-        yield Problem(f"--{one}", "", f"contradicts --{other}", keep_one)
+    if len(switches) > 1 and switches != ["cpu", "use_deepspeed"]:
+        yield Problem(f"--{switches[0]}", "", f"contradicts --{switches[1]}", keep_one)
         return
-    if switches:
-        kind, chosen, fix = _SWITCHES[switches[0]]["distributed_type"], f"--{switches[0]}", "Leave one of the two out."
+    choosing = next((name for name in switches if "distributed_type" in _SWITCHES[name]), None)
+    if choosing is not None:
+        kind, chosen, fix = _SWITCHES[choosing]["distributed_type"], f"--{choosing}", "Leave one of the two out."
     elif typed is not None:
         kind, chosen = typed.value, f"distributed_type: {typed.value} at {typed.origin.where}"
         fix = "Add --use_deepspeed, or leave the flag out."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -307,11 +308,11 @@ def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
     torch = sys.modules.get("torch")
     if torch is None:
         return wanted
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and not _end_left_over():
         raise LaunchError(
-            "this process has an Accelerator, a PartialState or another process group already, and copies of it cannot "
-            "share that.\nMake the Accelerator inside the launched function; end this one first with "
-            "accelerator.end_training(), or restart the kernel."
+            "this process has an Accelerator or a process group already, and copies of it cannot share that.\n"
+            "Make the Accelerator inside the launched function. End this one first with accelerator.end_training(), or "
+            "restart the kernel."
         )
     if on_gpus and torch.cuda.is_initialized():
         raise LaunchError(_on_cuda("has computed on a GPU"))
@@ -331,6 +332,18 @@ def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
         "with one. Restart the kernel and launch before anything computes, to have more."
     )
     return 1
+
+
+def _end_left_over() -> bool:
+    """End what earlier runs of this process have left, if no `Accelerator` is in use. Return whether it has ended.
+
+    An `Accelerator` in use is refused: the launched function may refer to it, and would train alone in each copy.
+    """
+    from zero_plugin.distributed.processes import end_group_of_one
+
+    gc.collect()  # a dropped Accelerator may be in a reference cycle
+    state = sys.modules.get("zero_plugin.loop.state")
+    return (state is None or not state.is_initialized()) and end_group_of_one()
 
 
 def _on_cuda(what: str) -> str:

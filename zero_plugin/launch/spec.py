@@ -273,7 +273,7 @@ def _gpus(request: Request, machine: Machine) -> Iterator[Problem]:
     kind, ids = request.document.launch.get("distributed_type"), request.settings.gpu_ids
     none_here = "there is no GPU here that torch can use"
     if not machine.gpus and kind is not None and kind.value == "MULTI_GPU" and kind.origin.kind == "flag":
-        yield request.problem("distributed_type", none_here, "Give --cpu in its place: DDP on the CPU.")
+        yield request.problem("distributed_type", none_here, "Give --cpu in its place.")
     if ids == "all" or asks_for_cpu(request.settings):
         return
     names, known = ids.split(","), [str(number) for number in range(machine.gpus)]

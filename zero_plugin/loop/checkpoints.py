@@ -24,7 +24,6 @@ from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nes
 from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
-from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.run_files import RECORD_NAME, write_record
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
@@ -272,15 +271,18 @@ class Checkpoints:
         saved_by = on_main(lambda: folders.read_manifest(Path(found)).about.get("run"))
         is_own = run is not None and saved_by == run
         named = saved_by or "not recorded"
-        if not is_own and not launch_settings(self._run.document).auto_resume:
+        if not is_own and self._run.document.launch.value("auto_resume") is False:
             _log.info(
                 f"resume(): {found} is not loaded and training starts from the beginning, since an earlier launch "
-                f"saved it (run {named}). --auto_resume resumes from it."
+                f"saved it (run {named}) and auto_resume is false"
             )
             self._lineages.own(Path(found).parent)
             return None
         if not is_own:
-            _log.info(f"resume(): this run resumes from {found}, which run {named} saved")
+            _log.info(
+                f"resume(): this run resumes from {found}, which an earlier launch saved (run {named}). To start from "
+                "the beginning, write auto_resume: false into the configuration, or save into another project_dir."
+            )
         return self._resume_from_newest(
             lambda damaged: folders.choose_checkpoint(place, only, damaged), verify=verify, loaders_resume=True
         )

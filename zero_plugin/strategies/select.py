@@ -55,7 +55,7 @@ def _deepspeed(document: Document, settings: LaunchSettings, processes: Processe
     if installed_version("deepspeed") is None:
         raise StrategyError(
             "The configuration requests DeepSpeed, which is not installed: pip install deepspeed\n"
-            "Or run without ZeRO: --multi_gpu, --cpu, or distributed_type: MULTI_GPU in the configuration."
+            "Or run without ZeRO: --multi_gpu, or distributed_type: MULTI_CPU or MULTI_GPU in the configuration."
         )
     if (device := processes.device.type) not in ("cpu", "cuda"):
         raise StrategyError(f"The configuration requests DeepSpeed, but DeepSpeed does not run on {device}.")

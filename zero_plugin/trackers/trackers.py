@@ -328,15 +328,14 @@ class _OfAccelerate:
     def needs(self) -> tuple[str, ...]:
         return self.name, "accelerate"
 
-    def __call__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from accelerate import tracking  # type: ignore[import-untyped]
 
         # Its logger, and trackers that it runs on the main process only, are for a state that its Accelerator sets up;
         # `Trackers` calls a tracker on the main process alone.
         tracking.logger = _OnceLogger(logging.getLogger(tracking.__name__), {})
         kind: Any = tracking.LOGGER_TYPE_TO_CLASS[self.name]
-        folder = (logging_dir,) if self.requires_logging_directory else ()
-        return type(kind.__name__, (kind,), {"main_process_only": False})(run_name, *folder, **kwargs)
+        return type(kind.__name__, (kind,), {"main_process_only": False})(*args, **kwargs)
 
 
 class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
@@ -347,18 +346,41 @@ class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic f
         self.warning(message)
 
 
-Known: TypeAlias = type[KnownTracker] | _OfAccelerate
+Known: TypeAlias = type[GeneralTracker] | _OfAccelerate
 _KNOWN: Final[tuple[Known, ...]] = (
     *(JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker),
     _OfAccelerate("aim", requires_logging_directory=True),
     *map(_OfAccelerate, ("clearml", "comet_ml", "dvclive", "swanlab", "trackio")),
 )
-_TRACKERS: Final = {kind.name: kind for kind in _KNOWN}
+# What `log_with` knows by name, also trackers that scripts have registered.
+LOGGER_TYPE_TO_CLASS: Final[dict[str, Known]] = {kind.name: kind for kind in _KNOWN}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let `log_with` know a tracker of the script's own by its `name`.
+
+    `init_trackers` calls the class with the project's name, then with the logging folder if the class requires one, and
+    with the keyword arguments that `init_kwargs` has for its name.
+
+    Raises:
+        ValueError: it is no `GeneralTracker`, or has no `name` or no `requires_logging_directory`.
+    """
+    is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
+    missing = [part for part in ("name", "requires_logging_directory") if not hasattr(tracker_class, part)]
+    if not is_tracker or missing or not tracker_class.name:
+        what = "lacks " + " and ".join(missing or ["a name"]) if is_tracker else "is no subclass of GeneralTracker"
+        raise ValueError(
+            f"register_tracker_class: {tracker_class!r} {what}.\nWrite a class with GeneralTracker as its base, with a "
+            "name and requires_logging_directory as attributes."
+        )
+    if tracker_class.name in LOGGER_TYPE_TO_CLASS:
+        _log.warning("the tracker %r is registered again: %s replaces it", tracker_class.name, tracker_class.__name__)
+    LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose package is installed; `jsonl` needs none."""
-    return [LoggerType(name) for name, kind in _TRACKERS.items() if not _missing(kind)]
+    """The trackers of this package and of Accelerate whose package is installed; `jsonl` needs none."""
+    return [LoggerType(kind.name) for kind in _KNOWN if not _missing(kind)]
 
 
 def choose_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Known | GeneralTracker]:
@@ -377,19 +399,21 @@ def choose_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None) -
     names = [each if isinstance(each, GeneralTracker) else str(each) for each in given]
     if "all" in names:
         known = [str(name) for name in get_available_trackers()]
-        everywhere = [name for name in known if logging_dir or not _TRACKERS[name].requires_logging_directory]
+        everywhere = [
+            name for name in known if logging_dir or not LOGGER_TYPE_TO_CLASS[name].requires_logging_directory
+        ]
         names = [*(each for each in names if isinstance(each, GeneralTracker)), *everywhere]
     chosen = dict.fromkeys(names)
     found = [_find_problem(name, logging_dir) for name in chosen if isinstance(name, str)]
     if problems := [problem for problem in found if problem is not None]:
         raise ConfigError(problems)
-    return [_TRACKERS[each] if isinstance(each, str) else each for each in chosen]
+    return [LOGGER_TYPE_TO_CLASS[each] if isinstance(each, str) else each for each in chosen]
 
 
 def _find_problem(name: str, logging_dir: Any) -> Problem | None:
-    where, kind = f"Accelerator(log_with={name!r})", _TRACKERS.get(name)
+    where, kind = f"Accelerator(log_with={name!r})", LOGGER_TYPE_TO_CLASS.get(name)
     if kind is None:
-        legal = ", ".join([*_TRACKERS, "all"])
+        legal = ", ".join([*LOGGER_TYPE_TO_CLASS, "all"])
         return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
     if missing := _missing(kind):
         are = "is" if len(missing) == 1 else "are"
@@ -401,7 +425,7 @@ def _find_problem(name: str, logging_dir: Any) -> Problem | None:
 
 def _missing(kind: Known) -> list[str]:
     """The modules that are not installed."""
-    return [module for module in kind.needs if importlib.util.find_spec(module) is None]
+    return [module for module in getattr(kind, "needs", ()) if importlib.util.find_spec(module) is None]
 
 
 class Trackers:
@@ -434,7 +458,9 @@ class Trackers:
             _log.warning("init_trackers(init_kwargs=…) is for %s, which log_with does not name", ", ".join(unknown))
         for tracker in log_with:
             if not isinstance(tracker, GeneralTracker):
-                tracker = tracker(project_name, self._project.logging_dir, **init_kwargs.get(tracker.name, {}))
+                build: Any = tracker
+                folder = (self._project.logging_dir,) if tracker.requires_logging_directory else ()
+                tracker = build(project_name, *folder, **init_kwargs.get(tracker.name, {}))
             tracker.start()
             self.started.append(tracker)
             if config is not None:

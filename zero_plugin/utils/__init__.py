@@ -35,7 +35,7 @@ _NAMES = {
     "deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": """CPUInformation are_libraries_initialized check_cuda_p2p_ib_support clear_environment
         get_cpu_distributed_information get_driver_version get_gpu_info get_int_from_env
-        parse_choice_from_env parse_flag_from_env patch_environment str_to_bool""",
+        parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool""",
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "modeling": """align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config
         check_tied_parameters_on_same_device clean_device_map compute_module_sizes convert_file_size_to_int

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, Final
 
+from zero_plugin.utils.lazy import stand_in
+
 MODEL_NAME: Final = "pytorch_model"
 WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME: Final = f"{MODEL_NAME}{{suffix}}.bin"
@@ -32,3 +34,7 @@ STR_OPERATION_TO_FUNC: Final[dict[str, Callable[[Any, Any], bool]]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

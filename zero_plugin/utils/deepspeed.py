@@ -7,6 +7,7 @@ from typing import Any
 from zero_plugin.config.placeholders import DummyOptim as DummyOptim
 from zero_plugin.config.placeholders import DummyScheduler as DummyScheduler
 from zero_plugin.config.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
+from zero_plugin.utils.lazy import stand_in
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
@@ -21,3 +22,7 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     if (plugin := state.deepspeed_plugin) is None:
         raise ValueError("this run does not use DeepSpeed; give it a DeepSpeed configuration (zero-plugin config)")
     return plugin
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

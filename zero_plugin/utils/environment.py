@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import subprocess
@@ -17,6 +19,7 @@ from zero_plugin.config.choices import parse_flag_from_env as parse_flag_from_en
 from zero_plugin.config.choices import str_to_bool as str_to_bool
 from zero_plugin.machine.process_place import variables_while
 from zero_plugin.machine.scheduler_job import MPI, TORCH
+from zero_plugin.utils.lazy import stand_in
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +62,63 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Variables set inside, names in capitals and values as text; afterwards as before."""
     with variables_while({key.upper(): str(value) for key, value in kwargs.items()}):
         yield
+
+
+@contextmanager
+def _accelerate_variables_restored() -> Iterator[None]:
+    """Restore the `ACCELERATE_…` variables afterwards."""
+    before = _accelerate_variables()
+    try:
+        yield
+    finally:
+        for name in _accelerate_variables():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Restore the `ACCELERATE_…` variables after each call of a function, or of each test of a class.
+
+    Args:
+        func_or_cls: a function, also an asynchronous one; or a class, whose methods `test…` are replaced, also those
+            of its subclasses.
+    """
+    if not isinstance(func_or_cls, type):
+        return _restoring(func_or_cls)
+    cls: Any = func_or_cls
+    own = vars(cls).get("__init_subclass__")
+
+    def extend_to_subclass(subclass: Any, /, **kwargs: Any) -> None:
+        begin = super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass)
+        begin(**kwargs)
+        _restore_after_tests(subclass)
+
+    cls.__init_subclass__ = classmethod(extend_to_subclass)
+    _restore_after_tests(cls)
+    return cls
+
+
+def _restore_after_tests(cls: type) -> None:
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if name.startswith("test") and inspect.isfunction(method):
+            setattr(cls, name, _restoring(method))
+
+
+def _restoring(function: Any) -> Any:
+    if not inspect.iscoroutinefunction(function):
+        return _accelerate_variables_restored()(function)
+
+    @functools.wraps(function)
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        with _accelerate_variables_restored():
+            return await function(*args, **kwargs)
+
+    return run
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -122,3 +182,7 @@ def check_cuda_p2p_ib_support() -> bool:
 def _ask_nvidia_smi(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603 - fixed words
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -71,7 +71,11 @@ LEFT_OUT: Final[dict[str, str]] = {
             "binds a process to cores; `zero-plugin launch --enable_cpu_affinity` does that",
             "override_numa_affinity set_numa_affinity",
         ),
-        ("is for Accelerate's own tests; write `with patch_environment(…):`", "purge_accelerate_environment"),
+        (
+            "is a class of Accelerate's; name the tracker in Accelerator(log_with=…)",
+            "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker",
+        ),
+        ("selects trackers; Accelerator(log_with=…) does that", "filter_trackers"),
         ("is gone; torch_xla is installed with `pip install 'zero-plugin[tpu]'`", "install_xla"),
     )
     for name in names.split()

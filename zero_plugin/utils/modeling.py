@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -31,6 +32,7 @@ from zero_plugin.tensors.modules import named_module_tensors as named_module_ten
 from zero_plugin.tensors.modules import retie_parameters as retie_parameters
 from zero_plugin.tensors.modules import set_module_tensor_to_device as set_module_tensor_to_device
 from zero_plugin.tensors.wrappers import extract_model
+from zero_plugin.utils.lazy import stand_in
 
 id_tensor_storage = tensor_storage
 
@@ -39,3 +41,7 @@ def is_peft_model(model: nn.Module) -> bool:
     """Whether the model, without what wraps it, is PEFT's."""
     peft = sys.modules.get("peft")  # a model of PEFT's has imported it
     return peft is not None and isinstance(extract_model(model), peft.PeftModel)
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -33,6 +33,7 @@ from zero_plugin.tensors.nested import listify as listify
 from zero_plugin.tensors.nested import recursively_apply as recursively_apply
 from zero_plugin.tensors.nested import send_to_device as send_to_device
 from zero_plugin.tensors.nested import slice_tensors as slice_tensors
+from zero_plugin.utils.lazy import stand_in
 
 # What every collective raises where the processes' tensors do not match, in any mode.
 DistributedOperationException = LoopError
@@ -144,3 +145,7 @@ def _only_tensors(tree: Any, call: str) -> Any:
 
     same.__name__ = call  # the message names it
     return recursively_apply(same, tree, error_on_other_type=True)
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

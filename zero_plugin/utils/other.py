@@ -16,6 +16,7 @@ from zero_plugin.tensors.wrappers import compile_regions as compile_regions
 from zero_plugin.tensors.wrappers import extract_model
 from zero_plugin.tensors.wrappers import has_compiled_regions as has_compiled_regions
 from zero_plugin.tensors.wrappers import is_compiled_module as is_compiled_module
+from zero_plugin.utils.lazy import stand_in
 
 clean_state_dict_for_safetensors = without_shared_tensors
 convert_bytes = show_bytes
@@ -92,3 +93,7 @@ def is_port_in_use(port: int | None = None) -> bool:
     """Whether something answers on this port of this machine; None is 29500, the launcher's own."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

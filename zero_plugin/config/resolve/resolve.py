@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.parallelism import sequence_parallel_size
+from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
+from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
 from zero_plugin.config.rules.zero import STAGES, check_offload
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema, is_passed_on
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, violations
+from zero_plugin.errors import ConfigError, Problem
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -96,6 +98,18 @@ def _check_found(draft: Draft) -> None:
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
 
 
+def check_sequence_groups(document: Document, processes: int) -> int:
+    """Return how many processes share each sample.
+
+    Raises:
+        ConfigError: the processes cannot be divided into groups of that many.
+    """
+    shared = sequence_parallel_size(document)
+    if (problem := unequal_sequence_groups(shared, processes)) is not None:
+        raise ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, *problem)])
+    return shared
+
+
 def resolve_before_run(
     document: Document,
     *,
@@ -116,7 +130,7 @@ def resolve_before_run(
     Raises:
         ConfigError: problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
     """
-    shared = sequence_parallel_size(document)
+    shared = check_sequence_groups(document, processes)
     groups = max(1, processes // shared)
     machine = MachineFacts(accelerator, groups, bf16, fp16=accelerator == "cuda", shared_by=shared)
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))

@@ -318,11 +318,13 @@ def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
         yield asked.note(section, f"{counts}: torch.utils.checkpoint and transformers' models read none of it")
     if not asked.is_on(key):
         return
+    missing = []
     if asked.value(f"{section}.partition_activations", default=False) is False:
-        yield asked.error(key, "true needs partition_activations: true", "Write both, or delete this.")
+        missing.append("partition_activations: true")
     if asked.value(f"{section}.number_checkpoints") is None:
-        why = "true needs number_checkpoints, the number of checkpointed layers"
-        yield asked.error(key, why, "Write both, or delete this.")
+        missing.append("number_checkpoints, the number of checkpointed layers")
+    if missing:
+        yield asked.error(key, f"true needs {' and '.join(missing)}", "Write all of them, or delete this.")
 
 
 def _engine(asked: Asked) -> Iterator[Problem]:
