@@ -35,6 +35,7 @@ from zero_plugin.strategies.base import (
 )
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
+from zero_plugin.strategies.deepspeed.guards.written_weights import WrittenWeights
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
@@ -97,7 +98,7 @@ class EngineSession(Session):
         )
         if stage == 0 and not engine.has_moe_layers and self._trained:
             self.copies = CopiedWeights(self._trained)
-        self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
+        self._written = WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
