@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
@@ -14,15 +15,19 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import is_checked_step
 from zero_plugin.strategies.deepspeed.gradients import preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import NOTES_WRITTEN, OwnHook
-from zero_plugin.strategies.deepspeed.script_changes import versions_of
-from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, unreachable_by
+from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, own_part, unreachable_by
 from zero_plugin.strategies.optimizer_only import weakly
 
 
 class WrittenWeights:
     """Detects writes of a script into the weights between two steps, and copies them to the fp32 master weights.
 
-    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed.
+    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed. It
+    counts operations that change no value too, as those of a parametrization that every forward registers and removes.
+    So where the version of a partitioned parameter has risen, its values are compared with its partition.
+
+    Mistake: a script initialises, clamps or averages weights after `prepare`, which an engine would ignore.
+    Cost: one comparison of integers for each parameter and step; at stage 3 also for each gather and release.
 
     Args:
         engine: the engine; at stage 3 it may have no optimizer.
@@ -39,7 +44,9 @@ class WrittenWeights:
         self._before_change = before_change
         self._has_master_weights = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
         self._is_written = False  # whether the master weights have to be updated before they are used
-        self._versions = versions_of(self._watched)
+        self._versions: dict[int, int] = {}  # by the parameters' ids
+        self._lost: set[int] = set()  # ids of partitioned parameters that were written
+        self._note_versions()
         self._steps = 0  # calls of `warn_of_lost`
         self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
         self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
@@ -54,6 +61,7 @@ class WrittenWeights:
         for p in self._watched if self._is_partitioned else ():
             setattr(p, NOTES_WRITTEN, note)
             undo.append(partial(p.__dict__.pop, NOTES_WRITTEN, None))
+            undo += self._watch_partitioned(p)
         # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
         for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
             for name in ("set_full_hp_param", "set_local_hp_param"):
@@ -65,7 +73,7 @@ class WrittenWeights:
     def note(self) -> None:
         """Record that the weights were written."""
         self._is_written = self._trains
-        self._versions = versions_of(self._watched)
+        self._note_versions()
 
     def follow(self) -> None:
         """Update the master weights with what the script has written since the last call.
@@ -73,11 +81,10 @@ class WrittenWeights:
         Raises:
             LoopError: the script has written into partitioned parameters, which has no effect.
         """
-        if (versions := versions_of(self._watched)) != self._versions:
-            written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
-            self._versions = versions
-            if self._is_partitioned:
-                refuse_lost_weights(self._engine.module, written)
+        if self._is_partitioned:
+            self._refuse_lost()
+        elif any(p._version != self._versions[id(p)] for p in self._watched):
+            self._note_versions()
             self._is_written = self._trains
         if self._is_written:
             self._before_change()
@@ -102,7 +109,7 @@ class WrittenWeights:
         """Copy all weights to the master weights."""
         self._before_change()
         self._is_written = False
-        self._versions = versions_of(self._watched)
+        self._note_versions()
         refresh = getattr(self._engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
             refresh()
@@ -133,6 +140,63 @@ class WrittenWeights:
                 by_each=True,
             )
 
+    def _note_versions(self) -> None:
+        self._versions = {id(p): p._version for p in self._watched}
+        self._lost.clear()
+
+    def _watch_partitioned(self, parameter: Any) -> list[Callable[[], Any]]:
+        """Compare versions where DeepSpeed gathers and releases the parameter, by the methods that it calls of it."""
+        undo: list[Callable[[], Any]] = []
+        for name, check in (
+            ("all_gather", self._check_empty),
+            ("all_gather_coalesced", self._check_empty),
+            ("partition", self._check_gathered),
+        ):
+            method, check_those = getattr(parameter, name), weakly(check)
+
+            def precede(*args: Any, own: Any = check_those, **kwargs: Any) -> None:
+                own(args[0] if args else kwargs.get("param_list") or kwargs.get("params") or [parameter])
+
+            setattr(parameter, name, preceded(method, precede))
+            undo.append(partial(setattr, parameter, name, method))
+        parameter.set_ = _ignoring_itself(parameter)
+        undo.append(partial(parameter.__dict__.pop, "set_", None))
+        return undo
+
+    def _check_empty(self, parameters: Iterable[Any]) -> None:
+        """Note parameters that were written since they are empty, before they are gathered: those values are lost."""
+        for p in parameters:
+            if p._version != self._versions.get(id(p), p._version) and p.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                self._lost.add(id(p))
+
+    def _check_gathered(self, parameters: Iterable[Any]) -> None:
+        """Note parameters whose gathered values were changed, before they are released: the partition has the old ones.
+
+        Each process compares its partition, so that not all of them may note it.
+        """
+        for p in parameters:
+            if p._version == self._versions.get(id(p), p._version) or p.ds_status is not ZeroParamStatus.AVAILABLE:
+                continue
+            if id(p) not in self._lost and self._has_own_values(p):
+                self._versions[id(p)] = p._version
+            else:
+                self._lost.add(id(p))
+
+    def _has_own_values(self, parameter: Any) -> bool:
+        values, partition = own_part(parameter)
+        # What is on NVMe is not in memory, and what is quantized for the gather differs from the partition.
+        is_comparable = values.shape == partition.shape and not self._engine.zero_quantized_weights()
+        return is_comparable and torch.equal(values, partition.to(values.device))
+
+    def _refuse_lost(self) -> None:
+        """Raise if the script has written into partitioned parameters since the last call."""
+        rose = [p for p in self._watched if p._version != self._versions[id(p)]]
+        self._check_gathered(rose)
+        self._check_empty(rose)
+        if lost := [p for p in self._watched if id(p) in self._lost]:
+            self._note_versions()
+            refuse_lost_weights(self._engine.module, lost)
+
     def _note_loaded(self, part: nn.Module, *_: Any) -> None:
         if self._is_partitioned:
             for _name, values, partition in gathered_parts(part, recurse=False):
@@ -151,6 +215,19 @@ class WrittenWeights:
             start, values = (0, parameter.ds_tensor) if self._is_partitioned else (piece.start, parameter)
             master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
             yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
+
+
+def _ignoring_itself(parameter: Tensor) -> Callable[..., Tensor]:
+    """The parameter's `set_`, which ignores the parameter itself.
+
+    `torch.nn.utils.parametrize` calls it so: autograd counts it as a write, which an empty parameter cannot have.
+    """
+
+    def set_to(*args: Any, **kwargs: Any) -> Tensor:
+        is_itself = len(args) == 1 and args[0] is parameter and not kwargs
+        return parameter if is_itself else torch.Tensor.set_(parameter, *args, **kwargs)
+
+    return set_to
 
 
 def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
