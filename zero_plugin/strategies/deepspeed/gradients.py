@@ -164,9 +164,9 @@ def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
     return measure.cache_clear
 
 
-def _order_of(engine: Any, groups: Any, number_of: Callable[[Any], int]) -> CollectiveOrder:
+def _order_of(engine: Any, numbers: dict[int, Tensor]) -> CollectiveOrder:
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    numbered = {number_of(p): names[id(p)] for group in groups for p in group}
+    numbered = {number: names[id(p)] for number, p in numbers.items()}
     return CollectiveOrder(numbered, engine.device, engine.zero_optimization_stage())
 
 
@@ -272,7 +272,9 @@ class FlatGradients(EngineGradients):
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
             self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
-            self._order = _order_of(engine, self._wrapper.bit16_groups, self._wrapper.get_param_id)
+            self._order = _order_of(
+                engine, {self._wrapper.get_param_id(p): p for group in self._wrapper.bit16_groups for p in group}
+            )
             self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._note)
         else:
             engine.enable_backward_allreduce = False
@@ -315,7 +317,7 @@ class FlatGradients(EngineGradients):
         self._forget_norm()
         with _at_boundary(self._engine):
             if self._partitioned:
-                self._order.compare()
+                self._order.compare(ends=True)
                 self._order.relax()
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
@@ -408,7 +410,7 @@ class Stage3Gradients(EngineGradients):
             if p.requires_grad and p.partition_numel() * self._wrapper._get_param_partition_rank(p) < p.ds_numel
         }
 
-        self._order = _order_of(engine, self._wrapper.fp16_groups, lambda p: p.ds_id)
+        self._order = _order_of(engine, {p.ds_id: p for p in engine.module.parameters()})
         self._precede_collectives()
 
     def before_backward(self, *, is_first: bool) -> None:
@@ -436,7 +438,7 @@ class Stage3Gradients(EngineGradients):
 
     def finalize(self) -> None:
         wrapper = self._wrapper
-        self._order.compare()  # with processes that drop these gradients
+        self._order.compare(ends=True)  # with processes that drop these gradients
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:

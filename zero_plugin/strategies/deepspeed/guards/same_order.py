@@ -22,6 +22,14 @@ _COMPARED: Final = 5000
 _KEPT: Final = 5000  # notes, which name the first difference
 _DROPS: Final = (2**60,)  # the note of gradients that are dropped; no parameter has this number
 _SHOWN: Final = 4  # names in a message
+_OTHER_FORWARDS: Final = (
+    " The cause may also be a forward that only some processes run, as an evaluation or generate() under "
+    "`if accelerator.is_main_process:`: call the model on every process."
+)
+
+
+class SecondGradientError(LoopError):
+    """A parameter got two gradients in one backward; the session, which knows the loss, explains it."""
 
 
 class CollectiveOrder:
@@ -31,8 +39,11 @@ class CollectiveOrder:
     branches of the model, it would silently add up gradients of different parameters. A digest of the order is compared
     in one small collective before a step, and in the first windows before each of DeepSpeed's collectives.
 
+    Mistake: only some processes have an image, an expert or another backward.
+    Cost: a hash for each collective of DeepSpeed; one small collective a step, at stage 3 one a backward.
+
     Args:
-        names: the names of the parameters by DeepSpeed's ids.
+        names: the names of the parameters by DeepSpeed's ids, of frozen ones too.
         device: the device of the comparison.
         stage: the ZeRO stage, for messages.
 
@@ -49,24 +60,28 @@ class CollectiveOrder:
         self._compared = 0
         self._digest = 0
         self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
+        self._backwards = 0  # of the window
         self.reduced: set[int] = set()
         self._in_backward: set[int] = set()  # those of them that were reduced in this backward
 
     def begin_backward(self) -> None:
         """Called before a backward."""
         self._in_backward.clear()
+        self._backwards += 1
 
     def note_reduction(self, numbers: Iterable[int]) -> None:
         """Record that the gradients of these parameters are about to be reduced together.
 
         Raises:
-            LoopError: one of them was reduced in this backward already, whose gradient stage 3 would overwrite.
+            SecondGradientError: one of them was reduced in this backward already; stage 3 would overwrite its gradient.
         """
         note = tuple(numbers)
         before = len(self._in_backward)
         self._in_backward.update(note)
         if len(self._in_backward) < before + len(note):
-            raise LoopError(describe_second_gradient(f"At ZeRO stage {self._stage} only one of them would count"))
+            raise SecondGradientError(
+                describe_second_gradient(f"At ZeRO stage {self._stage} only one of them would count")
+            )
         self.reduced.update(note)
         self._note(note)
 
@@ -82,12 +97,13 @@ class CollectiveOrder:
         """Start again after a step, or after gradients were dropped."""
         self.reduced.clear()
         self._notes.clear()
-        self._digest = 0
+        self._digest = self._backwards = 0
 
-    def compare(self, *, drops: bool = False) -> None:
+    def compare(self, *, ends: bool = False, drops: bool = False) -> None:
         """Compare with the other processes, at least at the end of a window. Collective.
 
         Args:
+            ends: whether the window ends, which an error names.
             drops: whether this process is about to drop the gradients in place of a step.
 
         Raises:
@@ -102,7 +118,7 @@ class CollectiveOrder:
         dist.all_reduce(both, dist.ReduceOp.MAX)
         largest, negated_smallest = both.tolist()
         if largest != -negated_smallest:
-            raise LoopError(self._describe())
+            raise LoopError(self._describe(ends=ends))
 
     def _note(self, note: tuple[int, ...]) -> None:
         if not note:
@@ -117,8 +133,9 @@ class CollectiveOrder:
         self._digest = hash((self._digest, note)) >> 1
         self._notes.append(note)
 
-    def _describe(self) -> str:
-        everyone = [[tuple(note) for note in notes] for notes in gather_values(list(self._notes))]
+    def _describe(self, *, ends: bool) -> str:
+        gathered = gather_values([list(self._notes), self._backwards, ends])
+        everyone = [[tuple(note) for note in notes] for notes, _, _ in gathered]
         dropping = [str(rank) for rank, notes in enumerate(everyone) if notes and notes[-1] == _DROPS]
         if dropping:
             return (
@@ -127,6 +144,12 @@ class CollectiveOrder:
                 'processes decide alike, by what all of them know, as accelerator.reduce(loss, "mean").'
             )
         differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
+        ended = {rank: backwards for rank, (_, backwards, is_ending) in enumerate(gathered) if is_ending}
+        if ended and len(ended) < len(gathered) and all(not differing[rank] for rank in ended):
+            going = next(rank for rank in range(len(gathered)) if rank not in ended)
+            (rank, count), (_, going_count, _), note = next(iter(ended.items())), gathered[going], differing[going]
+            if going_count > count or (note and note[0] < 0):  # else a branch with more parameters
+                return self._describe_count(rank, count, going, going_count, note)
         alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
         ranks: dict[tuple[int, ...], int] = {}
         for rank, note in enumerate(differing):
@@ -137,15 +160,29 @@ class CollectiveOrder:
         return (
             f"the processes take different branches of the model in one accumulation window: {differences}. "
             f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
-            "Make every process use the same parameters in the same order (the same random choice, or the loss of an "
-            "unused branch times 0), or use stage 1, where the gradient of an unused parameter counts as 0."
+            "Make every process use the same parameters in the same order: the same random choice, or "
+            "dummy_forward(branch, inputs) of zero_plugin on processes that have no data for a branch. Or use stage 1, "
+            "where the gradient of an unused parameter counts as 0."
+        )
+
+    def _describe_count(self, ended: int, count: int, going: int, going_count: int, note: tuple[int, ...]) -> str:
+        """The error if one process ends its window while another one goes on."""
+        has_more = going_count > count
+        what = f"runs backward {going_count}" if has_more else f"{self._describe_note(note)} in one more forward"
+        return (
+            f"the number of backwards differs between the processes in one accumulation window: rank {ended} ends it "
+            f"after {count}, where rank {going} {what}. ZeRO stage {self._stage} sums gradients in every backward, "
+            "which all processes have to run.\n"
+            "Run as many backwards on every process: where one has no micro-batch left, backward() of the loss of any "
+            "batch times 0. Or use stage 0 or 1, or DDP with accelerator.no_sync(model) around all but the last "
+            f"backward, which sum over all backwards.{'' if has_more else _OTHER_FORWARDS}"
         )
 
     def _describe_note(self, note: tuple[int, ...]) -> str:
         if not note:
             return "does not"
         gathers = note[0] < 0
-        names = [self._names.get(-1 - n if gathers else n, "?") for n in note]
+        names = [self._names.get(-1 - n if gathers else n, "a parameter added since prepare()") for n in note]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         what = "the weights" if gathers else "gradients"
         return f"{'gathers' if gathers else 'sums'} {what} of {', '.join(names[:_SHOWN])}{more}"

@@ -17,6 +17,7 @@ from zero_plugin.strategies.deepspeed.gradients import preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import NOTES_WRITTEN, OwnHook
 from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, own_part, unreachable_by
 from zero_plugin.strategies.optimizer_only import weakly
+from zero_plugin.tensors.modules import names_of
 
 
 class WrittenWeights:
@@ -240,8 +241,7 @@ def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> N
     Raises:
         LoopError: always; it names one of them.
     """
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = [names.get(id(p), "a parameter") for p in written]
+    found = names_of(module, written)
     raise LoopError(
         f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
         "ZeRO stage 3 has partitioned: what was written is lost.\n"
