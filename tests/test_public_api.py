@@ -32,6 +32,7 @@ NAMES = [
     "debug_launcher",
     "disk_offload",
     "dispatch_model",
+    "dummy_forward",
     "find_executable_batch_size",
     "infer_auto_device_map",
     "init_empty_weights",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from zero_plugin.launch.notebook import notebook_launcher as notebook_launcher
     from zero_plugin.loop.progress import Progress as Progress
     from zero_plugin.loop.state import PartialState as PartialState
+    from zero_plugin.tensors.dummy_forward import dummy_forward as dummy_forward
     from zero_plugin.tensors.empty import init_empty_weights as init_empty_weights
     from zero_plugin.tensors.empty import init_on_device as init_on_device
     from zero_plugin.utils.imports import is_rich_available as is_rich_available
@@ -61,6 +62,7 @@ _HOMES = {
     "zero_plugin.launch.notebook": "debug_launcher notebook_launcher",
     "zero_plugin.loop.progress": "Progress",
     "zero_plugin.loop.state": "PartialState",
+    "zero_plugin.tensors.dummy_forward": "dummy_forward",
     "zero_plugin.tensors.empty": "init_empty_weights init_on_device",
     "zero_plugin.utils.imports": "is_rich_available",
     "zero_plugin.utils.memory": "find_executable_batch_size",

@@ -28,6 +28,7 @@ from zero_plugin.machine.hardware import number_ranges
 from zero_plugin.strategies.base import CopiedWeights, Session, is_checked_step
 from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
+from zero_plugin.tensors.modules import names_of
 
 if TYPE_CHECKING:
     from zero_plugin.loop.training import Training
@@ -157,8 +158,11 @@ class SameSteps:
             )
         if differences := _compare(left_out):
             raise LoopError(
-                "some processes have left out a step() that others have made, so that their weights differ:\n"
-                f"{differences}\n"
+                "the processes do not step after the same backwards, so that their weights differ: either some run "
+                "more backwards before a step(), or some have left out a step() that others have made:"
+                f"\n{differences}\n"
+                "Where numbers of backwards differ, run all but the last one before each step() inside "
+                "accelerator.no_sync(model), which sums them. "
                 "Where a batch decides whether to step, let all processes decide alike, by what all of them know, as "
                 'accelerator.reduce(loss, "mean").'
             )
@@ -213,8 +217,7 @@ def _describe_noted(module: nn.Module, copies: CopiedWeights) -> str:
     sizes = largest.abs().amax(1, keepdim=True)
     is_small = sizes[:, 0] <= _ROUNDING * sizes.max()
     differ = (largest + negated_smallest > _ROUNDING * sizes).any(1) & ~is_small
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = [names.get(id(p), "?") for p, differs in zip(weights, differ.tolist(), strict=True) if differs]
+    found = names_of(module, (p for p, differs in zip(weights, differ.tolist(), strict=True) if differs))
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"  they differ: {', '.join(found[:_SHOWN])}{more}" if found else ""
 

@@ -594,12 +594,29 @@ class Strategy(ABC):
         return nullcontext()
 
 
-def describe_second_gradient(why: str) -> str:
-    """The message where a parameter gets two gradients in one backward, which cannot be averaged over processes."""
+_CHECKPOINTED = (
+    "a layer runs in two checkpoints of the older kind (use_reentrant=True): write checkpoint(layer, x, "
+    "use_reentrant=False), or for a model of transformers gradient_checkpointing_enable("
+    '{"use_reentrant": False})'
+)
+_NESTED = (
+    "a hook of the loss runs a forward and a backward for each mini-batch (GradCache, Cached…Loss of "
+    "sentence-transformers): call accelerator.backward((model(part) * gradient).sum()) for each of them in the loop, "
+    "outside of a hook, before one optimizer.step()"
+)
+
+
+def describe_second_gradient(why: str, *, is_nested: bool = False) -> str:
+    """The message where a parameter gets two gradients in one backward, which cannot be averaged over processes.
+
+    Args:
+        why: what would be wrong.
+        is_nested: whether further backwards inside of this one are the likely cause.
+    """
+    causes = (_NESTED, _CHECKPOINTED) if is_nested else (_CHECKPOINTED, _NESTED)
     return (
-        "a parameter got two gradients in one backward, as where a layer runs in two checkpoints of the older kind "
-        f"(use_reentrant=True). {why}.\nWrite checkpoint(layer, x, use_reentrant=False), or for a model of "
-        'transformers gradient_checkpointing_enable({"use_reentrant": False}); or train at ZeRO stage 0 or 1.'
+        f"a parameter got two gradients in one backward. {why}.\nEither {causes[0]}.\nOr {causes[1]}.\n"
+        "Or train at ZeRO stage 0 or 1."
     )
 
 

@@ -60,6 +60,12 @@ def as_pretrained(module: nn.Module) -> Any:
     return module if modeling is not None and isinstance(module, modeling.PreTrainedModel) else None
 
 
+def names_of(module: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
+    """The names of parameters of a module, for a message; the script may have replaced some of them meanwhile."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [names.get(id(p), "a parameter replaced since prepare()") for p in parameters]
+
+
 class Slot(NamedTuple):
     """One place in a module that holds a tensor.
 

@@ -6,19 +6,15 @@ be rescaled before the step; the engine's own call is disabled.
 
 DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that got a
 gradient. A parameter without one would be updated with an old gradient, so each class clears such buffers.
-
-`CollectiveOrder` checks that the ranks reduce the gradients of the same parameters together.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +27,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dt
 from torch import Tensor, nn
 
 from zero_plugin.config.installed import replaced
-from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import describe_second_gradient
+from zero_plugin.strategies.deepspeed.guards.same_order import CollectiveOrder
 from zero_plugin.strategies.precision import all_finite
 
 
@@ -169,9 +164,9 @@ def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
     return measure.cache_clear
 
 
-def _order_of(engine: Any, groups: Any, number_of: Callable[[Any], int]) -> CollectiveOrder:
+def _order_of(engine: Any, numbers: dict[int, Tensor]) -> CollectiveOrder:
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    numbered = {number_of(p): names[id(p)] for group in groups for p in group}
+    numbered = {number: names[id(p)] for number, p in numbers.items()}
     return CollectiveOrder(numbered, engine.device, engine.zero_optimization_stage())
 
 
@@ -277,7 +272,9 @@ class FlatGradients(EngineGradients):
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
             self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
-            self._order = _order_of(engine, self._wrapper.bit16_groups, self._wrapper.get_param_id)
+            self._order = _order_of(
+                engine, {self._wrapper.get_param_id(p): p for group in self._wrapper.bit16_groups for p in group}
+            )
             self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._note)
         else:
             engine.enable_backward_allreduce = False
@@ -320,7 +317,7 @@ class FlatGradients(EngineGradients):
         self._forget_norm()
         with _at_boundary(self._engine):
             if self._partitioned:
-                self._order.compare()
+                self._order.compare(ends=True)
                 self._order.relax()
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
@@ -413,7 +410,7 @@ class Stage3Gradients(EngineGradients):
             if p.requires_grad and p.partition_numel() * self._wrapper._get_param_partition_rank(p) < p.ds_numel
         }
 
-        self._order = _order_of(engine, self._wrapper.fp16_groups, lambda p: p.ds_id)
+        self._order = _order_of(engine, {p.ds_id: p for p in engine.module.parameters()})
         self._precede_collectives()
 
     def before_backward(self, *, is_first: bool) -> None:
@@ -441,7 +438,7 @@ class Stage3Gradients(EngineGradients):
 
     def finalize(self) -> None:
         wrapper = self._wrapper
-        self._order.compare()  # with processes that drop these gradients
+        self._order.compare(ends=True)  # with processes that drop these gradients
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:
@@ -507,143 +504,6 @@ class Stage3Gradients(EngineGradients):
             partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             for ds_id in self._own.keys() - seen:
                 partitions[ds_id].zero_()
-
-
-# Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of
-# different size would hang, or abort under gloo. Most models with branches take them from the start; afterwards the
-# order is compared once per window. At stage 3 an evaluation before the training compares at most _COMPARED times.
-_CAREFUL: Final = 10
-_COMPARED: Final = 5000
-_KEPT: Final = 5000  # notes, which name the first difference
-_DROPS: Final = (2**60,)  # the note of gradients that are dropped; no parameter has this number
-_SHOWN: Final = 4  # names in a message
-
-
-class CollectiveOrder:
-    """Checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
-
-    At stages 2 and 3 DeepSpeed reduces gradients in the order in which they are computed. If processes take different
-    branches of the model, it would silently add up gradients of different parameters. A digest of the order is compared
-    in one small collective before a step, and in the first windows before each of DeepSpeed's collectives.
-
-    Args:
-        names: the names of the parameters by DeepSpeed's ids.
-        device: the device of the comparison.
-        stage: the ZeRO stage, for messages.
-
-    Attributes:
-        reduced: ids of the parameters whose gradients were reduced since `begin_window`.
-    """
-
-    def __init__(self, names: Mapping[int, str], device: torch.device, stage: int) -> None:
-        self._names = names
-        self._device = device
-        self._stage = stage
-        self._is_alone = dist.get_world_size() == 1
-        self._careful = _CAREFUL
-        self._compared = 0
-        self._digest = 0
-        self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
-        self.reduced: set[int] = set()
-        self._in_backward: set[int] = set()  # those of them that were reduced in this backward
-
-    def begin_backward(self) -> None:
-        """Called before a backward."""
-        self._in_backward.clear()
-
-    def note_reduction(self, numbers: Iterable[int]) -> None:
-        """Record that the gradients of these parameters are about to be reduced together.
-
-        Raises:
-            LoopError: one of them was reduced in this backward already, whose gradient stage 3 would overwrite.
-        """
-        note = tuple(numbers)
-        before = len(self._in_backward)
-        self._in_backward.update(note)
-        if len(self._in_backward) < before + len(note):
-            raise LoopError(describe_second_gradient(f"At ZeRO stage {self._stage} only one of them would count"))
-        self.reduced.update(note)
-        self._note(note)
-
-    def note_gathering(self, numbers: Iterable[int]) -> None:
-        """Record that the weights of these parameters are about to be gathered together."""
-        self._note(tuple(sorted(-1 - number for number in numbers)))
-
-    def relax(self) -> None:
-        """Count one of the first windows, or at stage 3 backwards, in which it compares before each collective."""
-        self._careful = max(0, self._careful - 1)
-
-    def begin_window(self) -> None:
-        """Start again after a step, or after gradients were dropped."""
-        self.reduced.clear()
-        self._notes.clear()
-        self._digest = 0
-
-    def compare(self, *, drops: bool = False) -> None:
-        """Compare with the other processes, at least at the end of a window. Collective.
-
-        Args:
-            drops: whether this process is about to drop the gradients in place of a step.
-
-        Raises:
-            LoopError: on every process, if the orders differ, or some drop what others apply; it names the first
-                difference.
-        """
-        if drops:
-            self._add(_DROPS)
-        if self._is_alone:
-            return
-        both = torch.tensor([self._digest, -self._digest], device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        largest, negated_smallest = both.tolist()
-        if largest != -negated_smallest:
-            raise LoopError(self._describe())
-
-    def _note(self, note: tuple[int, ...]) -> None:
-        if not note:
-            return
-        self._add(note)
-        if self._careful and self._compared < _COMPARED:
-            self._compared += 1
-            self.compare()
-
-    def _add(self, note: tuple[int, ...]) -> None:
-        # Hashes of integers are the same in every process; shifted, it can be negated.
-        self._digest = hash((self._digest, note)) >> 1
-        self._notes.append(note)
-
-    def _describe(self) -> str:
-        everyone = [[tuple(note) for note in notes] for notes in gather_values(list(self._notes))]
-        dropping = [str(rank) for rank, notes in enumerate(everyone) if notes and notes[-1] == _DROPS]
-        if dropping:
-            return (
-                f"zero_grad() drops gradients on {len(dropping)} of {len(everyone)} processes, e.g. on rank "
-                f"{dropping[0]}, which the others apply in step(). Where a batch decides whether to step, let all "
-                'processes decide alike, by what all of them know, as accelerator.reduce(loss, "mean").'
-            )
-        differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
-        alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
-        ranks: dict[tuple[int, ...], int] = {}
-        for rank, note in enumerate(differing):
-            ranks.setdefault(note[alike:], rank)
-        differences = ", where ".join(
-            f"rank {rank} {self._describe_note(note)}" for note, rank in list(ranks.items())[:_SHOWN]
-        )
-        return (
-            f"the processes take different branches of the model in one accumulation window: {differences}. "
-            f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
-            "Make every process use the same parameters in the same order (the same random choice, or the loss of an "
-            "unused branch times 0), or use stage 1, where the gradient of an unused parameter counts as 0."
-        )
-
-    def _describe_note(self, note: tuple[int, ...]) -> str:
-        if not note:
-            return "does not"
-        gathers = note[0] < 0
-        names = [self._names.get(-1 - n if gathers else n, "?") for n in note]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        what = "the weights" if gathers else "gradients"
-        return f"{'gathers' if gathers else 'sums'} {what} of {', '.join(names[:_SHOWN])}{more}"
 
 
 def preceded(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

@@ -1,25 +1,20 @@
-"""Detects what a script changes between two steps and an engine would ignore: gradients, weights, frozen parameters."""
+"""Detects what a script changes between two steps and an engine would ignore: gradients, frozen parameters."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, is_checked_step
-from zero_plugin.strategies.deepspeed.gradients import EngineGradients, preceded
-from zero_plugin.strategies.deepspeed.partitioned_models import NOTES_WRITTEN, OwnHook
-from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, unreachable_by
-from zero_plugin.strategies.optimizer_only import weakly
+from zero_plugin.strategies.deepspeed.gradients import EngineGradients
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
@@ -252,156 +247,3 @@ def refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
 def refuse_engine_step(*_: Any, **__: Any) -> NoReturn:
     """Replaces the engine's `step`, which would ignore the accumulation window."""
     raise LoopError("model.step() was called; call optimizer.step() of the optimizer from prepare().")
-
-
-class WrittenWeights:
-    """Detects writes of a script into the weights between two steps, and copies them to the fp32 master weights.
-
-    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed.
-
-    Args:
-        engine: the engine; at stage 3 it may have no optimizer.
-        trained: the parameters that it trains.
-        before_change: called before master weights change.
-    """
-
-    def __init__(self, engine: Any, trained: Sequence[nn.Parameter], before_change: Callable[[], None]) -> None:
-        self._engine = engine
-        self._trains = engine.basic_optimizer is not None
-        self._is_partitioned = engine.zero_optimization_partition_weights()
-        self._trained = trained
-        self._watched = list(engine.module.parameters()) if self._is_partitioned else trained
-        self._before_change = before_change
-        self._has_master_weights = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
-        self._is_written = False  # whether the master weights have to be updated before they are used
-        self._versions = versions_of(self._watched)
-        self._steps = 0  # calls of `warn_of_lost`
-        self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
-        self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
-        self._has_warned = False
-
-    def watch(self) -> list[Callable[[], Any]]:
-        """Detect writes by `load_state_dict`, DeepSpeed's setters and its own context; returns what undoes this."""
-        hook = OwnHook(self._note_loaded)
-        parts: Iterable[Any] = self._engine.module.modules()
-        undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
-        note = weakly(self.note)
-        for p in self._watched if self._is_partitioned else ():
-            setattr(p, NOTES_WRITTEN, note)
-            undo.append(partial(p.__dict__.pop, NOTES_WRITTEN, None))
-        # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
-        for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
-            for name in ("set_full_hp_param", "set_local_hp_param"):
-                if (method := getattr(owner, name, None)) is not None:
-                    undo.append(partial(setattr, owner, name, method))
-                    setattr(owner, name, preceded(method, self._note_set_master_weights))
-        return undo
-
-    def note(self) -> None:
-        """Record that the weights were written."""
-        self._is_written = self._trains
-        self._versions = versions_of(self._watched)
-
-    def follow(self) -> None:
-        """Update the master weights with what the script has written since the last call.
-
-        Raises:
-            LoopError: the script has written into partitioned parameters, which has no effect.
-        """
-        if (versions := versions_of(self._watched)) != self._versions:
-            written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
-            self._versions = versions
-            if self._is_partitioned:
-                refuse_lost_weights(self._engine.module, written)
-            self._is_written = self._trains
-        if self._is_written:
-            self._before_change()
-            self._is_written = False
-            if self._has_master_weights:
-                # A weight that equals its rounded master weight was not written: that one keeps its precision.
-                has_changed = self._written_before.get(self._steps, False)
-                for _, master, weight in self._master_weights_and_weights():
-                    is_same = master.to(weight.dtype) == weight
-                    has_changed = has_changed or not bool(is_same.all())
-                    master.copy_(torch.where(is_same, master, weight.to(master.dtype)))
-                self._written_before[self._steps] = has_changed
-            else:
-                self.copy_to_master_weights()
-
-    def take_steps(self) -> dict[int, bool]:
-        """See `Session.take_written`."""
-        taken, self._written_before = self._written_before, {}
-        return taken
-
-    def copy_to_master_weights(self) -> None:
-        """Copy all weights to the master weights."""
-        self._before_change()
-        self._is_written = False
-        self._versions = versions_of(self._watched)
-        refresh = getattr(self._engine.optimizer, "refresh_fp32_params", None)
-        if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
-            refresh()
-
-    def warn_of_lost(self) -> None:
-        """Before some of the steps: warn once if the script has written weights past autograd, as `p.data` does."""
-        steps, self._steps = self._steps, self._steps + 1
-        are_rounded, self._are_rounded = self._are_rounded, True
-        if self._has_warned or not are_rounded or not is_checked_step(steps):
-            return
-        kept: Iterable[tuple[str, Tensor, Tensor]] = ()
-        if self._is_partitioned:
-            # What is empty now cannot be seen, nor what differs from its partition by being quantized for the gather.
-            if not self._engine.zero_quantized_weights():
-                parts = gathered_parts(self._engine.module, recurse=True)
-                in_memory = (part for part in parts if part[1].shape == part[2].shape)  # not on NVMe
-                kept = ((part, partition.to(values), values) for part, values, partition in in_memory)
-        elif self._has_master_weights:  # after a step every weight equals its rounded master weight
-            pairs = self._master_weights_and_weights()
-            kept = ((name, master.to(weight.dtype), weight) for name, master, weight in pairs)
-        if lost := [name for name, wanted, weight in kept if not torch.equal(wanted, weight)]:
-            self._has_warned = True
-            outside = "" if self._is_partitioned else "under torch.no_grad() into the parameter itself, or "
-            announce(
-                f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
-                f"{lost[0]}: ZeRO updates {'partitions' if self._is_partitioned else 'fp32 master weights'}, so that "
-                f"what was written is lost. Write {outside}inside `with accelerator.whole_weights(model):`.",
-                by_each=True,
-            )
-
-    def _note_loaded(self, part: nn.Module, *_: Any) -> None:
-        if self._is_partitioned:
-            for _name, values, partition in gathered_parts(part, recurse=False):
-                partition.copy_(values)
-        self.note()
-
-    def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
-        self._before_change()
-        self._are_rounded = False  # until the next step
-
-    def _master_weights_and_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, flat master weights and flat weights of each piece of this process, both on the former's device."""
-        parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
-        for piece in engine_pieces(self._engine):
-            parameter = parameters[piece.name]
-            start, values = (0, parameter.ds_tensor) if self._is_partitioned else (piece.start, parameter)
-            master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
-            yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
-
-
-def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
-    """Refuse writes of a script into partitioned parameters.
-
-    Args:
-        module: the module.
-        written: the parameters that were written.
-
-    Raises:
-        LoopError: always; it names one of them.
-    """
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = [names.get(id(p), "a parameter") for p in written]
-    raise LoopError(
-        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
-        "ZeRO stage 3 has partitioned: what was written is lost.\n"
-        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
-    )

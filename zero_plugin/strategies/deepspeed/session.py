@@ -35,6 +35,8 @@ from zero_plugin.strategies.base import (
 )
 from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
+from zero_plugin.strategies.deepspeed.guards.same_order import SecondGradientError
+from zero_plugin.strategies.deepspeed.guards.written_weights import WrittenWeights
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
@@ -97,10 +99,11 @@ class EngineSession(Session):
         )
         if stage == 0 and not engine.has_moe_layers and self._trained:
             self.copies = CopiedWeights(self._trained)
-        self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
+        self._written = WrittenWeights(engine, self._trained, self._await_copy)
         self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
         self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
+        self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
@@ -180,20 +183,28 @@ class EngineSession(Session):
         if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
             return explained
         if _is_second_gradient(error):
-            return LoopError(describe_second_gradient("At ZeRO stages 2 and 3 only one of them would count"))
+            # The loss of a backward that only runs others in its hook depends on no weight.
+            loss = self._loss()
+            is_nested = loss is not None and self._passed and not self._depends(loss)
+            why = "At ZeRO stages 2 and 3 only one of them would count"
+            return LoopError(describe_second_gradient(why, is_nested=is_nested))
         return script_changes.explain_sparse_gradients(error, self.module)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
         if not is_first:
             script_changes.refuse_hooks_on_sums(self.module, self._hooked)
-        self._passed = False
+        self._passed, self._loss = False, weakref.ref(loss)  # the graph is not to outlive a failed backward
         self._gradients.before_backward(is_first=is_first)
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
         self._enter()
 
     def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:  # noqa: ARG002
+        return self._passed or self._depends(loss)
+
+    def _depends(self, loss: Tensor) -> bool:
+        """Whether the graph of a loss shows that it depends on a trained parameter; a checkpoint may hide that."""
         trained = {id(p) for p in self._trained}
-        return self._passed or any(id(leaf) in trained for leaf in find_leaves(loss))
+        return any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def close_backward(self, *, reached: bool) -> None:
         engine = self.engine
@@ -587,6 +598,8 @@ def clear_caches() -> None:
 
 def _is_second_gradient(error: BaseException) -> bool:
     """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
+    if isinstance(error, SecondGradientError):
+        return True
     if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

@@ -233,9 +233,13 @@ def gathered_parts(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, T
     for name, p in module.named_parameters(recurse=recurse):
         parameter: Any = p
         if hasattr(p, "ds_id") and p.numel() == parameter.ds_numel:
-            start, count = _partition(parameter)
-            values = p.detach().reshape(-1)[start : start + count]
-            yield name, values, parameter.ds_tensor.detach().view(-1)[:count]
+            yield name, *own_part(parameter)
+
+
+def own_part(parameter: Any) -> tuple[Tensor, Tensor]:
+    """The values of a gathered parameter that this process has partitioned, and the partition."""
+    start, count = _partition(parameter)
+    return parameter.detach().reshape(-1)[start : start + count], parameter.ds_tensor.detach().view(-1)[:count]
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
