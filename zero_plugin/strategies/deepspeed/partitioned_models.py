@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from deepspeed import DeepSpeedEngine, zero
@@ -32,6 +32,7 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import replaced
@@ -50,6 +51,8 @@ NOTES_WRITTEN: Final = "zero_plugin_notes_written"
 """Attribute of a partitioned parameter: a function to call when a `GatheredParameters` has kept what was written."""
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
+# The hooks of modules whose engine has ended.
+_REFUSING: Final[WeakKeyDictionary[nn.Module, RemovableHandle]] = WeakKeyDictionary()
 # Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
 _OF_FOREIGN = re.compile(r"'(Parameter|Tensor)' object has no attribute 'ds_|^tracing error at step")
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
@@ -272,7 +275,9 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    setattr(module, name, functools.partial(function, getattr(module, name)))
+    own = getattr(module, name)
+    if getattr(own, "func", None) not in (_generate_together, _save_whole):  # else an earlier `prepare` has replaced it
+        setattr(module, name, functools.partial(function, own))
 
 
 def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +324,7 @@ def fetch_empty(engine: Any) -> None:
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
     if not empty:
         return
-    coordinator = _coordinator_of(engine)
+    coordinator = coordinator_of(engine)
     fetch = coordinator.fetch_sub_module
 
     def fetch_with_empty(*args: Any, **kwargs: Any) -> None:
@@ -338,7 +343,7 @@ def explain_foreign(engine: Any) -> None:
     DeepSpeed's hooks read the attributes of partitioned ones from whatever parameters a module has, and run in copies
     of the module too.
     """
-    coordinator, kind = _coordinator_of(engine), type(engine.module).__name__
+    coordinator, kind = coordinator_of(engine), type(engine.module).__name__
 
     def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -364,7 +369,8 @@ def explain_foreign(engine: Any) -> None:
         setattr(coordinator, name, untraced(explaining(getattr(coordinator, name))))
 
 
-def _coordinator_of(engine: Any) -> Any:
+def coordinator_of(engine: Any) -> Any:
+    """What gathers and releases the weights of an engine of stage 3."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
 
 
@@ -575,6 +581,9 @@ def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
 def begin_gathering(module: nn.Module) -> None:
     """An engine gathers the module's weights from now on."""
     _GATHERED.add(module)
+    for part in module.modules():
+        if (hook := _REFUSING.pop(part, None)) is not None:
+            hook.remove()
 
 
 def end_gathering(module: nn.Module) -> None:
@@ -586,8 +595,8 @@ def end_gathering(module: nn.Module) -> None:
     _GATHERED.discard(module)
     if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = _LINEAR
-    for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
-        part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
+    for part in module.modules():
+        _REFUSING[part] = part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
 
 
 @contextmanager

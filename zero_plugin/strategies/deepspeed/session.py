@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,9 +15,7 @@ import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +30,7 @@ from zero_plugin.strategies.base import (
     describe_second_gradient,
     release_failed_backward,
 )
-from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
+from zero_plugin.strategies.deepspeed import lifetime, partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
 from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
 from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
@@ -119,7 +116,7 @@ class EngineSession(Session):
             partitioned_models.explain_foreign(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
-        break_reference_cycles(engine)
+        lifetime.break_reference_cycles(engine)
 
     def _guard_steps(self, given: Optimizer | None, stage: int) -> None:
         """Have the optimizer, and the one that the script has given for it, step in a step of this session alone."""
@@ -421,9 +418,8 @@ class EngineSession(Session):
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}
         named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
-        self.engine.destroy()  # which takes all that is in there for the states of tensors
+        lifetime.destroy(self.engine)  # which takes all that is in there for the states of tensors
         held.update(named)
-        forget_module(self.module)
         if self._partitioned:
             partitioned_models.end_gathering(self.module)
         self.engine.optimizer = None
@@ -545,46 +541,6 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
     return call
 
 
-def break_reference_cycles(engine: Any) -> None:
-    """Break reference cycles of an engine's parameters through torch's C++ objects, which Python's GC cannot see.
-
-    * At stages 1 and 2 each parameter has a view of itself as an attribute, whose graph refers to the parameter.
-    * The gradient hook of each parameter refers to the optimizer: the optimizer now owns it, and the parameter has a
-      weak reference.
-    """
-    for p in engine.module.parameters():
-        if (fragment := getattr(p, "_hp_mapping", None)) is not None:
-            fragment.lp_fragment = fragment.lp_fragment.detach()
-    kept = []
-    for handle in getattr(engine.optimizer, "_grad_acc_hooks", ()):
-        hooks = handle.hooks_dict_ref()
-        kept.append(hooks[handle.id])
-        hooks[handle.id] = weakly(hooks[handle.id])
-    if kept:
-        engine.optimizer._zero_plugin_hooks = kept
-
-
-def forget_module(module: nn.Module) -> None:
-    """Release `module`, its partitions and its optimizer from DeepSpeed's global lists of stage 3."""
-    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other._modules is not module._modules]  # or a proxy
-    clear_caches()
-
-
-def weaken_module_stack() -> None:
-    """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
-    FWD_MODULE_STACK[:] = [
-        m if isinstance(m, weakref.ProxyTypes) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
-    ]
-
-
-def clear_caches() -> None:
-    """Clear a global cache in which DeepSpeed keeps modules of all engines; engines that still train fill it again."""
-    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
-    for cell in getattr(cached, "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
-
-
 def _is_second_gradient(error: BaseException) -> bool:
     """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
     if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
@@ -597,10 +553,6 @@ def _clips_steps(wrapper: Any) -> bool:
     """Whether the optimizer around an optimizer clips what Muon makes of gradients, and not the gradients."""
     partitions = isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer)
     return partitions and is_muon(wrapper.optimizer)
-
-
-def _forget(dead: Any) -> None:
-    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other is not dead]
 
 
 class SharedBuffers:

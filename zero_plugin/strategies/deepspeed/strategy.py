@@ -38,9 +38,10 @@ from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
+from zero_plugin.strategies.deepspeed.lifetime import clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
-from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
+from zero_plugin.strategies.deepspeed.session import EngineSession
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
