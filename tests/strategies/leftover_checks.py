@@ -7,8 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import FURTHER, PAIR, SINGLE, assert_near, checks_on, global_batch, listening, loss_of, make_net, own_batch
-from paths import raised, running, weights
+from paths import (
+    FURTHER,
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    listening,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
@@ -149,9 +162,7 @@ def check_layers_are_frozen_and_unfrozen_over_open_windows(path: str) -> None:
         assert_near(state, plain.state_dict())
 
 
-def _train(
-    accelerator: Accelerator, net: nn.Module, batches: range, *, steps: int, optimizer: Any = None
-) -> nn.Module:
+def _train(accelerator: Accelerator, net: nn.Module, batches: range, *, steps: int, optimizer: Any = None) -> nn.Module:
     """Train with a step after each of the first backwards, and none after the others."""
     model, optimizer = accelerator.prepare(net, _sgd(net) if optimizer is None else optimizer)
     for number, batch in enumerate(batches):
@@ -231,7 +242,8 @@ def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
             yield (where, name), type(value)
     for where, p in net.named_parameters():
         yield (where, "grad"), None if p.grad is None else p.grad.shape
-        yield (where, "hooks"), (len(p._backward_hooks or ()), len(getattr(p, "_post_accumulate_grad_hooks", None) or ()))
+        hooks = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+        yield (where, "hooks"), [len(of or ()) for of in hooks]
 
 
 FUNCTIONS: list[Callable[[str], None]] = [

@@ -95,7 +95,7 @@ class EngineSession(Session):
         if stage == 0 and not engine.has_moe_layers and self._trained:
             self.copies = CopiedWeights(self._trained)
         self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
-        self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
+        self.undo = self._written.watch()
         self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
@@ -122,11 +122,11 @@ class EngineSession(Session):
         """Have the optimizer, and the one that the script has given for it, step in a step of this session alone."""
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
-        self._undo.append(self._guard.remove)
+        self.undo.append(self._guard.remove)
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
-            self._undo.append(self._parts.remove)
+            self.undo.append(self._parts.remove)
 
     def _describe_states(self) -> None:
         """Where the optimizer's states are, and how they lie."""
@@ -413,7 +413,7 @@ class EngineSession(Session):
     def close(self) -> None:
         if self.engine is None:
             return
-        for undo in self._undo:
+        for undo in self.undo:
             undo()
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}
@@ -494,11 +494,11 @@ class EngineSession(Session):
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
         self._state_dicts = partitioned_models.PartitionedStates(self.module)
-        self._undo += [handle.remove for handle in self._state_dicts.handles]
+        self.undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
-        self._undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
+        self.undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
         # A script may also call the module itself; a copy of the module is not to copy the engine.
-        self._undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
+        self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _watch_parameters(self) -> None:
         """Make a backward that the session did not start raise at the first parameter that it reaches."""
@@ -509,7 +509,7 @@ class EngineSession(Session):
             return
         refuse = weakly(self._refuse_unopened)
         trained: list[Any] = self._trained
-        self._undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
+        self.undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
 
     def _refuse_unopened(self, *_: Tensor) -> None:
         if not self.engine.__dict__["_running_engine_backward"] and not script_changes.runs_forward(self.engine):
