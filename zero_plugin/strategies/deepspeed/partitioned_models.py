@@ -250,11 +250,13 @@ def _initializing_gathered() -> AbstractContextManager[None]:
 
 
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
-    """Adapt `generate` and `save_pretrained`, of the model and of inner models, to partitioned weights.
+    """Adapt `generate`, `save_pretrained` and PEFT's `merge`, of the model and of inner models, to partitioned weights.
 
     * `generate`: processes that are done continue until all are, since each has a partition of every weight.
     * `save_pretrained`: writes the given `state_dict`. Without one it does nothing on processes other than the main
       process, where `accelerator.get_state_dict` returns None, and raises on the main process.
+    * `merge` and `unmerge`, of layers with adapters: an error where their weights are not gathered. PEFT would add an
+      empty product to an empty weight, and then leave the adapters out of the forward.
 
     Raises:
         StrategyError: PEFT saves the adapters without using a state dict.
@@ -272,11 +274,18 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
             _replace(module, "generate", _generate_together)
         if callable(getattr(type(module), "save_pretrained", None)):
             _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank, module))
+        if hasattr(module, "merged_adapters"):  # PEFT's mark of a layer with adapters
+            for name in ("merge", "unmerge"):
+                _replace(module, name, functools.partial(_merge_whole, module))
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     own = getattr(module, name)
-    if getattr(own, "func", None) not in (_generate_together, _save_whole):  # else an earlier `prepare` has replaced it
+    if getattr(own, "func", None) not in (
+        _generate_together,
+        _save_whole,
+        _merge_whole,
+    ):  # else an earlier `prepare` has replaced it
         setattr(module, name, functools.partial(function, own))
 
 
@@ -299,6 +308,16 @@ def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: A
             "all processes call."
         )
     return None
+
+
+def _merge_whole(module: nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(map(own_partitioned, module.modules())):
+        raise LoopError(
+            f"merging or unmerging adapters of a {type(module).__name__} whose weights ZeRO stage 3 has partitioned: "
+            "nothing would be added to them.\nCall merge_adapter(), unmerge_adapter() and merge_and_unload() inside "
+            "`with accelerator.whole_weights(model):`, on every process."
+        )
+    return merge(*args, **kwargs)
 
 
 def gathered_parameters(

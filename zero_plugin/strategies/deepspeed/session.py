@@ -96,6 +96,7 @@ class EngineSession(Session):
             self.copies = CopiedWeights(self._trained)
         self._written = script_changes.WrittenWeights(engine, self._trained, self._await_copy)
         self.undo = self._written.watch()
+        self.undo += script_changes.refuse_rank_allocation(self.module)
         self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
