@@ -15,7 +15,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "adapters.md"
 # Those that differ from each other by more than their shapes.
-DAILY = ("DoRA", "`merge_adapter`", "`merge_adapter`, whole weights", "AdaLoRA", "AdaLoRA, `update_and_allocate`")
+DAILY = (
+    "DoRA",
+    "LoRA, `modules_to_save`",
+    "`merge_adapter`",
+    "`merge_adapter`, whole weights",
+    "AdaLoRA",
+    "AdaLoRA, `update_and_allocate`",
+)
 
 Table = dict[tuple[str, str], str]
 

@@ -274,7 +274,7 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
             _replace(module, "generate", _generate_together)
         if callable(getattr(type(module), "save_pretrained", None)):
             _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank, module))
-        if hasattr(module, "merged_adapters"):  # PEFT's mark of a layer with adapters
+        if all(hasattr(type(module), name) for name in ("merge", "unmerge")):  # a layer with adapters of PEFT
             for name in ("merge", "unmerge"):
                 _replace(module, name, functools.partial(_merge_whole, module))
 
