@@ -366,7 +366,7 @@ def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(str
             for first in range(0, 10, fetched):
                 for _ in list(islice(iterator, min(fetched, 10 - first))):
                     window.count_backward()
-                backwards = window._backwards
+                backwards = window.backwards
                 if (fetched == 1 or window.ends_here) and step(window):
                     sizes.append(backwards)
         assert sizes == [4, 4, 2] * 2

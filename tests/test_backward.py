@@ -136,7 +136,7 @@ def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch
     trainings, epoch, running = make_trainings(2), Epoch(length), ActiveLoaders()
     for training, count in zip(trainings, steps, strict=True):
         training.window = Window(count, training.session, LoaderProgress(running=running))
-        training.watches = False
+        training._watching.clear()
         training.watch_gradients()
         assert training.optimizer is not None
         training.optimizer.run_in(training.window)

@@ -29,6 +29,7 @@ ZERO = {
         "offload_param": {"device": "cpu"},
     },
 }
+FURTHER = {"zero0": {"stage": 0}, "zero3-gathered": {"stage": 3}}  # for few
 STAGE_3 = ("zero3", "zero3-cpu")
 EVERYWHERE = ("single", "ddp", *ZERO)
 
@@ -267,7 +268,8 @@ class Prepared(Plain):
 @contextmanager
 def prepared(path: str) -> Iterator[Prepared]:
     """A loop on `path`, ended in the end."""
-    section: dict[str, Any] = {"zero_optimization": ZERO[path]} if path in ZERO else {}
+    sections = {**ZERO, **FURTHER}
+    section: dict[str, Any] = {"zero_optimization": sections[path]} if path in sections else {}
     config = {"distributed_type": distributed_type(path), "use_cpu": not ON_GPU, "scheduler_counts": "steps"}
     accelerator = Accelerator(config={**config, "deepspeed_config": section})
     try:

@@ -38,7 +38,7 @@ from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
-from zero_plugin.loop.training import Pair, Training, optimized_parameters, start_training
+from zero_plugin.loop.training import Pair, Training, log_dropped, optimized_parameters, start_training
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import probe_loop, surely_train
 from zero_plugin.strategies.base import Session
@@ -74,7 +74,6 @@ class Prepared:
         # The script's optimizers whose schedulers came first.
         self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []
         self._loop = LoopFacts()  # facts about the loaders that were prepared last
-        self._was_freed = False  # whether `free` was called since the last `prepare`
         self.window = self.default_window = self._new_window()
         self.first_steps = FirstSteps(self.trainings, RUNNING, run.processes.world_size)
 
@@ -133,10 +132,11 @@ class Prepared:
         """Release everything that is prepared, and its memory."""
         self.settle()
         for training in self.trainings:
-            if training.session.before_change is not None:
-                training.session.before_change()
-            training.session.close()
+            training.close()
         for held in self.waiting:
+            log_dropped(held.window, type(held.optimizer).__name__)
+            if held.window.holds_gradients:
+                held.session.drop_gradients(failed=False)
             held.session.close()
         everything: tuple[list[Any], ...] = (
             *(self.trainings, self.trained, self.untrained, self._run.leaving_files),
@@ -147,7 +147,6 @@ class Prepared:
         self._run.background.memory.release()
         self._loop = LoopFacts()
         self.first_steps.begin()
-        self._was_freed = True
         self.window = self.default_window = self._new_window()
         self.resolved = None
         gc.collect()
@@ -182,9 +181,6 @@ class Prepared:
             only_evaluates: whether the models are never trained.
         """
         self._run.follow_configuration()
-        if self._was_freed:
-            self._was_freed = False
-            gc.collect()  # the old wrapper, which the script has released, still has hooks on the parameters
         call = _Call(left, only_evaluates)
         self._sort(objects, call)
         for optimizer in call.optimizers:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
@@ -25,6 +26,7 @@ from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved, Schedul
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.run_files import keep_record
 from zero_plugin.data.active import LoaderProgress
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.long_context.transformers_models import share_model
 from zero_plugin.loop import memory_check
@@ -84,11 +86,11 @@ class Training:
     ids: frozenset[int] = field(init=False)
     looks: int = 0
     reached: bool = False
-    watches: bool = False
     remove_scheduler: Callable[[], None] | None = None
     prediction: memory_check.Prediction | None = None
     reduces_each_batch: bool = False
     stepped_apart: bool = False
+    _watching: list[RemovableHandle] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ids = frozenset(map(id, self.parameters))
@@ -303,9 +305,8 @@ class Training:
 
     def watch_gradients(self) -> None:
         """From now on set `reached` when the model gets a gradient, to know which models a loss depends on."""
-        if self.watches:
+        if self._watching:
             return
-        self.watches = True
         self.window.plans_ahead = False
 
         reference = weakref.ref(self)  # the hooks' references are in C++, where Python's GC cannot see them
@@ -314,8 +315,7 @@ class Training:
             if (training := reference()) is not None:
                 training.reached = True
 
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        self._watching = [p.register_post_accumulate_grad_hook(note) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def clip(self, given: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         """Clip the gradients of the next step; their norm before, see `Session.clip`.
@@ -354,6 +354,19 @@ class Training:
         message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
         fix = "Write the same value in both, or auto in the file."
         raise ConfigError([Problem(where, "gradient_clipping", message, fix)])
+
+    def close(self) -> None:
+        """Release the model: nothing of its training is left in it, nor gradients of a window that is open."""
+        session = self.session
+        if session.before_change is not None:
+            session.before_change()
+        log_dropped(self.window, type(session.module).__name__ if self.optimizer is not None else None)
+        for hook in self._watching:
+            hook.remove()
+        session.model.__dict__.pop("_is_accelerate_prepared", None)
+        session.close()
+        for p in session.module.parameters():
+            p.grad = None
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -464,6 +477,21 @@ def start_training(
         training.prediction = memory_check.Prediction(predicted, local_processes(processes), processes.device, before)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
+
+
+def log_dropped(window: Window, of: str | None) -> None:
+    """Log that `free_memory` drops gradients, if the window holds some.
+
+    Args:
+        window: the accumulation window.
+        of: the class of its model, or of an optimizer without a prepared model. None if the window is not its own.
+    """
+    if of is not None and window.holds_gradients:
+        times = "1 backward" if window.backwards == 1 else f"{window.backwards} backwards"
+        announce(
+            f"free_memory() drops the gradients of {times} of the {of}, which optimizer.step() has not applied: the "
+            "accumulation window was open"
+        )
 
 
 def optimized_parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:

@@ -122,6 +122,7 @@ class Window:
         ends_here: whether the current micro-batch is the window's last, so that `step()` applies the gradients.
         is_decided: whether the script has set `ends_here`.
         phase: what the gradients are.
+        backwards: backwards of the window so far, which no step has applied yet.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Window:
         # Micro-batches of other models' windows that have also contributed to the accumulated gradients -> the factor
         # by which these gradients were multiplied since.
         self._other_micro_batches: dict[MicroBatches, float] = {}
-        self._backwards = 0  # backwards of the window so far
+        self.backwards = 0
         self._since_step = 0  # backwards since the last call of step(), also those of other models' micro-batches
         if isinstance(session, Session):
             session.on_failure = _failing(weakref.ref(self))
@@ -203,7 +204,7 @@ class Window:
     @property
     def holds_gradients(self) -> bool:
         """Whether the model has accumulated gradients of this window that no step has applied yet."""
-        return self._backwards > 0
+        return self.backwards > 0
 
     @property
     def is_begun(self) -> bool:
@@ -219,7 +220,7 @@ class Window:
         if self.is_decided and not self.ends_here:
             return False
         if self.in_context or (self._by_context and not self.ends_here):
-            return self._since_step > self._backwards == 0  # only foreign gradients, since the last window's step
+            return self._since_step > self.backwards == 0  # only foreign gradients, since the last window's step
         return self._since_step > 0
 
     def enter_batch(self) -> None:
@@ -247,7 +248,7 @@ class Window:
         """
         self._since_step += 1
         if self.in_context:
-            self._backwards += 1
+            self.backwards += 1
             if self._own.count == 0:  # the window was opened again at this micro-batch
                 self._advance(is_new=False)
             return
@@ -255,7 +256,7 @@ class Window:
             self._open()
         elif self.ends_here and self._own.count >= self._own.divisor and not self.is_decided:
             raise LoopError(self._describe_missing_step())
-        self._backwards += 1
+        self.backwards += 1
         self._advance()
         if not self._progress.is_own and self.steps > 1 and not self.is_decided:
             raise LoopError(
@@ -282,7 +283,7 @@ class Window:
                 self._enter(Phase.FAILED)
                 raise LoopError(self._describe_late_backward())
             self._other_micro_batches.setdefault(window._own, 1.0)
-        if not (self.in_context or self._backwards or self.is_decided):
+        if not (self.in_context or self.backwards or self.is_decided):
             self.ends_here = ends
 
     def count_step(self, *, has_stepped: bool = False) -> bool:
@@ -346,7 +347,7 @@ class Window:
             self._plan()
 
     def _forget_batches(self) -> None:
-        self._backwards = 0
+        self.backwards = 0
         self._own = MicroBatches(self.steps, self.steps)
 
     def _plan(self) -> None:
@@ -559,7 +560,7 @@ class Window:
                 raise
             self._gradients_kept = None
         self._enter(Phase.APPLIED)
-        self._backwards = 0
+        self.backwards = 0
         if not self.in_context:  # there the next accumulate() opens a window; a second step is of the same micro-batch
             self._forget_batches()
         return applied
@@ -591,8 +592,8 @@ class Window:
     def restart(self) -> None:
         """Restart the window after gradients were dropped; inside `accumulate()` with the next backward."""
         self._since_step = 0
-        if self._backwards:
-            self._progress.repeat(self._backwards)
+        if self.backwards:
+            self._progress.repeat(self.backwards)
             self._reopen()
 
     def describe_kept_gradients(self) -> str | None:

@@ -149,6 +149,7 @@ class Session(ABC):
         on_average: called where all processes average the gradients of one step, so that it may be collective; not
             inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
         copies: the trained weights, if each process has copies of its own.
+        undo: what `close` calls: each takes back a change of the user's module.
     """
 
     unpartitioned_gradients = True
@@ -168,6 +169,7 @@ class Session(ABC):
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer | None
+    undo: list[Callable[[], Any]]
     last_norm: Tensor | float | None = None
     _scale: LossScale | None = None  # under fp16
 

@@ -42,9 +42,10 @@ class DdpReducer:
         route(ddp, "no_sync", no_sync)
 
     def close(self) -> None:
-        """Remove the hook of `follow`."""
+        """Remove the hook of `follow`, and DDP's own on the parameters: the script may keep the wrapper."""
         if self._hook is not None:
             self._hook.remove()
+        self._ddp.reducer._remove_autograd_hooks()
 
     def follow(self, averages: Callable[[], bool]) -> None:
         """Before each forward, ask `averages` whether its backward has to average gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def find_expert_layers(model: nn.Module, class_names: Collection[str]) -> Iterat
             yield module
 
 
-def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> None:
+def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> Callable[[], None]:
     """Make each backward through `layer` reach all of its trained parameters, in the same order on every process.
 
     Otherwise DDP raises if a process did not call an expert, and DeepSpeed, at stages 1 and 2, silently adds up the
@@ -44,6 +44,9 @@ def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> None:
         layer: the layer.
         with_gradients: False if the engine itself completes the gradients of such a layer at the end of its backward
             (stage 3): then only the layer's input takes part in the backward, which notifies the engine.
+
+    Returns:
+        What takes this back.
     """
     opener = torch.zeros((), requires_grad=True)
 
@@ -59,7 +62,7 @@ def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> None:
                 return args, {**kwargs, name: _Enter.apply(value, *reached)}  # type: ignore[no-untyped-call]
         return None
 
-    layer.register_forward_pre_hook(hook, with_kwargs=True)
+    return layer.register_forward_pre_hook(hook, with_kwargs=True).remove
 
 
 class _Enter(torch.autograd.Function):

@@ -278,14 +278,17 @@ def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((1,), value, device=device)
 
 
-def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+def compute_in(model: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Cast floating-point inputs of `model` to `dtype`, and floating-point outputs to fp32.
 
     The loss is then computed as without mixed precision. Buffers keep their dtype, as with DeepSpeed: if a layer cannot
     combine it with that of its weights, the error names them.
+
+    Returns:
+        What takes this back.
     """
     if dtype == torch.float32:
-        return
+        return []
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -293,11 +296,15 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return map_leaves(cast, args), map_leaves(cast, kwargs)
 
-    model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    model.register_forward_hook(lambda _module, _inputs, outputs: map_leaves(to_fp32, outputs))
+    undo = [
+        model.register_forward_pre_hook(cast_inputs, with_kwargs=True).remove,
+        model.register_forward_hook(lambda _module, _inputs, outputs: map_leaves(to_fp32, outputs)).remove,
+    ]
     wide = [name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype != dtype]
     if wide:
-        wrap_forward(model, functools.partial(_run_naming_buffers, wide, str(dtype).removeprefix("torch.")))
+        naming = functools.partial(_run_naming_buffers, wide, str(dtype).removeprefix("torch."))
+        undo.append(wrap_forward(model, naming))
+    return undo
 
 
 def _run_naming_buffers(wide: list[str], dtype: str, forward: Any, *args: Any, **kwargs: Any) -> Any:

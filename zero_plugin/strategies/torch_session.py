@@ -98,13 +98,13 @@ class TorchSession(Session):
         self.recorder = recorder
         self._averages = False  # whether the running backward averages gradients
         self._are_averaged = True  # whether those that were accumulated are
-        self._undo_autocast: Callable[[], None] | None = None
+        self.undo = []
         self._scale = scale
         self.scales_loss, self.adds_to_complete_gradients = scale is not None, scale is None
         self._skips = skips
         if precision != "no":
             device = next((p.device.type for p in module.parameters()), "cpu")
-            self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device, autocast), device)
+            self.undo.append(run_under_autocast(module, lambda: autocast_as(precision, device, autocast), device))
         self._is_open = False  # whether a backward of this session runs
         if optimizer is not None:
             self.train_with(optimizer)
@@ -304,8 +304,8 @@ class TorchSession(Session):
 
     def close(self) -> None:
         release_failed_backward()
-        if self._undo_autocast is not None:
-            self._undo_autocast()
+        for undo in self.undo:
+            undo()
         if self.recorder is not None:
             self.recorder.close()
         if self.optimizer is not None:

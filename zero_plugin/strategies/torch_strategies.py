@@ -202,8 +202,7 @@ class DdpStrategy(TorchStrategy):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         convert_weights_to_fp32(request)
         module = request.model.to(processes.device) if request.is_placed else request.model
-        for layer in find_expert_layers(module, ()):
-            reach_every_expert(layer, with_gradients=True)
+        ties = [reach_every_expert(layer, with_gradients=True) for layer in find_expert_layers(module, ())]
         optimizer = torch_optimizer(request)
         trains = not request.only_evaluates and any(p.requires_grad for p in module.parameters())
         if trains and optimizer is None:
@@ -217,7 +216,9 @@ class DdpStrategy(TorchStrategy):
                 "the processes. Build them without max_norm, and scale the rows in the forward."
             )
         model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
-        return self._session(model, request, optimizer)
+        session = self._session(model, request, optimizer)
+        session.undo += ties
+        return session
 
     def _wrap(self, module: nn.Module, is_placed: bool, accumulation: int) -> DistributedDataParallel:
         given = self.handlers.ddp or DistributedDataParallelKwargs()

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from deepspeed import DeepSpeedEngine, zero
@@ -32,6 +32,7 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import replaced
@@ -50,6 +51,8 @@ NOTES_WRITTEN: Final = "zero_plugin_notes_written"
 """Attribute of a partitioned parameter: a function to call when a `GatheredParameters` has kept what was written."""
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
+# The hooks of modules whose engine has ended.
+_REFUSING: Final[WeakKeyDictionary[nn.Module, RemovableHandle]] = WeakKeyDictionary()
 # Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
 _OF_FOREIGN = re.compile(r"'(Parameter|Tensor)' object has no attribute 'ds_|^tracing error at step")
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
@@ -247,11 +250,13 @@ def _initializing_gathered() -> AbstractContextManager[None]:
 
 
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
-    """Adapt `generate` and `save_pretrained`, of the model and of inner models, to partitioned weights.
+    """Adapt `generate`, `save_pretrained` and PEFT's `merge`, of the model and of inner models, to partitioned weights.
 
     * `generate`: processes that are done continue until all are, since each has a partition of every weight.
     * `save_pretrained`: writes the given `state_dict`. Without one it does nothing on processes other than the main
       process, where `accelerator.get_state_dict` returns None, and raises on the main process.
+    * `merge` and `unmerge`, of layers with adapters: an error where their weights are not gathered. PEFT would add an
+      empty product to an empty weight, and then leave the adapters out of the forward.
 
     Raises:
         StrategyError: PEFT saves the adapters without using a state dict.
@@ -269,10 +274,19 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
             _replace(module, "generate", _generate_together)
         if callable(getattr(type(module), "save_pretrained", None)):
             _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank, module))
+        if all(hasattr(type(module), name) for name in ("merge", "unmerge")):  # a layer with adapters of PEFT
+            for name in ("merge", "unmerge"):
+                _replace(module, name, functools.partial(_merge_whole, module))
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    setattr(module, name, functools.partial(function, getattr(module, name)))
+    own = getattr(module, name)
+    if getattr(own, "func", None) not in (
+        _generate_together,
+        _save_whole,
+        _merge_whole,
+    ):  # else an earlier `prepare` has replaced it
+        setattr(module, name, functools.partial(function, own))
 
 
 def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -294,6 +308,16 @@ def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: A
             "all processes call."
         )
     return None
+
+
+def _merge_whole(module: nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(map(own_partitioned, module.modules())):
+        raise LoopError(
+            f"merging or unmerging adapters of a {type(module).__name__} whose weights ZeRO stage 3 has partitioned: "
+            "nothing would be added to them.\nCall merge_adapter(), unmerge_adapter() and merge_and_unload() inside "
+            "`with accelerator.whole_weights(model):`, on every process."
+        )
+    return merge(*args, **kwargs)
 
 
 def gathered_parameters(
@@ -319,7 +343,7 @@ def fetch_empty(engine: Any) -> None:
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
     if not empty:
         return
-    coordinator = _coordinator_of(engine)
+    coordinator = coordinator_of(engine)
     fetch = coordinator.fetch_sub_module
 
     def fetch_with_empty(*args: Any, **kwargs: Any) -> None:
@@ -338,7 +362,7 @@ def explain_foreign(engine: Any) -> None:
     DeepSpeed's hooks read the attributes of partitioned ones from whatever parameters a module has, and run in copies
     of the module too.
     """
-    coordinator, kind = _coordinator_of(engine), type(engine.module).__name__
+    coordinator, kind = coordinator_of(engine), type(engine.module).__name__
 
     def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -364,7 +388,8 @@ def explain_foreign(engine: Any) -> None:
         setattr(coordinator, name, untraced(explaining(getattr(coordinator, name))))
 
 
-def _coordinator_of(engine: Any) -> Any:
+def coordinator_of(engine: Any) -> Any:
+    """What gathers and releases the weights of an engine of stage 3."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
 
 
@@ -575,6 +600,9 @@ def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
 def begin_gathering(module: nn.Module) -> None:
     """An engine gathers the module's weights from now on."""
     _GATHERED.add(module)
+    for part in module.modules():
+        if (hook := _REFUSING.pop(part, None)) is not None:
+            hook.remove()
 
 
 def end_gathering(module: nn.Module) -> None:
@@ -586,8 +614,8 @@ def end_gathering(module: nn.Module) -> None:
     _GATHERED.discard(module)
     if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = _LINEAR
-    for part in module.modules():  # before DeepSpeed's own hook, which marks the part as running
-        part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
+    for part in module.modules():
+        _REFUSING[part] = part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,6 +21,28 @@ from zero_plugin.strategies.deepspeed.gradients import EngineGradients
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
 # torch's message for a product with a weight that was released after the first backward through its forward.
 _OF_RELEASED = re.compile(r"size of tensor \w \(0\) must match")
+
+
+def refuse_rank_allocation(model: nn.Module) -> list[Callable[[], Any]]:
+    """Make `update_and_allocate` of PEFT's AdaLoRA an error: it reads `p.grad` after the step, and writes into weights.
+
+    Returns:
+        What takes this back.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise LoopError(
+            "update_and_allocate() of AdaLoRA reads p.grad after optimizer.step() and writes into the adapters: under "
+            "ZeRO p.grad is gone by then.\nTrain AdaLoRA without DeepSpeed (distributed_type: MULTI_GPU), or use LoRA, "
+            "which trains at every stage. Without update_and_allocate() AdaLoRA keeps the ranks that it begins with."
+        )
+
+    undo: list[Callable[[], Any]] = []
+    for module in model.modules():
+        if callable(getattr(type(module), "update_and_allocate", None)):
+            module.__dict__["update_and_allocate"] = refuse
+            undo.append(partial(module.__dict__.pop, "update_and_allocate", None))
+    return undo
 
 
 def versions_of(parameters: Iterable[Tensor]) -> list[int]:

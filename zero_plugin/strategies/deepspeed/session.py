@@ -16,9 +16,7 @@ import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +31,7 @@ from zero_plugin.strategies.base import (
     describe_second_gradient,
     release_failed_backward,
 )
-from zero_plugin.strategies.deepspeed import partitioned_models, script_changes, states
+from zero_plugin.strategies.deepspeed import lifetime, partitioned_models, script_changes, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
 from zero_plugin.strategies.deepspeed.guards.same_order import SecondGradientError
 from zero_plugin.strategies.deepspeed.guards.written_weights import WrittenWeights
@@ -100,7 +98,8 @@ class EngineSession(Session):
         if stage == 0 and not engine.has_moe_layers and self._trained:
             self.copies = CopiedWeights(self._trained)
         self._written = WrittenWeights(engine, self._trained, self._await_copy)
-        self._undo: list[Callable[[], Any]] = self._written.watch()  # of hooks and replaced methods
+        self.undo = self._written.watch()
+        self.undo += script_changes.refuse_rank_allocation(self.module)
         self._guard_steps(given, stage)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
@@ -122,17 +121,17 @@ class EngineSession(Session):
             partitioned_models.explain_foreign(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
-        break_reference_cycles(engine)
+        lifetime.break_reference_cycles(engine)
 
     def _guard_steps(self, given: Optimizer | None, stage: int) -> None:
         """Have the optimizer, and the one that the script has given for it, step in a step of this session alone."""
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
-        self._undo.append(self._guard.remove)
+        self.undo.append(self._guard.remove)
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
-            self._undo.append(self._parts.remove)
+            self.undo.append(self._parts.remove)
 
     def _describe_states(self) -> None:
         """Where the optimizer's states are, and how they lie."""
@@ -427,14 +426,13 @@ class EngineSession(Session):
     def close(self) -> None:
         if self.engine is None:
             return
-        for undo in self._undo:
+        for undo in self.undo:
             undo()
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}
         named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
-        self.engine.destroy()  # which takes all that is in there for the states of tensors
+        lifetime.destroy(self.engine)  # which takes all that is in there for the states of tensors
         held.update(named)
-        forget_module(self.module)
         if self._partitioned:
             partitioned_models.end_gathering(self.module)
         self.engine.optimizer = None
@@ -509,11 +507,11 @@ class EngineSession(Session):
     def _watch_fetches(self) -> None:
         """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
         self._state_dicts = partitioned_models.PartitionedStates(self.module)
-        self._undo += [handle.remove for handle in self._state_dicts.handles]
+        self.undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
-        self._undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
+        self.undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
         # A script may also call the module itself; a copy of the module is not to copy the engine.
-        self._undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
+        self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _watch_parameters(self) -> None:
         """Make a backward that the session did not start raise at the first parameter that it reaches."""
@@ -524,7 +522,7 @@ class EngineSession(Session):
             return
         refuse = weakly(self._refuse_unopened)
         trained: list[Any] = self._trained
-        self._undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
+        self.undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
 
     def _refuse_unopened(self, *_: Tensor) -> None:
         if not self.engine.__dict__["_running_engine_backward"] and not script_changes.runs_forward(self.engine):
@@ -556,46 +554,6 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
     return call
 
 
-def break_reference_cycles(engine: Any) -> None:
-    """Break reference cycles of an engine's parameters through torch's C++ objects, which Python's GC cannot see.
-
-    * At stages 1 and 2 each parameter has a view of itself as an attribute, whose graph refers to the parameter.
-    * The gradient hook of each parameter refers to the optimizer: the optimizer now owns it, and the parameter has a
-      weak reference.
-    """
-    for p in engine.module.parameters():
-        if (fragment := getattr(p, "_hp_mapping", None)) is not None:
-            fragment.lp_fragment = fragment.lp_fragment.detach()
-    kept = []
-    for handle in getattr(engine.optimizer, "_grad_acc_hooks", ()):
-        hooks = handle.hooks_dict_ref()
-        kept.append(hooks[handle.id])
-        hooks[handle.id] = weakly(hooks[handle.id])
-    if kept:
-        engine.optimizer._zero_plugin_hooks = kept
-
-
-def forget_module(module: nn.Module) -> None:
-    """Release `module`, its partitions and its optimizer from DeepSpeed's global lists of stage 3."""
-    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other._modules is not module._modules]  # or a proxy
-    clear_caches()
-
-
-def weaken_module_stack() -> None:
-    """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
-    FWD_MODULE_STACK[:] = [
-        m if isinstance(m, weakref.ProxyTypes) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
-    ]
-
-
-def clear_caches() -> None:
-    """Clear a global cache in which DeepSpeed keeps modules of all engines; engines that still train fill it again."""
-    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
-    for cell in getattr(cached, "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
-
-
 def _is_second_gradient(error: BaseException) -> bool:
     """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
     if isinstance(error, SecondGradientError):
@@ -610,10 +568,6 @@ def _clips_steps(wrapper: Any) -> bool:
     """Whether the optimizer around an optimizer clips what Muon makes of gradients, and not the gradients."""
     partitions = isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer)
     return partitions and is_muon(wrapper.optimizer)
-
-
-def _forget(dead: Any) -> None:
-    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other is not dead]
 
 
 class SharedBuffers:

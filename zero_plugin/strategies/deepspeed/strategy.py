@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal
@@ -38,9 +38,10 @@ from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
+from zero_plugin.strategies.deepspeed.lifetime import clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
-from zero_plugin.strategies.deepspeed.session import EngineSession, clear_caches, weaken_module_stack
+from zero_plugin.strategies.deepspeed.session import EngineSession
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
@@ -156,8 +157,7 @@ class DeepSpeedStrategy(Strategy):
         _cast_parameters(request.model, resolved.precision)
         if resolved.zero_stage == 3:
             self._partition(request, config)
-        if self._processes.world_size > 1:
-            self._tie_experts(request)
+        ties = self._tie_experts(request) if self._processes.world_size > 1 else []
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
@@ -181,6 +181,7 @@ class DeepSpeedStrategy(Strategy):
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
+        session.undo += ties
         if states is not None:
             try:
                 session.load_given_states(states)
@@ -288,10 +289,12 @@ class DeepSpeedStrategy(Strategy):
             for buffer in module.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(_DTYPES[dtype])
-        compute_in(module, _DTYPES[resolved.precision])
+        undo = compute_in(module, _DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
-        return TorchSession(module, module, None, precision="no", clipping=None)
+        session = TorchSession(module, module, None, precision="no", clipping=None)
+        session.undo += undo
+        return session
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
         """Partition parameters that are not partitioned yet, and adapt the methods of transformers models."""
@@ -311,17 +314,23 @@ class DeepSpeedStrategy(Strategy):
                 zero.Init(module=model, config_dict_or_path=config)
         partitioned_models.adapt_pretrained_methods(model, self._processes)
 
-    def _tie_experts(self, request: SessionRequest) -> None:
-        """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
+    def _tie_experts(self, request: SessionRequest) -> list[Callable[[], None]]:
+        """Make all processes gather and reduce the same parameters of mixture-of-experts layers.
+
+        Returns:
+            What takes this back.
+        """
         names = self._settings.deepspeed_moe_layer_cls_names or ()
         layers = list(find_expert_layers(request.model, names))
         at_stage3 = request.resolved.zero_stage == 3
+        undo = []
         for layer in layers:
-            reach_every_expert(layer, with_gradients=not at_stage3)
+            undo.append(reach_every_expert(layer, with_gradients=not at_stage3))
             set_z3_leaf_module(layer, at_stage3)
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
             how = "gathered and reduced with all its experts" if at_stage3 else "reduced with all its experts"
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
+        return undo
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
