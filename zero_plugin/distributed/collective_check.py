@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -359,6 +359,9 @@ class CollectiveCheck:
         world_size: of all.
         patience: how long it waits.
         limit: seconds after which waiting in the store fails: the process group's own time-out.
+
+    Attributes:
+        has_ended: whether the process group has ended, and the check with it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: Patience, limit: float = float("inf")) -> None:
@@ -367,6 +370,7 @@ class CollectiveCheck:
         self._world_size = world_size
         self._patience = patience
         self._limit = limit
+        self.has_ended = False
         self._progress = begin_progress()
         self._now: Call | None = None
         self._in_script = False  # whether the script can raise an error: it waits in the store
@@ -379,6 +383,14 @@ class CollectiveCheck:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
+
+    def refuse_without_group(self, name: str) -> None:
+        """Raise unless the call is a part of another one, which needs no process group."""
+        if self._now is None:
+            by = "end_training()" if self.has_ended else "this script, by torch.distributed.destroy_process_group(),"
+            raise LoopError(
+                f"{name}() needs the other processes, but {by} has ended the process group.\nCall {name}() before that."
+            )
 
     def enter(self, name: str, *, waits_for_all: bool) -> bool:
         """Called when the script enters a collective call. Returns False inside another call, of which it is a part.
@@ -428,8 +440,24 @@ class CollectiveCheck:
         """End the thread, and publish to the other processes why; the arguments are those of `RankProgress`."""
         self._stopping.set()
         self._thread.join(timeout=5)
-        last = replace(self._progress, ended=ended, gone=gone, failed=failed)
-        self._answers(lambda: publish(self._store, self._rank, last))
+        store, last = self._store, replace(self._progress, ended=ended, gone=gone, failed=failed)
+        self._answers(lambda: publish(store, self._rank, last))
+
+    def end(self) -> None:
+        """End the check, when the group ends on all processes; what is left of it refuses calls that need the group."""
+        self.stop(ended=True)
+        self.has_ended, store, self._store = True, self._store, None
+
+        def wait_for_others() -> None:
+            left = store.add("left", 1)
+            while self._rank == 0 and left < self._world_size:
+                time.sleep(0.01)
+                left = store.add("left", 0)
+
+        # After a group that the script has destroyed, no barrier follows the meeting at the end of the run: process 0,
+        # which may hold the store, would take it from one that still waits there.
+        if not dist.is_initialized():
+            self._answers(wait_for_others)
 
     def report_failure(self, how: str) -> None:
         """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
@@ -583,9 +611,12 @@ def start_watching(patience: Patience | None = None) -> None:
     """Watch the calls of the default process group, if it has several processes and is not watched yet."""
     global _check, _watched_group
     group: Any = dist.group.WORLD
-    if group.size() == 1 or group is _watched_group:
+    if group is _watched_group:
         return
     end_watching()
+    if group.size() == 1:
+        _check = None
+        return
     # Groups may follow one another in the same store.
     store = c10d.PrefixStore(f"zero_plugin/collective_check/{next(_numbers)}", c10d._get_default_store())
     # Each writes where it is and asks whether all are to end: two visits.
@@ -606,15 +637,15 @@ def time_out(group: Any) -> float:
 
 def end_watching() -> None:
     """Stop the check; called on all processes when the group ends."""
-    global _check, _watched_group
-    if _check is not None:
-        _check.stop(ended=True)
-    _check = _watched_group = None
+    global _watched_group
+    if _check is not None and not _check.has_ended:
+        _check.end()
+    _watched_group = None
 
 
 def _report_exit() -> None:
     """Report to the other processes that this one exits, and whether by an uncaught exception."""
-    if _check is not None:
+    if _check is not None and not _check.has_ended:
         _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
 
 
@@ -626,23 +657,34 @@ def pass_together() -> None:
 
 def report_failure(how: str) -> None:
     """End the other processes within seconds; see `CollectiveCheck.report_failure`."""
-    if _check is not None:
+    if _check is not None and not _check.has_ended:
         _check.report_failure(how)
 
 
-def collective(name: str, *, waits_for_all: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def collective(
+    name: str, *, waits_for_all: bool = False, after_group: Literal["refuse", "alone", "meet"] = "refuse"
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that every process has to call.
 
     Args:
         name: what messages call it.
         waits_for_all: the processes wait for each other in the store first; for calls that are rare and long.
+        after_group: what a call does after the script has destroyed the process group. "refuse" raises a LoopError,
+            because the result would be that of one process. "alone" runs the function, which needs no other process.
+            "meet" runs it once all processes have come, because the store outlives the group.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check = _check
-            if check is None or not dist.is_initialized() or not check.enter(name, waits_for_all=waits_for_all):
+            if check is None or (check.has_ended and dist.is_initialized()):  # the group is one that nobody watches
+                return function(*args, **kwargs)
+            without_group = not dist.is_initialized()
+            if without_group and after_group == "refuse":
+                check.refuse_without_group(name)
+            waits = waits_for_all and not (without_group and after_group == "alone")
+            if not check.enter(name, waits_for_all=waits):
                 return function(*args, **kwargs)
             done = False
             try:
