@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from zero_plugin.distributed import collective_check as agreement
-from zero_plugin.distributed.collective_check import CollectiveCheck, Patience
+from zero_plugin.distributed.collective_check import CollectiveCheck, Finding, Patience
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def lose(ended: list[str]) -> Callable[[float], CollectiveCheck]:
     def lose(seconds: float) -> CollectiveCheck:
         store = dist.HashStore()
         watching = CollectiveCheck(store, 0, 2, Patience(tick=0.01, asks=seconds))
-        store.set("end", "process 1 ran out of memory")
+        store.set("end", json.dumps(Finding("process 1 ran out of memory")))
         time.sleep(0.3)
         return watching
 

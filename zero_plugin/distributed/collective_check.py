@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS
 from zero_plugin.distributed.process_end import end_process, run_in_threads
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LoopError, of_lost_peer
 from zero_plugin.machine.hardware import process_stat
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,25 @@ class Call(NamedTuple):
     passes: int
 
 
-def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
+class Finding(NamedTuple):
+    """What is wrong with another process.
+
+    Attributes:
+        text: for people.
+        lost_peer: see `ZeroPluginError`.
+    """
+
+    text: str
+    lost_peer: bool = False
+
+    def error(self) -> LoopError:
+        """The error that a script raises for it."""
+        error = LoopError(self.text)
+        error.lost_peer = self.lost_peer
+        return error
+
+
+def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | None:
     """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
 
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
@@ -238,12 +256,13 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
     for rank, progress in others.items():
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
-            return f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}"
+            return Finding(f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}")
         if progress.left < call.number and progress.is_gone:
             how = "failed" if progress.failed else "ended"
-            return (
+            return Finding(
                 f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
-                f"{call.name}() is collective: every process has to come to it."
+                f"{call.name}() is collective: every process has to come to it.",
+                lost_peer=True,
             )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
             fix = (
@@ -252,7 +271,9 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
                 else f"{call.name}() is collective: call it on every process, not under "
                 "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
             )
-            return f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+            return Finding(
+                f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+            )
     return None
 
 
@@ -374,7 +395,7 @@ class CollectiveCheck:
         self._progress = begin_progress()
         self._now: Call | None = None
         self._in_script = False  # whether the script can raise an error: it waits in the store
-        self._error: str | None = None
+        self._error: Finding | None = None
         self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
         self._script = threading.get_ident()
@@ -424,7 +445,7 @@ class CollectiveCheck:
         Raises:
             LoopError: another process is in another call, or gone.
         """
-        found: list[str] = []
+        found: list[Finding] = []
         self._in_script = True
         try:
             if not self._answers(lambda: found.extend(self._find_soon())):
@@ -432,7 +453,7 @@ class CollectiveCheck:
                     f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost."
                 )
             if found:
-                raise LoopError(found[0]) from error
+                raise found[0].error() from error
         finally:
             self._in_script = False
 
@@ -462,7 +483,13 @@ class CollectiveCheck:
     def report_failure(self, how: str) -> None:
         """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
         self._stopping.set()
-        self._answers(lambda: self._store.set("end", f"process {self._rank} {how}"))
+        self._answers(lambda: self._publish_end(Finding(f"process {self._rank} {how}")))
+
+    def _publish_end(self, found: Finding) -> None:
+        self._store.set("end", json.dumps(found))
+
+    def _read_end(self) -> Finding:
+        return Finding(*json.loads(self._store.get("end")))
 
     def _answers(self, ask: Callable[[], None]) -> bool:
         """Whether the store answered in time."""
@@ -485,14 +512,15 @@ class CollectiveCheck:
             waited, before = 0.0, time.monotonic()
             while come < self._world_size:
                 if self._error is not None:
-                    raise LoopError(self._error)
+                    raise self._error.error()
                 if waited > self._limit:
-                    raise LoopError(
+                    message = (
                         f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: "
                         f"{self._late or 'other processes have not come'}.\n"
                         "Where a process may take that long, raise it: "
                         "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
                     )
+                    raise of_lost_peer(LoopError(message))
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 come = self._store.add(key, 0)
@@ -539,7 +567,8 @@ class CollectiveCheck:
 
     def _end_with_others(self) -> None:
         """Another process has found an error, or ends and has published that."""
-        error = self._error = self._store.get("end").decode()
+        self._error = self._read_end()
+        error = self._error.text
         # The launcher of one machine ends all by then; and this process may be reporting why it ends by itself.
         if not self._in_script and not self._stopping.wait(self._patience.asks):
             end_process(error if error.endswith(".") else f"{error}; process {self._rank} ends with it.")
@@ -561,29 +590,29 @@ class CollectiveCheck:
         if found is None or self._now is not call:
             return False
         self._error = found
-        self._store.set("end", found)
+        self._publish_end(found)
         if not self._in_script:
-            end_process(found)
+            end_process(found.text)
         return True
 
-    def _find_soon(self) -> list[str]:
+    def _find_soon(self) -> list[Finding]:
         """What is wrong with the others, for a call that has failed: the others have a moment to say where they are."""
         assert self._now is not None, "asked inside a call"
         waiting = Waiting(self._now, float("inf"))
         for _ in range(max(2, round(self._patience.asks / self._patience.tick))):
             time.sleep(self._patience.tick)
             if self._store.check(["end"]):  # of a process that has found it, and ends or has ended
-                return [self._store.get("end").decode()]
+                return [self._read_end()]
             if (found := self._look(waiting)) is not None:
                 return [found]
         return []
 
-    def _look(self, waiting: Waiting) -> str | None:
+    def _look(self, waiting: Waiting) -> Finding | None:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
         found = find_mismatch(waiting.call, others)
         if found is not None:
-            return f"{self._here()}, but {found}"
+            return found._replace(text=f"{self._here()}, but {found.text}")
         self._late, quiet = describe_late(waiting, others)
         if quiet >= waiting.warns_at:
             # Once, of all that wait.
