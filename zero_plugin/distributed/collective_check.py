@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zero_plugin.distributed.joining import STORE_VISITS
+from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
 from zero_plugin.distributed.process_end import end_process, run_in_threads
 from zero_plugin.errors import LoopError, of_lost_peer
-from zero_plugin.machine.hardware import process_stat
+from zero_plugin.machine.hardware import number_ranges, process_stat
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +253,8 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
     before that call it has begun a pass that this process has not, and that it needs this process in.
     """
-    for rank, progress in others.items():
+    # Who has failed says so, and may have failed because of one that ended without a word: that one is named first.
+    for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
             return Finding(f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}")
@@ -311,6 +312,11 @@ def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple
     return "; ".join([*places[:_SHOWN], *more]), quiet
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    """Processes, for the beginning of a sentence."""
+    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {number_ranges(ranks)}"
+
+
 def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     if not progress.pid:
         return f"process {rank} has not said yet where it is"
@@ -327,6 +333,8 @@ def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
+_KNOWN: Final = 64  # processes of a run, up to which each knows all others' ids from the beginning
+_ENDING_S: Final = 0.5  # between the end of a process' connections, by which others fail, and its own
 _ANSWER_S: Final = 10.0  # for the store, which would never answer from behind a cut cable
 
 
@@ -402,6 +410,9 @@ class CollectiveCheck:
         self._compiled = 0.0  # seconds that the script compiles now
         self._warns_at = patience.builds
         self._stopping = threading.Event()
+        self._others: dict[int, RankProgress] = {}  # as last read; their process ids hold when the store is gone
+        # Now, and not at the first tick: of a process that dies before nobody could tell that it is gone.
+        publish(store, rank, self._progress)
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
 
@@ -454,6 +465,8 @@ class CollectiveCheck:
                 )
             if found:
                 raise found[0].error() from error
+            if self._error is not None:  # the store is gone
+                raise self._error.error() from error
         finally:
             self._in_script = False
 
@@ -506,7 +519,7 @@ class CollectiveCheck:
         """Wait until every process has come to where it waits under the same key."""
         self._in_script = True
         try:
-            come = self._store.add(key, 1)
+            come = self._add(key, 1)
             longest = max(0.1, self._world_size / STORE_VISITS)
             pause = longest / 10 if longest > 0.1 else 0.0005
             waited, before = 0.0, time.monotonic()
@@ -523,31 +536,89 @@ class CollectiveCheck:
                     raise of_lost_peer(LoopError(message))
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-                come = self._store.add(key, 0)
+                come = self._add(key, 0)
                 now = time.monotonic()
                 waited, before = waited + min(now - before, 1.0), now
         finally:
             self._in_script = False
 
+    def _add(self, key: str, number: int) -> int:
+        """Add to a number in the store; the process that holds the store may have ended."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError as error:
+            raise (self._error or self._without_store()).error() from error
+
+    def _without_store(self) -> Finding:
+        """What the end of the store says of the other processes; those of this machine are known by their ids."""
+        holder = "the launcher" if has_agent_store() else "process 0"
+        gone = [rank for rank, one in self._others.items() if rank and one.process_state == "gone"]
+        too = f" {_ranks(gone)} of this machine {'has' if len(gone) == 1 else 'have'} ended too." if gone else ""
+        return Finding(
+            f"{self._here()}, but {holder} has ended or cannot be reached any more; it holds the store by which the "
+            f"processes find each other.{too}",
+            lost_peer=True,
+        )
+
+    def describe_lost(self, seconds: float) -> str:
+        """Which process is gone, for a script that has failed because of that; "" if none is.
+
+        Args:
+            seconds: that a process may need to end whose connection has closed.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline = time.monotonic() + seconds
+        while True:
+            self._answers(lambda: self._others.update(read_progress(self._store, others)))
+            gone = [rank for rank, one in self._others.items() if one.is_gone]
+            first = [rank for rank in gone if not self._others[rank].failed] or gone
+            if first or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if not first:
+            return ""
+        lines = {rank: self._others[rank].line or "its start" for rank in first}
+        places = "; ".join(f"process {rank} was last seen at {line}" for rank, line in lines.items())
+        has = "has" if len(first) == 1 else "have"
+        return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
+
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_store()
+        except (RuntimeError, ValueError):  # the store or the group is gone
+            if not self._stopping.is_set():
+                self._watch_without_store()
+
+    def _watch_without_store(self) -> None:
+        """End the process when its script waits in a call: who holds the store comes to none. Alone it may go on."""
+        call = None
+        while not self._stopping.wait(self._patience.asks):
+            if self._now is not None and self._now is call and not self._in_script:
+                self._error = self._error or self._without_store()
+                end_process(self._error.text)
+            call = self._now
+
+    def _watch_store(self) -> None:
         waiting: Waiting | None = None
         before = time.monotonic()
-        with suppress(RuntimeError, ValueError):  # the store or the group is gone
-            while not self._stopping.wait(self._patience.tick):
-                now = time.monotonic()
-                awake, before = min(now - before, 2 * self._patience.tick), now
-                self._look_at_script(awake)
-                publish(self._store, self._rank, self._progress)
-                if self._store.check(["end"]):
-                    self._end_with_others()
-                    return
-                call = self._now
-                if call is None or waiting is None or waiting.call is not call:
-                    waiting = None if call is None else Waiting(call, self._patience.late)
-                elif self._finds(waiting, awake):
-                    return
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        while not self._stopping.wait(self._patience.tick):
+            now = time.monotonic()
+            awake, before = min(now - before, 2 * self._patience.tick), now
+            self._look_at_script(awake)
+            publish(self._store, self._rank, self._progress)
+            if not self._others and self._world_size <= _KNOWN and self._store.check([f"at/{r}" for r in others]):
+                self._others = read_progress(self._store, others)
+            if self._store.check(["end"]):
+                self._end_with_others()
+                return
+            call = self._now
+            if call is None or waiting is None or waiting.call is not call:
+                waiting = None if call is None else Waiting(call, self._patience.late)
+            elif self._finds(waiting, awake):
+                return
 
     def _look_at_script(self, awake: float) -> None:
         """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
@@ -577,7 +648,7 @@ class CollectiveCheck:
         """Look at the others, if this is the process to do so; whether the run ends."""
         call = waiting.call
         waiting.seconds += awake
-        if waiting.seconds < (waiting.looks + 1) * self._patience.asks:
+        if waiting.seconds < max(self._patience.tick, waiting.looks * self._patience.asks):
             return False
         waiting.looks += 1
         if self._store.add(f"looks/{call.number}/{waiting.looks}", 1) > 1:
@@ -610,6 +681,7 @@ class CollectiveCheck:
     def _look(self, waiting: Waiting) -> Finding | None:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
+        self._others = others
         found = find_mismatch(waiting.call, others)
         if found is not None:
             return found._replace(text=f"{self._here()}, but {found.text}")
@@ -673,9 +745,16 @@ def end_watching() -> None:
 
 
 def _report_exit() -> None:
-    """Report to the other processes that this one exits, and whether by an uncaught exception."""
-    if _check is not None and not _check.has_ended:
-        _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
+    """Report to the other processes that this one exits, and whether by an uncaught exception.
+
+    A backend's error says that a connection was closed, and not by whom: that is logged here.
+    """
+    if _check is None or _check.has_ended:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, RuntimeError) and (lost := _check.describe_lost(_ENDING_S)):
+        _log.error(lost)
+    _check.stop(gone=True, failed=error is not None)
 
 
 def pass_together() -> None:
