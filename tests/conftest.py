@@ -56,6 +56,7 @@ _PROGRAMS = (
     "data/test_processes.py",
     "demo/test_train.py",
     "distributed/test_agreement.py",
+    "distributed/test_dies.py",
     "docs/test_pages.py",
     "faults",
     "foreign",
@@ -423,6 +424,12 @@ def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
         return outputs
 
     return run
+
+
+@pytest.fixture(scope="session")
+def start_fork() -> Callable[[list[str], dict[str, str], int], Any]:
+    """Start a script as a fork whose imports are done: see `start_script`."""
+    return start_script
 
 
 def start_script(command: list[str], environment: dict[str, str], output: int) -> Fork | subprocess.Popen[bytes]:

@@ -154,6 +154,7 @@ def _end_as_python(run: Callable[[], None]) -> NoReturn:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_RUN:
             frames = frames.tb_next
+        sys.last_value = error
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         code = 1
     if not isinstance(code, int | None):

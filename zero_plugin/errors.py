@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 Severity = Literal["error", "warning", "note"]
 
@@ -37,9 +37,17 @@ def printable(text: str) -> str:
 
 
 class ZeroPluginError(Exception):
-    """Base of every error this package raises on purpose. `exit_code` is what the command line exits with."""
+    """Base of every error this package raises on purpose.
+
+    Attributes:
+        exit_code: what the command line exits with.
+        lost_peer: whether the error only says that another process does not answer, has ended or has failed.
+        repeats: the message of another process's error that this one repeats; None for an error of its own.
+    """
 
     exit_code = 1
+    lost_peer = False
+    repeats: str | None = None
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -93,6 +101,15 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.headline}\n    {self.fix}" if self.fix else self.headline
+
+
+E = TypeVar("E", bound=ZeroPluginError)
+
+
+def of_lost_peer(error: E) -> E:
+    """Mark an error as one that only says that another process does not answer; the launcher looks for that one."""
+    error.lost_peer = True
+    return error
 
 
 class ConfigError(ZeroPluginError, ValueError):

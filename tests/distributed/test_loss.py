@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from zero_plugin.distributed import collective_check as agreement
-from zero_plugin.distributed.collective_check import CollectiveCheck, Patience
+from zero_plugin.distributed.collective_check import (
+    Call,
+    CollectiveCheck,
+    Finding,
+    Patience,
+    RankProgress,
+    find_mismatch,
+    read_progress,
+)
 
 
 @pytest.fixture
@@ -27,7 +38,7 @@ def lose(ended: list[str]) -> Callable[[float], CollectiveCheck]:
     def lose(seconds: float) -> CollectiveCheck:
         store = dist.HashStore()
         watching = CollectiveCheck(store, 0, 2, Patience(tick=0.01, asks=seconds))
-        store.set("end", "process 1 ran out of memory")
+        store.set("end", json.dumps(Finding("process 1 ran out of memory")))
         time.sleep(0.3)
         return watching
 
@@ -47,3 +58,22 @@ def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], Collectiv
     """Its watch was stopped while it waited: it may be in the midst of its own report."""
     lose(60).stop()
     assert ended == []
+
+
+def test_a_process_is_known_from_its_beginning() -> None:
+    """Before its first tick: others see that it is gone by the process id that it has published."""
+    store = dist.HashStore()
+    watching = CollectiveCheck(store, 1, 2, Patience(tick=60))
+    try:
+        assert read_progress(store, [1])[1].pid == os.getpid()
+    finally:
+        watching.stop()
+
+
+def test_one_that_ended_without_a_word_is_the_cause() -> None:
+    """Not one that has failed, which may have failed because of it."""
+    call = Call(number=5, name="gather", passes=0)
+    failed = RankProgress(calls=4, left=4, gone=True, failed=True)
+    found = find_mismatch(call, {1: failed, 2: replace(failed, failed=False)})
+    assert found is not None
+    assert found.text.startswith("process 2 has ended")

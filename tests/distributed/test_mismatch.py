@@ -43,7 +43,8 @@ def test_another_call_of_the_same_number_is_one() -> None:
     """Whatever the process does meanwhile."""
     found = find_mismatch(CALL, {1: HERE, 3: replace(HERE, calls=5, call="reduce")})
     assert found is not None
-    assert "process 3 is in reduce()" in found
+    assert "process 3 is in reduce()" in found.text
+    assert not found.error().lost_peer
 
 
 def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
@@ -54,7 +55,10 @@ def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
 
 def test_who_is_gone(ended_pid: int) -> None:
     """By its own word, or by its process id on this machine; silence alone, or a pid of another machine, is none."""
-    assert "process 1 has failed" in str(find_mismatch(CALL, {1: replace(HERE, gone=True, failed=True)}))
+    failed = find_mismatch(CALL, {1: replace(HERE, gone=True, failed=True)})
+    assert failed is not None
+    assert "process 1 has failed" in failed.text
+    assert failed.error().lost_peer  # by which the launcher knows that another process is the cause
     vanished = replace(HERE, pid=ended_pid)
     assert "process 1 has ended" in str(find_mismatch(CALL, {1: vanished}))
     assert find_mismatch(CALL, {1: replace(vanished, machine="another")}) is None

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from zero_plugin.errors import CheckpointError, LoopError, of_lost_peer
 from zero_plugin.launch import worker
 
 WORKER = str(Path(worker.__file__))
@@ -220,6 +222,39 @@ def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
     assert (tmp_path / FIRST_FAILURE).read_text().split()[:3] == ["3", "1", "OutOfMemoryError"]
     of_rank = {rank: (tmp_path / f"failure_of.{rank}").read_text() for rank in said}
     assert of_rank[0] == of_rank[3] != of_rank[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (of_lost_peer(LoopError("in whatever words")), worker.LOST_PEER),
+        (LoopError("process 1 has ended; its last such call was gather()"), "LoopError"),
+        (dist.DistStoreError("in whatever words"), worker.LOST_PEER),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), worker.LOST_PEER),
+        (RuntimeError("my database: Connection closed by peer"), "RuntimeError"),
+    ],
+)
+def test_a_lost_peer_is_known_by_class(
+    error: Exception, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an attribute of this package's errors, by torch's class; gloo's errors alone have none of their own."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    assert worker.report_end(error, "0") == 1
+    assert (tmp_path / FIRST_FAILURE).read_text().split()[2] == kind
+
+
+def test_a_repeated_error_is_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that raises another one's message has the same digest, whatever it puts before the message."""
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    repeated = CheckpointError("of process 1, reworded: the disk is full")
+    repeated.repeats = "the disk is full"
+    worker.report_end(CheckpointError("the disk is full"), "1")
+    worker.report_end(repeated, "0")
+    assert (tmp_path / "failure_of.0").read_text() == (tmp_path / "failure_of.1").read_text()
 
 
 def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from zero_plugin.checkpoint.tensor_files import described_fragments, placed_frag
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, announce, describe_error
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, ZeroPluginError, of_lost_peer
 from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import Fragment
@@ -101,7 +101,8 @@ class GlooPeers:
             self._group.allgather([gathered], [tensor]).wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise CheckpointError(f"another process was interrupted or has ended ({reason}).") from error
+            message = f"another process was interrupted or has ended ({reason})."
+            raise of_lost_peer(CheckpointError(message)) from error
         return gathered
 
 
@@ -392,4 +393,6 @@ class BackgroundWriter:
             opened.discard(SCRIPT)  # where it did not come to `write`
             message = f"saving {opened.target} in the background: {describe_error(error)}"
             announce(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
-            raise CheckpointError(message) from error
+            failure = CheckpointError(message)
+            failure.lost_peer = isinstance(error, ZeroPluginError) and error.lost_peer
+            raise failure from error

@@ -21,16 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zero_plugin.distributed.joining import STORE_VISITS
+from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
 from zero_plugin.distributed.process_end import end_process, run_in_threads
-from zero_plugin.errors import LoopError
-from zero_plugin.machine.hardware import process_stat
+from zero_plugin.errors import LoopError, of_lost_peer
+from zero_plugin.machine.hardware import number_ranges, process_stat
 
 _log = logging.getLogger(__name__)
 
@@ -229,21 +229,41 @@ class Call(NamedTuple):
     passes: int
 
 
-def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
+class Finding(NamedTuple):
+    """What is wrong with another process.
+
+    Attributes:
+        text: for people.
+        lost_peer: see `ZeroPluginError`.
+    """
+
+    text: str
+    lost_peer: bool = False
+
+    def error(self) -> LoopError:
+        """The error that a script raises for it."""
+        error = LoopError(self.text)
+        error.lost_peer = self.lost_peer
+        return error
+
+
+def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | None:
     """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
 
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
     before that call it has begun a pass that this process has not, and that it needs this process in.
     """
-    for rank, progress in others.items():
+    # Who has failed says so, and may have failed because of one that ended without a word: that one is named first.
+    for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
-            return f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}"
+            return Finding(f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}")
         if progress.left < call.number and progress.is_gone:
             how = "failed" if progress.failed else "ended"
-            return (
+            return Finding(
                 f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
-                f"{call.name}() is collective: every process has to come to it."
+                f"{call.name}() is collective: every process has to come to it.",
+                lost_peer=True,
             )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
             fix = (
@@ -252,7 +272,9 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
                 else f"{call.name}() is collective: call it on every process, not under "
                 "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
             )
-            return f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+            return Finding(
+                f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+            )
     return None
 
 
@@ -290,6 +312,11 @@ def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple
     return "; ".join([*places[:_SHOWN], *more]), quiet
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    """Processes, for the beginning of a sentence."""
+    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {number_ranges(ranks)}"
+
+
 def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     if not progress.pid:
         return f"process {rank} has not said yet where it is"
@@ -306,6 +333,8 @@ def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
+_KNOWN: Final = 64  # processes of a run, up to which each knows all others' ids from the beginning
+_ENDING_S: Final = 0.5  # between the end of a process' connections, by which others fail, and its own
 _ANSWER_S: Final = 10.0  # for the store, which would never answer from behind a cut cable
 
 
@@ -359,6 +388,9 @@ class CollectiveCheck:
         world_size: of all.
         patience: how long it waits.
         limit: seconds after which waiting in the store fails: the process group's own time-out.
+
+    Attributes:
+        has_ended: whether the process group has ended, and the check with it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: Patience, limit: float = float("inf")) -> None:
@@ -367,18 +399,30 @@ class CollectiveCheck:
         self._world_size = world_size
         self._patience = patience
         self._limit = limit
+        self.has_ended = False
         self._progress = begin_progress()
         self._now: Call | None = None
         self._in_script = False  # whether the script can raise an error: it waits in the store
-        self._error: str | None = None
+        self._error: Finding | None = None
         self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
         self._script = threading.get_ident()
         self._compiled = 0.0  # seconds that the script compiles now
         self._warns_at = patience.builds
         self._stopping = threading.Event()
+        self._others: dict[int, RankProgress] = {}  # as last read; their process ids hold when the store is gone
+        # Now, and not at the first tick: of a process that dies before nobody could tell that it is gone.
+        publish(store, rank, self._progress)
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
+
+    def refuse_without_group(self, name: str) -> None:
+        """Raise unless the call is a part of another one, which needs no process group."""
+        if self._now is None:
+            by = "end_training()" if self.has_ended else "this script, by torch.distributed.destroy_process_group(),"
+            raise LoopError(
+                f"{name}() needs the other processes, but {by} has ended the process group.\nCall {name}() before that."
+            )
 
     def enter(self, name: str, *, waits_for_all: bool) -> bool:
         """Called when the script enters a collective call. Returns False inside another call, of which it is a part.
@@ -412,7 +456,7 @@ class CollectiveCheck:
         Raises:
             LoopError: another process is in another call, or gone.
         """
-        found: list[str] = []
+        found: list[Finding] = []
         self._in_script = True
         try:
             if not self._answers(lambda: found.extend(self._find_soon())):
@@ -420,7 +464,9 @@ class CollectiveCheck:
                     f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost."
                 )
             if found:
-                raise LoopError(found[0]) from error
+                raise found[0].error() from error
+            if self._error is not None:  # the store is gone
+                raise self._error.error() from error
         finally:
             self._in_script = False
 
@@ -428,13 +474,35 @@ class CollectiveCheck:
         """End the thread, and publish to the other processes why; the arguments are those of `RankProgress`."""
         self._stopping.set()
         self._thread.join(timeout=5)
-        last = replace(self._progress, ended=ended, gone=gone, failed=failed)
-        self._answers(lambda: publish(self._store, self._rank, last))
+        store, last = self._store, replace(self._progress, ended=ended, gone=gone, failed=failed)
+        self._answers(lambda: publish(store, self._rank, last))
+
+    def end(self) -> None:
+        """End the check, when the group ends on all processes; what is left of it refuses calls that need the group."""
+        self.stop(ended=True)
+        self.has_ended, store, self._store = True, self._store, None
+
+        def wait_for_others() -> None:
+            left = store.add("left", 1)
+            while self._rank == 0 and left < self._world_size:
+                time.sleep(0.01)
+                left = store.add("left", 0)
+
+        # After a group that the script has destroyed, no barrier follows the meeting at the end of the run: process 0,
+        # which may hold the store, would take it from one that still waits there.
+        if not dist.is_initialized():
+            self._answers(wait_for_others)
 
     def report_failure(self, how: str) -> None:
         """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
         self._stopping.set()
-        self._answers(lambda: self._store.set("end", f"process {self._rank} {how}"))
+        self._answers(lambda: self._publish_end(Finding(f"process {self._rank} {how}")))
+
+    def _publish_end(self, found: Finding) -> None:
+        self._store.set("end", json.dumps(found))
+
+    def _read_end(self) -> Finding:
+        return Finding(*json.loads(self._store.get("end")))
 
     def _answers(self, ask: Callable[[], None]) -> bool:
         """Whether the store answered in time."""
@@ -451,47 +519,106 @@ class CollectiveCheck:
         """Wait until every process has come to where it waits under the same key."""
         self._in_script = True
         try:
-            come = self._store.add(key, 1)
+            come = self._add(key, 1)
             longest = max(0.1, self._world_size / STORE_VISITS)
             pause = longest / 10 if longest > 0.1 else 0.0005
             waited, before = 0.0, time.monotonic()
             while come < self._world_size:
                 if self._error is not None:
-                    raise LoopError(self._error)
+                    raise self._error.error()
                 if waited > self._limit:
-                    raise LoopError(
+                    message = (
                         f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: "
                         f"{self._late or 'other processes have not come'}.\n"
                         "Where a process may take that long, raise it: "
                         "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
                     )
+                    raise of_lost_peer(LoopError(message))
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-                come = self._store.add(key, 0)
+                come = self._add(key, 0)
                 now = time.monotonic()
                 waited, before = waited + min(now - before, 1.0), now
         finally:
             self._in_script = False
 
+    def _add(self, key: str, number: int) -> int:
+        """Add to a number in the store; the process that holds the store may have ended."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError as error:
+            raise (self._error or self._without_store()).error() from error
+
+    def _without_store(self) -> Finding:
+        """What the end of the store says of the other processes; those of this machine are known by their ids."""
+        holder = "the launcher" if has_agent_store() else "process 0"
+        gone = [rank for rank, one in self._others.items() if rank and one.process_state == "gone"]
+        too = f" {_ranks(gone)} of this machine {'has' if len(gone) == 1 else 'have'} ended too." if gone else ""
+        return Finding(
+            f"{self._here()}, but {holder} has ended or cannot be reached any more; it holds the store by which the "
+            f"processes find each other.{too}",
+            lost_peer=True,
+        )
+
+    def describe_lost(self, seconds: float) -> str:
+        """Which process is gone, for a script that has failed because of that; "" if none is.
+
+        Args:
+            seconds: that a process may need to end whose connection has closed.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline = time.monotonic() + seconds
+        while True:
+            self._answers(lambda: self._others.update(read_progress(self._store, others)))
+            gone = [rank for rank, one in self._others.items() if one.is_gone]
+            first = [rank for rank in gone if not self._others[rank].failed] or gone
+            if first or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if not first:
+            return ""
+        lines = {rank: self._others[rank].line or "its start" for rank in first}
+        places = "; ".join(f"process {rank} was last seen at {line}" for rank, line in lines.items())
+        has = "has" if len(first) == 1 else "have"
+        return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
+
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_store()
+        except (RuntimeError, ValueError):  # the store or the group is gone
+            if not self._stopping.is_set():
+                self._watch_without_store()
+
+    def _watch_without_store(self) -> None:
+        """End the process when its script waits in a call: who holds the store comes to none. Alone it may go on."""
+        call = None
+        while not self._stopping.wait(self._patience.asks):
+            if self._now is not None and self._now is call and not self._in_script:
+                self._error = self._error or self._without_store()
+                end_process(self._error.text)
+            call = self._now
+
+    def _watch_store(self) -> None:
         waiting: Waiting | None = None
         before = time.monotonic()
-        with suppress(RuntimeError, ValueError):  # the store or the group is gone
-            while not self._stopping.wait(self._patience.tick):
-                now = time.monotonic()
-                awake, before = min(now - before, 2 * self._patience.tick), now
-                self._look_at_script(awake)
-                publish(self._store, self._rank, self._progress)
-                if self._store.check(["end"]):
-                    self._end_with_others()
-                    return
-                call = self._now
-                if call is None or waiting is None or waiting.call is not call:
-                    waiting = None if call is None else Waiting(call, self._patience.late)
-                elif self._finds(waiting, awake):
-                    return
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        while not self._stopping.wait(self._patience.tick):
+            now = time.monotonic()
+            awake, before = min(now - before, 2 * self._patience.tick), now
+            self._look_at_script(awake)
+            publish(self._store, self._rank, self._progress)
+            if not self._others and self._world_size <= _KNOWN and self._store.check([f"at/{r}" for r in others]):
+                self._others = read_progress(self._store, others)
+            if self._store.check(["end"]):
+                self._end_with_others()
+                return
+            call = self._now
+            if call is None or waiting is None or waiting.call is not call:
+                waiting = None if call is None else Waiting(call, self._patience.late)
+            elif self._finds(waiting, awake):
+                return
 
     def _look_at_script(self, awake: float) -> None:
         """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
@@ -511,7 +638,8 @@ class CollectiveCheck:
 
     def _end_with_others(self) -> None:
         """Another process has found an error, or ends and has published that."""
-        error = self._error = self._store.get("end").decode()
+        self._error = self._read_end()
+        error = self._error.text
         # The launcher of one machine ends all by then; and this process may be reporting why it ends by itself.
         if not self._in_script and not self._stopping.wait(self._patience.asks):
             end_process(error if error.endswith(".") else f"{error}; process {self._rank} ends with it.")
@@ -520,7 +648,7 @@ class CollectiveCheck:
         """Look at the others, if this is the process to do so; whether the run ends."""
         call = waiting.call
         waiting.seconds += awake
-        if waiting.seconds < (waiting.looks + 1) * self._patience.asks:
+        if waiting.seconds < max(self._patience.tick, waiting.looks * self._patience.asks):
             return False
         waiting.looks += 1
         if self._store.add(f"looks/{call.number}/{waiting.looks}", 1) > 1:
@@ -533,29 +661,30 @@ class CollectiveCheck:
         if found is None or self._now is not call:
             return False
         self._error = found
-        self._store.set("end", found)
+        self._publish_end(found)
         if not self._in_script:
-            end_process(found)
+            end_process(found.text)
         return True
 
-    def _find_soon(self) -> list[str]:
+    def _find_soon(self) -> list[Finding]:
         """What is wrong with the others, for a call that has failed: the others have a moment to say where they are."""
         assert self._now is not None, "asked inside a call"
         waiting = Waiting(self._now, float("inf"))
         for _ in range(max(2, round(self._patience.asks / self._patience.tick))):
             time.sleep(self._patience.tick)
             if self._store.check(["end"]):  # of a process that has found it, and ends or has ended
-                return [self._store.get("end").decode()]
+                return [self._read_end()]
             if (found := self._look(waiting)) is not None:
                 return [found]
         return []
 
-    def _look(self, waiting: Waiting) -> str | None:
+    def _look(self, waiting: Waiting) -> Finding | None:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
+        self._others = others
         found = find_mismatch(waiting.call, others)
         if found is not None:
-            return f"{self._here()}, but {found}"
+            return found._replace(text=f"{self._here()}, but {found.text}")
         self._late, quiet = describe_late(waiting, others)
         if quiet >= waiting.warns_at:
             # Once, of all that wait.
@@ -583,9 +712,12 @@ def start_watching(patience: Patience | None = None) -> None:
     """Watch the calls of the default process group, if it has several processes and is not watched yet."""
     global _check, _watched_group
     group: Any = dist.group.WORLD
-    if group.size() == 1 or group is _watched_group:
+    if group is _watched_group:
         return
     end_watching()
+    if group.size() == 1:
+        _check = None
+        return
     # Groups may follow one another in the same store.
     store = c10d.PrefixStore(f"zero_plugin/collective_check/{next(_numbers)}", c10d._get_default_store())
     # Each writes where it is and asks whether all are to end: two visits.
@@ -606,16 +738,23 @@ def time_out(group: Any) -> float:
 
 def end_watching() -> None:
     """Stop the check; called on all processes when the group ends."""
-    global _check, _watched_group
-    if _check is not None:
-        _check.stop(ended=True)
-    _check = _watched_group = None
+    global _watched_group
+    if _check is not None and not _check.has_ended:
+        _check.end()
+    _watched_group = None
 
 
 def _report_exit() -> None:
-    """Report to the other processes that this one exits, and whether by an uncaught exception."""
-    if _check is not None:
-        _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
+    """Report to the other processes that this one exits, and whether by an uncaught exception.
+
+    A backend's error says that a connection was closed, and not by whom: that is logged here.
+    """
+    if _check is None or _check.has_ended:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, RuntimeError) and (lost := _check.describe_lost(_ENDING_S)):
+        _log.error(lost)
+    _check.stop(gone=True, failed=error is not None)
 
 
 def pass_together() -> None:
@@ -626,23 +765,34 @@ def pass_together() -> None:
 
 def report_failure(how: str) -> None:
     """End the other processes within seconds; see `CollectiveCheck.report_failure`."""
-    if _check is not None:
+    if _check is not None and not _check.has_ended:
         _check.report_failure(how)
 
 
-def collective(name: str, *, waits_for_all: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def collective(
+    name: str, *, waits_for_all: bool = False, after_group: Literal["refuse", "alone", "meet"] = "refuse"
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that every process has to call.
 
     Args:
         name: what messages call it.
         waits_for_all: the processes wait for each other in the store first; for calls that are rare and long.
+        after_group: what a call does after the script has destroyed the process group. "refuse" raises a LoopError,
+            because the result would be that of one process. "alone" runs the function, which needs no other process.
+            "meet" runs it once all processes have come, because the store outlives the group.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check = _check
-            if check is None or not dist.is_initialized() or not check.enter(name, waits_for_all=waits_for_all):
+            if check is None or (check.has_ended and dist.is_initialized()):  # the group is one that nobody watches
+                return function(*args, **kwargs)
+            without_group = not dist.is_initialized()
+            if without_group and after_group == "refuse":
+                check.refuse_without_group(name)
+            waits = waits_for_all and not (without_group and after_group == "alone")
+            if not check.enter(name, waits_for_all=waits):
                 return function(*args, **kwargs)
             done = False
             try:

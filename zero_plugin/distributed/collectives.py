@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import repeat
-from typing import Any, Final, Literal, Protocol, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -331,7 +331,12 @@ class _Script(Peers): ...
 SCRIPT: Final[Peers] = _Script()
 
 
-_DAMAGED: Final = "\0"  # before the message of a DamagedError, for the other processes
+class _Failure(NamedTuple):
+    """What the other processes are sent of an error."""
+
+    message: str
+    is_damage: bool
+    lost_peer: bool
 
 
 def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
@@ -347,18 +352,29 @@ def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
         result = step()
     except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
         error = caught
-    own = None if error is None else f"{_DAMAGED * isinstance(error, DamagedError)}{describe_error(error)}"
-    failed = [(rank, message) for rank, message in enumerate(peers.gather(own)) if message is not None]
-    damaged = [(rank, message.removeprefix(_DAMAGED)) for rank, message in failed if message.startswith(_DAMAGED)]
+    own = None
+    if error is not None:
+        lost_peer = isinstance(error, ZeroPluginError) and error.lost_peer
+        own = json.dumps(_Failure(describe_error(error), isinstance(error, DamagedError), lost_peer))
+    texts = peers.gather(own)
+    failed = [(rank, _Failure(*json.loads(text))) for rank, text in enumerate(texts) if text is not None]
+    damaged = [(rank, failure) for rank, failure in failed if failure.is_damage]
     if damaged and not isinstance(error, DamagedError):
-        raise DamagedError("process {}: {}".format(*damaged[0])) from error
+        raise _repeated(DamagedError, *damaged[0]) from error
     if isinstance(error, OSError):
         raise CheckpointError(describe_error(error)) from error
     if error is not None:
         raise error
     if failed:
-        raise CheckpointError("process {}: {}".format(*failed[0]))
+        raise _repeated(CheckpointError, *failed[0])
     return result
+
+
+def _repeated(kind: type[CheckpointError], rank: int, failure: _Failure) -> CheckpointError:
+    """The error of another process, for this one to raise."""
+    error = kind(f"process {rank}: {failure.message}")
+    error.repeats, error.lost_peer = failure.message, failure.lost_peer
+    return error
 
 
 def on_main(step: Callable[[], T]) -> T:

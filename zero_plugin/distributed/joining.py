@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from zero_plugin.errors import LaunchError
+from zero_plugin.errors import LaunchError, of_lost_peer
 from zero_plugin.machine.network import is_own_address, listening_socket, own_address, try_to_connect
 
 TIMEOUT: Final = timedelta(minutes=30)
@@ -189,7 +189,8 @@ def _wait_for_all(store: Any, rank: int, world: int, timeout: timedelta) -> None
             else "Start as many processes as that, on all machines together; or set WORLD_SIZE, for all alike, to the "
             "number of those that run."
         )
-        raise LaunchError(f"{_missing(store, world)} of WORLD_SIZE={world} did not join within {timeout}.\n{fix}")
+        late = f"{_missing(store, world)} of WORLD_SIZE={world} did not join within {timeout}.\n{fix}"
+        raise of_lost_peer(LaunchError(late))
 
 
 def _missing(store: Any, world: int) -> str:

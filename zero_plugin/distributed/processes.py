@@ -198,16 +198,17 @@ class _OwnGroup:
         # Closed engines and DDP are in reference cycles that hold the group, also one that the script made and will
         # end. With four stage-3 engines that were not collected, one run in eight aborted at its exit; else none of 32.
         gc.collect()
-        if self.lives:
-            if dist.get_world_size() > 1:
-                dist.barrier()
+        if self.lives and dist.get_world_size() > 1:
+            dist.barrier()
+        # The script may have ended it by torch's own call, of which DeepSpeed's caches of groups know nothing.
+        if self.lives or not dist.is_initialized():
             end_watching()
             for destroy in self.destroyers:
                 destroy()
             if dist.is_initialized():
                 dist.destroy_process_group()
             self._forget_environment()
-        self.group = None
+        self.group, self.destroyers = None, []
 
     def end_with_runs(self) -> None:
         """End all runs that hold it, then the process group. Collective."""
@@ -228,6 +229,19 @@ class _OwnGroup:
 
 
 _own = _OwnGroup()
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Inside there is a process group: one of this process alone if the script has ended the run's."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def start_processes(

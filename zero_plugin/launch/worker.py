@@ -37,17 +37,8 @@ FAILURE_OF = (
 RUNNING_AT = "running_at"  # beside it, with the rank in the name: its Python stack at that signal
 SHOWS_PLACE = getattr(signal, "SIGRTMAX", None)  # one that no script handles; there is none on macOS
 LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
-_OF_A_LOST_PEER = (
-    "Timed out waiting",
-    "wait timeout",
-    "did not join within",  # and these are the package's own
-    "the process group's time-out",
-    "has ended; its last such call",
-    "has failed; its last such call",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Socket closed",
-)
+# What gloo's errors say, which have no class of their own; this package's have an attribute, and the store's a class.
+_OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 INTERRUPTED = 130  # 128 + SIGINT
@@ -264,23 +255,27 @@ def _report_exception(error: BaseException, rank: str) -> int:
     ours = errors is not None and isinstance(error, errors.ZeroPluginError)
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
-    lost = any(
-        isinstance(one, RuntimeError if one is not error or not ours else BaseException)
-        and any(words in str(one) for words in _OF_A_LOST_PEER)
-        and (ours or "gloo" in str(one) or _is_from_torch(one))
-        for one in (error, error.__cause__)
-        if one is not None
-    )
+    lost = getattr(error, "lost_peer", False) if ours else _lost_a_peer(error)
+    lost = lost or (error.__cause__ is not None and _lost_a_peer(error.__cause__))
     text = f"{type(error).__name__}: {error}"
-    own = str(error).partition(": ")  # "process 1: …" where another process has raised the rest of it
-    said = own[2] if own[0].startswith("process ") else str(error)
-    digest = str(zlib.crc32(said.encode(errors="replace")))
+    said = getattr(error, "repeats", None) if ours else None
+    digest = str(zlib.crc32((said or str(error)).encode(errors="replace")))
     if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__, digest):
         trace = _without_starters(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     elif (file := _mark()) is None or file.read_text().split()[-1] != digest:  # else the launcher's report names it
         _write_error(f"rank {rank} failed later: {' '.join(text.split())[:_LONGEST_LINE]}")
     return code
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether it is an error of torch's that only says that another process does not answer."""
+    torch = sys.modules.get("torch.distributed")
+    stores = tuple(getattr(torch, name) for name in ("DistNetworkError", "DistStoreError") if hasattr(torch, name))
+    if isinstance(error, stores):
+        return True
+    is_gloos = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_LOST_PEER)
+    return is_gloos and ("gloo" in str(error) or _is_from_torch(error))
 
 
 def _is_from_torch(error: BaseException) -> bool:

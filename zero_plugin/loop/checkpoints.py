@@ -125,7 +125,7 @@ class Checkpoints:
             rotate(SCRIPT)
         return target
 
-    @collective("wait_for_save", waits_for_all=True)
+    @collective("wait_for_save", waits_for_all=True, after_group="alone")
     def wait(self) -> Path | None:
         """Wait for the checkpoint that is written in the background; see `Accelerator.wait_for_save`."""
         return self._run.background.wait()

@@ -296,7 +296,7 @@ class Run(ProcessCalls):
             prepared.first_steps.warn_if_never_stepped()
         self._close()
 
-    @collective("end_training", waits_for_all=True)
+    @collective("end_training", waits_for_all=True, after_group="meet")
     def _close(self) -> None:
         with ExitStack() as ends:  # in reverse order
             ends.callback(self.processes.stop, self.end, self.strategy.destroy_process_group)

@@ -72,7 +72,7 @@ class Weights:
         module = extract_model(session.module, keep_torch_compile=keep_torch_compile)
         return module if keep_fp32_wrapper else bare_copy(module)
 
-    @collective("get_state_dict", waits_for_all=True)
+    @collective("get_state_dict", waits_for_all=True, after_group="alone")
     def collect(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
         state: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class Weights:
             return None
         return state | {alias: state[name] for alias, name in shared_names(self.unwrap(model)).items() if name in state}
 
-    @collective("save_model", waits_for_all=True)
+    @collective("save_model", waits_for_all=True, after_group="alone")
     def save_model(
         self,
         model: nn.Module,
@@ -192,7 +192,7 @@ class Weights:
             self._enter_whole_weights(stack, models)
             yield
 
-    @collective("whole_weights", waits_for_all=True)
+    @collective("whole_weights", waits_for_all=True, after_group="alone")
     def _enter_whole_weights(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
         for model in models:
             session = self._prepared.session_of(model)
@@ -235,7 +235,7 @@ class Weights:
             raise LoopError("init_model(weights=…): no model was constructed inside.")
         reports.extend(self.load(model, weights, strict=strict) for model in models)
 
-    @collective("load_weights", waits_for_all=True)
+    @collective("load_weights", waits_for_all=True, after_group="alone")
     def load(self, model: nn.Module, weights: Path, *, strict: bool) -> WeightsReport:
         """Read weights into a model; see `Accelerator.load_weights`."""
         with working(f"loading {weights.name}") as work:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.processes import process_group
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -379,8 +380,8 @@ class EngineSession(Session):
         yield from _gathered(batch)
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        states.refuse_unreachable(self.engine)
         self._refuse_lost_weights()
+        states.refuse_unreachable(self.engine)
         return states.engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
@@ -431,7 +432,8 @@ class EngineSession(Session):
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}
         named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
-        lifetime.destroy(self.engine)  # which takes all that is in there for the states of tensors
+        with process_group():  # the engine asks for its rank
+            lifetime.destroy(self.engine)  # which takes all that is in there for the states of tensors
         held.update(named)
         if self._partitioned:
             partitioned_models.end_gathering(self.module)
@@ -441,11 +443,20 @@ class EngineSession(Session):
         self.optimizer = None
         self.engine = None
         if self._swap_folders:
-            dist.barrier()  # another process may still be writing the last step's states
+            if dist.is_initialized():
+                dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
 
     def _refuse_lost_weights(self) -> None:
-        """Raise if the script has written into partitioned weights that are to be read; a step follows such writes."""
+        """Raise if weights cannot be read: the group has ended, or the script has written into partitioned ones.
+
+        A step follows such writes.
+        """
+        if self.engine is None or not dist.is_initialized():
+            raise LoopError(
+                "DeepSpeed needs the process group to read weights, and it has ended: by end_training(), or by this "
+                "script's torch.distributed.destroy_process_group().\nRead or save the weights before that."
+            )
         if self._partitioned:
             self._written.follow()
 

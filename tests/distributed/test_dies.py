@@ -1,0 +1,121 @@
+"""A process that dies without a word, and without a launcher: the others end within seconds, and name it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "dies.py"
+WORLD = 3
+BOUND_S = 10.0  # on a machine that does nothing else
+WAITED_S = 60.0
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+
+# Of a loop and of a save; process 0 holds the store. "prepare" is before the first tick of the dying process, which
+# nobody noticed while a process published its id at its first tick.
+PLACES = {
+    "prepare": 1,
+    "forward": 2,
+    "backward": 1,
+    "step": 0,
+    "gather": 0,
+    "wait": 2,
+    "save": 0,
+    "file-1": 1,
+    "background-1": 2,
+    "weights": 0,
+    "end": 1,
+}
+
+
+class Survivor(NamedTuple):
+    """How another process ended: seconds after the death, None if it had to be killed, its code and its output."""
+
+    seconds: float | None
+    code: int | None
+    output: str
+
+
+Start = Callable[[list[str], dict[str, str], int], Any]
+
+
+def free_port() -> int:
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def die(start: Start, folder: Path, path: str, place: str, victim: int, seconds: int) -> list[Survivor]:
+    """Start the processes, wait for the death, and see how the others end."""
+    folder.mkdir()
+    group = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **group, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes, ended = [], dict[int, float]()
+    for rank in range(WORLD):
+        command = [str(SCRIPT), path, place, str(folder / "project"), str(victim), str(seconds)]
+        with (folder / f"{rank}.log").open("wb") as log:
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(start(command, own, log.fileno()))
+    began = time.monotonic()
+    while len(ended) < WORLD and time.monotonic() - ended.get(victim, began + 200) < WAITED_S:
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic()
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+        process.wait()
+    outputs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
+    assert processes[victim].returncode == -signal.SIGKILL, outputs[victim]
+    return [
+        Survivor(ended[rank] - ended[victim] if rank in ended else None, processes[rank].returncode, outputs[rank])
+        for rank in range(WORLD)
+        if rank != victim
+    ]
+
+
+def cases() -> Iterator[object]:
+    for path in ("zero2", "ddp", "zero3"):
+        for place, usual in PLACES.items():
+            for victim in range(WORLD):
+                for seconds in (0, 2):
+                    is_daily = path == "zero2" and victim == usual and seconds == 0
+                    marks = () if is_daily else pytest.mark.campaign
+                    yield pytest.param((path, place, victim, seconds), marks=marks)
+
+
+@pytest.fixture(scope="module")
+def survivors(
+    request: pytest.FixtureRequest, start_fork: Start, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str, int, int], list[Survivor]]:
+    """Of all deaths that are asked for, a few at a time: mostly the processes wait."""
+    folder = tmp_path_factory.mktemp("dies")
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    asked = sorted({item.callspec.params["case"] for item in here})
+    with ThreadPoolExecutor(3) as pool:
+        ended = pool.map(lambda one: die(start_fork, folder / "-".join(map(str, one)), *one), asked)
+        return dict(zip(asked, ended, strict=True))
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_the_others_end_and_name_it(
+    case: tuple[str, str, int, int], survivors: dict[tuple[str, str, int, int], list[Survivor]]
+) -> None:
+    """Whatever they wait for: torch's operation, each other in the store, or a store that has ended too."""
+    for survivor in survivors[case]:
+        assert survivor.code == 1, survivor.output
+        assert f"process {case[2]}" in survivor.output, survivor.output
+    took = [survivor.seconds for survivor in survivors[case]]
+    assert all(seconds is not None and seconds < BOUND_S * max(1, os.getloadavg()[0] / 2) for seconds in took), took
