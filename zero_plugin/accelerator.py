@@ -870,8 +870,8 @@ class Accelerator:
                 parameter in the dtype that it is trained in. Buffers keep their dtype.
 
         Raises:
-            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; a tensor has no
-                elements; or there is no tensor to write.
+            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or there is no tensor
+                to write.
             CheckpointError: a process cannot write, or `dtype` needs fp32 master weights that are not accessible.
             ConfigError: `max_shard_size` or `dtype` is invalid.
         """
