@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import zero
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from paths import (
     FURTHER,
     PAIR,
@@ -77,6 +79,58 @@ def _train(accelerator: Any, net: nn.Module, groups: Groups) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+class Constructed(nn.Module):
+    """What constructors do with submodules: they initialize them as nanoGPT and timm do, copy, read and count them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(8, 16), nn.Linear(16, 4), nn.Parameter(torch.tensor(0.5))
+        self.first.bias.data[2] = 7.0
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.xavier_uniform_(p)
+        self.apply(self._initialize)
+        nn.init.normal_(self.last.weight, std=0.002)
+        self.first.weight.data = self.first.weight.data * 2
+        with zero.GatheredParameters([self.last.weight], modifier_rank=0):
+            self.last.weight.data.add_(1)
+        self.copied = copy.deepcopy(self.last)
+        with torch.no_grad():
+            self.last.bias.copy_(self.first.bias[:4])
+            torch._foreach_add_(list(self.first.parameters()), 1.0)
+        self.recurrent = nn.LSTM(4, 4, 2)
+        for name, p in self.recurrent.named_parameters():
+            nn.init.orthogonal_(p) if "weight" in name else p.data[4:8].fill_(1)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.embedding = nn.utils.parametrizations.weight_norm(nn.Embedding(5, 4, padding_idx=0))
+        self.count = sum(p.numel() for p in self.parameters())
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def check_constructors(path: str) -> None:
+    """One that initializes, copies, reads or counts the parameters of its submodules gives the same model partitioned.
+
+    The random numbers drawn afterwards are the same too.
+    """
+    torch.manual_seed(9)
+    outside = Constructed()
+    drawn = torch.randn(3)
+    with running(path) as accelerator:
+        torch.manual_seed(9)
+        with accelerator.init_model():
+            net = Constructed()
+            if path.startswith("zero3"):
+                assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in net.last.parameters())
+        assert torch.equal(torch.randn(3), drawn)
+        assert net.count == outside.count
+        assert_near(weights(accelerator, accelerator.prepare(net)), outside.state_dict(), 1e-7)
 
 
 def _refusing(net: nn.Module) -> list[int]:
@@ -209,6 +263,7 @@ def check_recipes_of_groups(path: str) -> None:
 ZERO3 = ("zero3", "zero3-cpu", "zero3-gathered")
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR, *FURTHER)), [check_groups_by_shape])
 CHECKS |= checks_on(ZERO3, [check_hooks_do_not_add_up])
+CHECKS |= checks_on(ZERO3, [check_constructors])
 CHECKS |= checks_on(("zero3",), [check_recipes_of_groups])
 CHECKS |= {
     f"{path}-a_model_that_is_not_prepared": (

@@ -40,6 +40,7 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
+from zero_plugin.strategies.deepspeed.construction import UsedByConstructors
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
 from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_names, replace_empty
 
@@ -214,6 +215,19 @@ class _Init(zero.Init):  # type: ignore[misc]
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config_dict_or_path=config, tensor_overrides=[DeepSpeedTensorOverride.device])
+        self._used = UsedByConstructors()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._used.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> Any:
+        self._used.__exit__(*error)
+        return super().__exit__(*error)
+
+    def _post_init_method(self, module: nn.Module) -> None:
+        with self._used.paused():
+            super()._post_init_method(module)
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
         param.data = param.data.to(self.dtype)
