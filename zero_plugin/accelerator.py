@@ -561,7 +561,9 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that is prepared and its memory, so that another model can be prepared.
 
-        A checkpoint that is being written in the background is still completed.
+        A checkpoint that is being written in the background is still completed. Nothing is gathered: at stage 3 the
+        user's module stays partitioned, with parameters of shape (0,). Read it inside `whole_weights`, or prepare it
+        again.
 
             model, optimizer = accelerator.free_memory(model, optimizer)  # also drops the script's own references
 
@@ -819,6 +821,8 @@ class Accelerator:
     ) -> nn.Module:
         """The user's own module inside a prepared model.
 
+        Nothing is gathered: at stage 3 its parameters are partitioned, of shape (0,). Read them inside `whole_weights`.
+
         Args:
             model: a prepared model, or one that the user wrapped.
             keep_fp32_wrapper: keep the forward under autocast. If False, a copy of the module is returned that shares
@@ -870,8 +874,8 @@ class Accelerator:
                 parameter in the dtype that it is trained in. Buffers keep their dtype.
 
         Raises:
-            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; a tensor has no
-                elements; or there is no tensor to write.
+            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or there is no tensor
+                to write.
             CheckpointError: a process cannot write, or `dtype` needs fp32 master weights that are not accessible.
             ConfigError: `max_shard_size` or `dtype` is invalid.
         """
@@ -880,20 +884,22 @@ class Accelerator:
         )
 
     def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context manager: weights of prepared models can be read and written as in plain PyTorch; collective.
+        """Context manager: weights of models can be read and written as in plain PyTorch; collective.
 
         Use it to average weights (EMA, mean teacher), to clip them, or to call `load_state_dict` between steps. Under
         ZeRO the optimizer continues from what was written. At stage 3 the parameters are unpartitioned inside, on every
-        process, and what rank 0 wrote is kept; every process must write the same values.
+        process, and what rank 0 wrote is kept; every process must write the same values. Before `prepare`, use it at
+        stage 3 for a model that was built partitioned: to group its parameters by `p.ndim`, to count or initialize
+        them.
 
             with accelerator.whole_weights(model):
                 ema.update(model.parameters())
 
         Args:
-            *models: prepared models.
+            *models: prepared models, or models that are partitioned and not prepared; on others it has no effect.
 
         Raises:
-            LoopError: a model is not prepared, or its weights are offloaded to NVMe.
+            LoopError: a model's weights are offloaded to NVMe.
         """
         return self._weights.whole_weights(*models)
 

@@ -204,12 +204,15 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE_NAME]
 
 
-def test_an_empty_tensor_is_refused(tmp_path: Path) -> None:
-    """It is named, and nothing is written: a placeholder would save a model without weights."""
-    tensors = [("a", torch.ones(2)), ("b", torch.empty(0, 3))]
-    with pytest.raises(LoopError, match=r"'b' has no elements \(shape \(0, 3\)\).*\n.*persistent=False"):
-        write(lambda: tensors, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_a_tensor_without_elements_keeps_its_shape(tmp_path: Path) -> None:
+    """In one file, and in shards; a model of nothing else is saved too."""
+    tensors = {"a": torch.ones(2), "b": torch.empty(0, 3), "c": torch.empty(2, 0)}
+    write(tensors.items, tmp_path / "one")
+    write(tensors.items, tmp_path / "shards", 8)
+    write({"b": tensors["b"]}.items, tmp_path / "empty")
+    assert same(read_folder(tmp_path / "one"), tensors)
+    assert same(read_folder(tmp_path / "shards"), tensors)
+    assert same(read_folder(tmp_path / "empty"), {"b": tensors["b"]})
 
 
 def test_a_type_without_a_place_in_the_format_is_refused(tmp_path: Path) -> None:

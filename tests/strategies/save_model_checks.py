@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint import save_model
 from zero_plugin.checkpoint.tensor_files import RangeWriter
-from zero_plugin.errors import CheckpointError, LoopError
+from zero_plugin.errors import CheckpointError
 
 BUFFERS = {"mean", "forwards"}
 
@@ -200,15 +200,10 @@ def check_masters_follow_what_is_written(path: str, folder: Path) -> None:
 
 
 def check_refusals(path: str, folder: Path) -> None:
-    """A tensor without elements is named on every process, a file in the way too, and the run can go on."""
+    """A file in the way is named on every process, and the run can go on."""
     with running(path) as accelerator:
         net = Net()
-        net.first.register_buffer("nothing", torch.empty(0))
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.first.parameters(), lr=0.1))
-        raised(LoopError, "'first.nothing'", by=lambda: accelerator.save_model(model, folder / "saved"))
-        accelerator.wait_for_everyone()
-        assert not list(folder.iterdir())
-        accelerator.wait_for_everyone()
         (folder / "file").touch()
         call = lambda: accelerator.save_model(model, folder / "file" / "saved", trainable_only=True)  # noqa: E731
         raised(CheckpointError, "saved", "Not a directory", by=call)

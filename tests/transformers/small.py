@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from paths import assert_near, weights
 from torch import Tensor, nn
 from transformers import (
@@ -155,7 +156,8 @@ def assert_trains_alike(accelerator: Any, model: Any, reference: Any) -> Any:
 
 def is_partitioned(model: nn.Module) -> bool:
     """Whether no parameter is whole; never a part of them only."""
-    partitioned = {hasattr(p, "ds_id") and p.numel() == 0 for p in model.parameters()}
+    found: list[Any] = list(model.parameters())  # inside `init_model` they have their true numel()
+    partitioned = {hasattr(p, "ds_id") and p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in found}
     assert len(partitioned) == 1, "some parameters are partitioned, some are not"
     return partitioned.pop()
 

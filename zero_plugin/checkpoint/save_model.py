@@ -199,9 +199,9 @@ def write_model(
 
     Raises:
         CheckpointError: on every process, where one cannot write.
-        LoopError: a tensor has no elements.
     """
-    layout = all_or_none(lambda: _plan(weights, max_shard_bytes, tied, notes))
+    descriptions = weights.descriptions
+    layout = all_or_none(lambda: plan_layout(descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes))
     if weights.in_ranges:
         agree_on([layout])
     draft = Path(on_main(lambda: str(open_draft(target / "weights", sum(layout.sizes.values())))))
@@ -232,16 +232,6 @@ def unpartitioned_tensors(weights: SavedWeights) -> dict[str, Tensor]:
         for fragment in weights.unpartitioned()
         if is_main
     }
-
-
-def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], notes: Mapping[str, str]) -> Layout:
-    empty = [description for description in weights.descriptions if 0 in description.shape]
-    if empty:
-        raise LoopError(
-            f"save_model: {empty[0].name!r} has no elements (shape {empty[0].shape}), and a saved model without its "
-            "values looks like a complete one.\nIf it is meant to be empty, make it a buffer with persistent=False."
-        )
-    return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
 def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> str:

@@ -196,10 +196,11 @@ class Weights:
     def _enter_whole_weights(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
         for model in models:
             session = self._prepared.session_of(model)
-            if session is None:
-                raise LoopError(f"whole_weights() got a {type(model).__name__} that is not prepared.")
-            with working(f"gathering the weights of the {type(session.module).__name__}"):
-                stack.enter_context(session.whole_weights())
+            module = self.unwrap(model)
+            with working(f"gathering the weights of the {type(module).__name__}"):
+                stack.enter_context(
+                    self._run.strategy.whole_weights(module) if session is None else session.whole_weights()
+                )
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 

@@ -551,6 +551,10 @@ class Strategy(ABC):
         """Inside, tensors of a module that is not prepared are unpartitioned; rank 0's changes are kept. Collective."""
         return nullcontext()
 
+    def whole_weights(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See `Session.whole_weights`, of a module that is not prepared: below stage 3 it holds all its weights."""
+        return nullcontext()
+
     @property
     def partitions_parameters(self) -> bool:
         """Whether parameters are partitioned over the processes."""

@@ -28,11 +28,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from deepspeed.utils import groups
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import replaced
@@ -42,6 +40,7 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
+from zero_plugin.strategies.deepspeed.construction import UsedByConstructors
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
 from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_names, replace_empty
 
@@ -51,8 +50,7 @@ NOTES_WRITTEN: Final = "zero_plugin_notes_written"
 """Attribute of a partitioned parameter: a function to call when a `GatheredParameters` has kept what was written."""
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
-# The hooks of modules whose engine has ended.
-_REFUSING: Final[WeakKeyDictionary[nn.Module, RemovableHandle]] = WeakKeyDictionary()
+_REFUSING: Final[WeakKeyDictionary[nn.Module, Any]] = WeakKeyDictionary()  # hooks of modules that no engine gathers
 # Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
 _OF_FOREIGN = re.compile(r"'(Parameter|Tensor)' object has no attribute 'ds_|^tracing error at step")
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
@@ -173,6 +171,8 @@ def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     init._convert_to_zero_parameters(module.parameters())  # those not on the meta device
+    for part in module.modules():
+        _refuse_forwards_of(part, _describe_unprepared)
 
 
 def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
@@ -201,6 +201,7 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     )
     partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
     parameter.ds_tensor = partition
+    parameter.__deepcopy__ = MethodType(_copy_unpartitioned, parameter)
     free_param(parameter)
     return parameter  # type: ignore[no-any-return]
 
@@ -214,6 +215,19 @@ class _Init(zero.Init):  # type: ignore[misc]
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config_dict_or_path=config, tensor_overrides=[DeepSpeedTensorOverride.device])
+        self._used = UsedByConstructors()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._used.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> Any:
+        self._used.__exit__(*error)
+        return super().__exit__(*error)
+
+    def _post_init_method(self, module: nn.Module) -> None:
+        with self._used.paused():
+            super()._post_init_method(module)
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
         param.data = param.data.to(self.dtype)
@@ -404,7 +418,7 @@ def partition_any_shape() -> None:
     """Make `zero.Init` and `zero.GatheredParameters` support parameters of any shape and memory format.
 
     This is global, since transformers constructs and loads models through these classes. It only affects parameters for
-    which they would raise.
+    which they would raise, and forwards of models that are not prepared, which would fail at empty tensors.
     """
     leave = _wrapped(zero.GatheredParameters.__exit__, _to_send)
 
@@ -424,8 +438,17 @@ def partition_any_shape() -> None:
         with _as_contiguous_1d([parameter]):
             partition(init, parameter)
         parameter.ds_shape = shape  # the shape after a gather
+        parameter.__deepcopy__ = MethodType(_copy_unpartitioned, parameter)
 
     zero.Init._zero_init_param = partition_any
+    after_construction = zero.Init._post_init_method
+
+    @functools.wraps(after_construction)
+    def partition_and_refuse(init: Any, module: nn.Module) -> None:
+        after_construction(init, module)
+        _refuse_forwards_of(module, _describe_unprepared)
+
+    zero.Init._post_init_method = partition_and_refuse
 
 
 def _wrapped(own: Callable[..., Any], parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> Callable[..., Any]:
@@ -491,9 +514,6 @@ class PartitionedStates:
         before_reading, after_reading = OwnHook(self._refuse_reading), OwnHook(self._show)
         before_writing, after_writing = OwnHook(self._gather), OwnHook(self._partition)
         self.handles: list[Any] = []
-        parameters: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
-        for p in parameters:
-            p.__deepcopy__ = MethodType(_copy_unpartitioned, p)
         parts: list[Any] = list(module.modules())
         for part in parts:
             self.handles += [
@@ -615,7 +635,41 @@ def end_gathering(module: nn.Module) -> None:
     if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = _LINEAR
     for part in module.modules():
-        _REFUSING[part] = part.register_forward_pre_hook(OwnHook(_refuse_forward), prepend=True)
+        _refuse_forwards_of(part, _describe_ended)
+
+
+def _refuse_forwards_of(part: nn.Module, describe: Callable[[str], str]) -> None:
+    """Make forwards of a module raise while its parameters are partitioned, until an engine gathers them.
+
+    Args:
+        part: the module, without its submodules.
+        describe: the message, by the name of the module's class.
+    """
+
+    def refuse(module: nn.Module, *_: Any) -> None:
+        if any(map(own_partitioned, module.modules())):
+            raise LoopError(describe(type(module).__name__))
+
+    if part not in _REFUSING:  # before DeepSpeed's own hook, which marks the part as running
+        _REFUSING[part] = part.register_forward_pre_hook(OwnHook(refuse), prepend=True)
+
+
+def _describe_ended(kind: str) -> str:
+    return (
+        f"a forward of a {kind} after its training has ended: ZeRO stage 3 has partitioned its parameters, and nothing "
+        "gathers them any more.\nEvaluate before accelerator.end_training(). Or write the weights by "
+        "accelerator.save_model(model, folder) before, and load them into a new model. After free_memory(), prepare it "
+        "again, or call it inside `with accelerator.whole_weights(model):`."
+    )
+
+
+def _describe_unprepared(kind: str) -> str:
+    return (
+        f"a forward of a {kind} that is not prepared: ZeRO stage 3 has partitioned it when it was built (init_model, "
+        "from_pretrained, from_config), and only a prepared model gathers its parameters.\nPrepare it, also if it is "
+        "never trained: model = accelerator.prepare(model). A model that is small enough may be called inside `with "
+        "accelerator.whole_weights(model):` instead."
+    )
 
 
 @contextmanager
@@ -640,15 +694,6 @@ def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
     if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
         raise LoopError(f"{call}: the weights of the {type(module).__name__} are on NVMe (offload_param).")
     return partitioned
-
-
-def _refuse_forward(module: nn.Module, *_: Any) -> None:
-    if not FWD_MODULE_STACK and any(map(own_partitioned, module.modules())):
-        raise LoopError(
-            f"a forward of a {type(module).__name__} after its training has ended: ZeRO stage 3 has partitioned its "
-            "parameters, and nothing gathers them any more.\nEvaluate before accelerator.end_training(). Or write the "
-            "weights by accelerator.save_model(model, folder) before, and load them into a new model."
-        )
 
 
 def own_partitioned(module: nn.Module) -> list[Any]:

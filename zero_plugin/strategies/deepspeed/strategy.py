@@ -38,6 +38,7 @@ from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
+from zero_plugin.strategies.deepspeed.guards.group_shapes import refuse_groups_by_empty_shape
 from zero_plugin.strategies.deepspeed.lifetime import clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
@@ -140,6 +141,8 @@ class DeepSpeedStrategy(Strategy):
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
         refuse_unfit(request)
+        if resolved.zero_stage == 3:
+            refuse_groups_by_empty_shape(request.optimizer, request.model)
         is_partitioned = resolved.zero_stage == 3 and any(True for _ in request.model.parameters())
         if request.optimizer is None and not is_partitioned:
             return self._build_plain_session(request, processes)
@@ -251,6 +254,9 @@ class DeepSpeedStrategy(Strategy):
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
         return partitioned_models.gathered_parameters(tensors, modifier_rank=0, forward_of=None)
+
+    def whole_weights(self, module: nn.Module) -> AbstractContextManager[None]:
+        return partitioned_models.whole_weights(module)
 
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""

@@ -1,0 +1,53 @@
+"""Refuses parameter groups that were split by the shape of partitioned parameters, which is (0,)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.errors import LoopError
+
+
+def refuse_groups_by_empty_shape(optimizer: Optimizer | DummyOptim | None, model: nn.Module) -> None:
+    """Refuse groups of a partitioned model that only a split by `p.ndim` makes.
+
+    Mistake: `[p for p in params if p.ndim >= 2]` gets the weight decay (nanoGPT, timm, many recipes). Stage 3 has
+    partitioned the model when it was built, so every `p.ndim` is 1, and every weight is trained without decay.
+    Cost: one pass over the groups, once per `prepare` at stage 3.
+
+    The group for matrices is empty, and one without its weight decay (or `use_muon`) holds matrices and vectors. An
+    empty group alone proves nothing: names split groups too, and LoRA has no vectors. A script that leaves empty groups
+    out is not found: one group without weight decay is legal.
+
+    Raises:
+        LoopError: the groups are split like that.
+    """
+    if optimizer is None or not any(hasattr(p, "ds_id") for p in model.parameters()):
+        return
+    split = [(group, _true_ranks(group["params"])) for group in optimizer.param_groups]
+    mixed = [group for group, ranks in split if min(ranks, default=2) < 2 <= max(ranks, default=0)]
+    if not any(_is_for_matrices(group, other) for group, ranks in split if not ranks for other in mixed):
+        return
+    raise LoopError(
+        f"prepare() got an optimizer of a {type(model).__name__} with an empty parameter group for matrices, and "
+        "matrices in a group for vectors. ZeRO stage 3 has partitioned the model when it was built, and `p.ndim` and "
+        "`p.shape` of a partitioned parameter are those of an empty tensor.\n"
+        "Build the groups inside `with accelerator.whole_weights(model):`, or by the parameters' names. If the groups "
+        "are meant so, leave the empty one out."
+    )
+
+
+def _true_ranks(given: Any) -> list[int]:
+    """The numbers of dimensions of the trained parameters of a group."""
+    parameters: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    return [len(getattr(p, "ds_shape", p.shape)) for p in parameters if p.requires_grad]
+
+
+def _is_for_matrices(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a recipe that splits by shape gives matrices the options of `group`, and vectors those of `other`."""
+    decays = group.get("weight_decay", 0) > other.get("weight_decay", 0)
+    return bool(decays or (group.get("use_muon") and not other.get("use_muon")))
