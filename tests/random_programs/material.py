@@ -194,7 +194,9 @@ class Tied(Embedded):
         self.decoder.weight = self.stem.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.stem(words))).mean(1)) + self.decoder(self.stem(words)).mean(1)[:, :OUT]
+        return (
+            self.head(torch.tanh(self.body(self.stem(words))).mean(1)) + self.decoder(self.stem(words)).mean(1)[:, :OUT]
+        )
 
 
 class Borrowing(Embedded):
@@ -237,7 +239,14 @@ class Causal(nn.Module):
 
         if kind == "gpt2":
             config: Any = transformers.GPT2Config(
-                n_layer=1, n_head=2, n_embd=16, vocab_size=WORDS, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+                n_layer=1,
+                n_head=2,
+                n_embd=16,
+                vocab_size=WORDS,
+                n_positions=8,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
             )
             self.language = transformers.GPT2LMHeadModel(config)
             self.stem = self.language.transformer.wte
@@ -359,13 +368,14 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def trained(model: nn.Module, program: Program) -> list[tuple[str, nn.Parameter]]:
+def trained(model: Any, program: Program) -> list[tuple[str, nn.Parameter]]:
     """The parameters that an optimizer is given."""
-    named = list(model.named_parameters())
+    named = [(name.removeprefix("_orig_mod."), parameter) for name, parameter in model.named_parameters()]
     if program.frozen == "in the optimizer":
         return named
     if program.added != "no":
-        named = [(name, parameter) for name, parameter in named if not name.startswith("stem")]
+        stem = set(map(id, model.stem.parameters()))  # in models of transformers it has other names too
+        named = [(name, parameter) for name, parameter in named if id(parameter) not in stem]
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
@@ -374,7 +384,7 @@ def make_groups(model: nn.Module, program: Program) -> Any:
     named = trained(model, program)
     if program.groups == "named":
         return named
-    if program.groups == "one" or len(named) < 3:
+    if program.groups == "one" or len(named) < 3 or not any(name.startswith("stem") for name, _ in named):
         return [parameter for _, parameter in named]
     lr = OPTIMIZERS[program.optimizer][1]["lr"]
     if program.groups == "stem and rest":
@@ -478,3 +488,49 @@ def each_sample(out: Any, y: Tensor) -> Tensor:
     if not isinstance(out, Tensor):
         out = out["first"] if isinstance(out, dict) else out.first
     return (out.float() - y).square().mean(-1)
+
+
+# ---- several models --------------------------------------------------------------------------------------------------
+
+PHASES = {"chain": 1, "adversaries": 2, "teacher": 1, "teacher of its own": 1, "mean teacher": 1}  # losses of a batch
+
+
+def make_several(program: Program, *, other: int = 0) -> list[nn.Module]:
+    """Two models; a teacher does not train."""
+    torch.manual_seed(program.seed + other)
+    width = program.width
+    if program.models == "chain":
+        return [
+            nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh()),
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, OUT)),
+        ]
+    if program.models == "adversaries":
+        critic = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1))
+        return [nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, FEATURES)), critic]
+    teacher = Body(_inner(width), width).requires_grad_(False)
+    return [Body(_inner(width), width), teacher]
+
+
+def trains(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
+
+
+def loss_of_several(
+    program: Program, forwards: list[Any], models: list[Any], x: Tensor, y: Tensor, number: int
+) -> Tensor:
+    """The loss of a batch, or the `number`-th of them."""
+    first, second = forwards
+    if program.models == "chain":
+        return compare(program, second(first(x)), y)
+    if program.models == "adversaries":
+        if number == 0:
+            with torch.no_grad():
+                made = first(x.flip(0))
+            return functional.softplus(-second(x).float()).mean() + functional.softplus(second(made).float()).mean()
+        if program.accumulation > 1 or program.seed % 2:  # else its gradients are dropped before its next loss
+            models[1].requires_grad_(False)
+        return functional.softplus(-second(first(x.flip(0))).float()).mean()
+    out = first(x)
+    with torch.no_grad():
+        wanted = second(x).float()
+    return compare(program, out, y) + 0.5 * (out.float() - wanted).square().mean()

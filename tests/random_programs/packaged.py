@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -118,19 +119,20 @@ class Run:
             model: Any = material.make_model(program, other=other)
         material.freeze(model, program)
         material.add_hooks(model, program)
-        self.loader: Any = None
+        self.raw = None
         if program.data != "tensors":
-            self.loader = make_loader(program, self.samples, self.accelerator.num_processes)
-        self.prepare(model, program)
-
-    def prepare(self, model: Any, program: Program) -> None:
-        """Optimizer and schedule, and all of them prepared in some order."""
+            self.raw = make_loader(program, self.samples, self.accelerator.num_processes)
         if program.compiled == "part" and hasattr(model, "body"):
             model.body.compile(backend="eager")
         elif program.compiled == "model":
             model.compile(backend="eager")
         elif program.compiled == "wrapper":
             model = torch.compile(model, backend="aot_eager")
+        self.prepare(model, program)
+
+    def prepare(self, model: Any, program: Program) -> None:
+        """Optimizer and schedule, and all of them prepared in some order."""
+        self.loader: Any = self.raw
         optimizer = material.make_optimizer(model, program)
         material.give_state(model, optimizer, program)
         make = material.SCHEDULES.get(program.schedule)
@@ -235,7 +237,7 @@ class Run:
         if program.clip in ("norm", "measured") and is_step:
             limit = 0.1 if program.clip == "norm" else float("inf")
             norm = float(accelerator.clip_grad_norm_(self.model.parameters(), limit))
-            if norm == norm:
+            if math.isfinite(norm):
                 self.norms.append(norm)
         if program.schedule == "by hand" and is_step:
             material.rate_by_hand(optimizer, program, self.steps)
@@ -307,7 +309,6 @@ class Run:
         self.model, self.optimizer, self.schedule = *accelerator.free_memory(self.model, self.optimizer), None
         if program.refit == "turned":
             material.turn(model)
-        self.loader = make_loader(program, self.samples, accelerator.num_processes) if self.loader else None
         self.prepare(model, program.with_optimizer("SGD" if program.refit == "other optimizer" else None))
 
     # ---- after it ----------------------------------------------------------------------------------------------------
@@ -325,7 +326,9 @@ class Run:
         if self.program.read == "save_model":
             return self.saved(names)
         found = accelerator.get_state_dict(model) or {}
-        return {n.replace("_orig_mod.", ""): p.float() for n, p in found.items() if n.replace("_orig_mod.", "") in names}
+        return {
+            n.replace("_orig_mod.", ""): p.float() for n, p in found.items() if n.replace("_orig_mod.", "") in names
+        }
 
     def saved(self, names: list[str]) -> dict[str, Tensor]:
         """As `save_model` writes them."""
@@ -335,7 +338,9 @@ class Run:
         self.accelerator.save_model(self.model, folder)
         self.accelerator.wait_for_everyone()
         found = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-        return {n.replace("_orig_mod.", ""): t.float() for n, t in found.items() if n.replace("_orig_mod.", "") in names}
+        return {
+            n.replace("_orig_mod.", ""): t.float() for n, t in found.items() if n.replace("_orig_mod.", "") in names
+        }
 
     def noted(self) -> dict[str, Any]:
         """What is compared; losses are the mean over the processes."""
@@ -345,9 +350,106 @@ class Run:
         return {**found, "weights": self.weights()}
 
 
+class Several(Run):
+    """Two models, each with its optimizer, or one with a teacher."""
+
+    def make(self, other: int = 0) -> None:
+        """The script's objects, prepared."""
+        program, accelerator = self.program, self.accelerator
+        models: list[Any] = material.make_several(program, other=other)
+        optimizers = [material.make_optimizer(model, program) for model in models if material.trains(model)]
+        make = material.SCHEDULES.get(program.schedule)
+        schedules = [make(optimizer, program.total) for optimizer in optimizers if make]
+        self.loader = make_loader(program, self.samples, accelerator.num_processes)
+        left = models.pop() if program.models == "teacher of its own" else None
+        if program.prepared == "together":
+            found = list(accelerator.prepare(*models, *optimizers, *schedules, self.loader))
+        else:
+            self.loader = accelerator.prepare(self.loader)
+            found = []
+            for number, model in enumerate(models):
+                of_it = [some[number] for some in (optimizers, schedules) if number < len(some)]
+                if of_it:
+                    model, *of_it = accelerator.prepare(model, *of_it)
+                else:
+                    model = accelerator.prepare(model)
+                models[number] = model
+                for some, one in zip((optimizers, schedules), of_it, strict=False):
+                    some[number] = one
+            found = [*models, *optimizers, *schedules, self.loader]
+        count = len(models)
+        self.models = found[:count] + ([left] if left is not None else [])
+        self.model = self.models[0]
+        self.optimizers = found[count : count + len(optimizers)]
+        self.schedules = found[count + len(optimizers) : count + len(optimizers) + len(schedules)]
+        self.loader = found[-1]
+        self.schedule = None
+        self.noted_rates: list[list[list[float]]] = [[] for _ in optimizers]
+        self.noted_norms: list[list[float]] = [[] for _ in optimizers]
+
+    def micro_batch(self, batch: Any, epoch: int, index: int, *, ends: bool) -> None:
+        """All losses of a batch, in one window."""
+        by_hand = self.program.accumulation == 1 and self.program.seed % 3 == 0
+        trained = self.models[: len(self.optimizers)]
+        with nullcontext() if by_hand else self.accelerator.accumulate(*trained):
+            self.train_on(*open_batch(batch), is_step=by_hand or self.accelerator.sync_gradients)
+
+    def train_on(self, x: Tensor, y: Tensor, *, is_step: bool) -> None:
+        """Losses, backwards and steps."""
+        program, accelerator = self.program, self.accelerator
+        found: Any = 0.0
+        if program.models == "adversaries":
+            for number in range(2):
+                which = 1 - number
+                if program.accumulation == 1:
+                    self.optimizers[which].zero_grad()
+                loss = material.loss_of_several(program, self.models, self.models, x, y, number)
+                accelerator.backward(loss)
+                found = found + loss.detach()
+                self.finish(which, is_step=is_step)
+                self.models[1].requires_grad_(True)
+        else:
+            loss = material.loss_of_several(program, self.models, self.models, x, y, 0)
+            accelerator.backward(loss)
+            found = loss.detach()
+            for which in range(len(self.optimizers)):
+                self.finish(which, is_step=is_step)
+        self.losses.append(found)
+        if is_step and program.models == "mean teacher":
+            with accelerator.whole_weights(*self.models), torch.no_grad():
+                for slow, fast in zip(self.models[1].parameters(), self.models[0].parameters(), strict=True):
+                    slow.lerp_(fast, 0.3)
+
+    def finish(self, which: int, *, is_step: bool) -> None:
+        """Clip, step, schedule and clear."""
+        program, optimizer = self.program, self.optimizers[which]
+        if program.clip in ("norm", "measured") and is_step:
+            limit = 0.1 if program.clip == "norm" else float("inf")
+            parameters = self.models[which].parameters()
+            self.noted_norms[which].append(float(self.accelerator.clip_grad_norm_(parameters, limit)))
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        optimizer.step()
+        if is_step:
+            self.noted_rates[which].append(rates)
+        if self.schedules:
+            self.schedules[which].step()
+        optimizer.zero_grad()
+
+    def noted(self) -> dict[str, Any]:
+        """What is compared."""
+        self.norms = [norm for step in zip(*self.noted_norms, strict=True) for norm in step]
+        self.rates = [rates for step in zip(*self.noted_rates, strict=True) for rates in step]
+        return super().noted()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of both models."""
+        found = [self.accelerator.get_state_dict(model) or {} for model in self.models]
+        return {f"{n}.{name}": tensor.float() for n, one in enumerate(found) for name, tensor in one.items()}
+
+
 def run(program: Program, path: str, part: str, folder: Path) -> tuple[Run, dict[str, Any]]:
     """A program on a path: `whole`, or the `first` part of one that is resumed, or its `second`."""
-    state = Run(program, path, folder)
+    state = (Run if program.models == "one" else Several)(program, path, folder)
     state.make(other=7 if part == "second" else 0)
     if program.writes == "average":
         with state.accelerator.whole_weights(state.model):

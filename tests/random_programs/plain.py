@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import material
@@ -27,7 +28,17 @@ def orders(program: Program) -> list[list[int]]:
         weights = torch.linspace(0.1, 1, count).tolist()
         options = {"sampler": WeightedRandomSampler(weights, count, generator=generator)}
     loader: Any = DataLoader(list(range(count)), batch_size=GLOBAL_BATCH, collate_fn=list, **options)
-    return [[index for batch in loader for index in batch] for _ in range(program.epochs)]
+    return [_until_left(loader, program) for _ in range(program.epochs)]
+
+
+def _until_left(loader: Any, program: Program) -> list[int]:
+    """An epoch's samples; what comes after the loop has left it is not drawn, as torch's sampler draws at its end."""
+    order: list[int] = []
+    for number, batch in enumerate(loader, start=1):
+        order += batch
+        if number == program.broken_at:
+            break
+    return order + [0] * (program.count - len(order))
 
 
 def micro_batches(program: Program, world: int, order: list[int]) -> list[Micro]:
@@ -65,12 +76,7 @@ class Run:
         """The masters, which the optimizer holds, and the model that computes."""
         self.masters = self.model = model
         if self.half and self.zero:
-            copy = material.make_model(self.program)
-            copy.load_state_dict(model.state_dict())
-            for (_, p), (_, q) in zip(copy.named_parameters(), model.named_parameters(), strict=True):
-                p.requires_grad_(q.requires_grad)
-            material.add_hooks(copy, self.program)
-            self.model = copy.to(torch.bfloat16)
+            self.model = copy.deepcopy(model).to(torch.bfloat16)
             with torch.no_grad():
                 for master, weight in self.pairs():
                     master.copy_(weight)
@@ -126,18 +132,25 @@ class Run:
             for number, loss in enumerate(losses, start=1):
                 (loss / (divisor * len(parts))).backward(retain_graph=number < len(losses))
                 found += loss.item() / len(parts)
-        if self.masters is not self.model:
-            for master, weight in self.pairs():
-                if weight.grad is not None:
-                    grad = weight.grad.float()
-                    master.grad = grad if master.grad is None else master.grad + grad
-                    weight.grad = None
+        self.collect()
         return found
+
+    def collect(self) -> None:
+        """Gradients go to the masters."""
+        if self.masters is self.model:
+            return
+        for master, weight in self.pairs():
+            if weight.grad is not None:
+                grad = weight.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                weight.grad = None
 
     def build(self, optimizer_name: str | None = None) -> None:
         """The optimizer, and its schedule."""
         program = self.program.with_optimizer(optimizer_name)
         self.optimizer = material.make_optimizer(self.masters, program)
+        if optimizer_name is None:
+            material.give_state(self.masters, self.optimizer, program)
         make = material.SCHEDULES.get(program.schedule)
         self.schedule = make(self.optimizer, program.total) if make else None
 
@@ -227,13 +240,14 @@ class Run:
 
 def run(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
     """What a program notes, and the weights that it ends with."""
+    if program.models != "one":
+        return run_several(program, world, zero=zero)
     model = material.make_model(program)
     material.freeze(model, program)
-    material.add_hooks(model, program)
     state = Run(program, world, zero=zero)
     state.prepare(model)
+    material.add_hooks(state.model, program)
     state.build()
-    material.give_state(state.masters, state.optimizer, program)
     state.publish()
     if program.writes == "average":
         state.average = [p.detach().clone() for p in state.masters.parameters()]
@@ -257,7 +271,83 @@ def refit(state: Run) -> None:
         state.optimizer.add_param_group({"params": list(state.masters.stem.parameters()), "lr": 0.01})
     if program.refit == "no":
         return
+    state.done = state.size = 0  # free_memory() drops the gradients of an open window
+    for parameter in state.masters.parameters():
+        parameter.grad = None
     if program.refit == "turned":
         for model in {state.masters, state.model}:
             material.turn(model)
     state.build("SGD" if program.refit == "other optimizer" else None)
+
+
+# ---- several models --------------------------------------------------------------------------------------------------
+
+
+def run_several(program: Program, world: int, *, zero: bool) -> dict[str, Any]:
+    """The same for programs of two models."""
+    models = material.make_several(program)
+    runs = [Run(program, world, zero=zero) for _ in models]
+    for state, model in zip(runs, models, strict=True):
+        state.half = state.half and not (program.models == "teacher of its own" and state is runs[1])
+        state.prepare(model)
+    trained = [state for state, model in zip(runs, models, strict=True) if material.trains(model)]
+    for state in trained:
+        state.build()
+        state.publish()
+    losses: list[float] = []
+    begun = [p.detach().clone() for state in runs for p in state.masters.parameters()]
+    for order in orders(program):
+        micros = micro_batches(program, world, order)
+        for index, micro in enumerate(micros):
+            size = min(program.accumulation, len(micros) - (index - index % program.accumulation))
+            ends = (index + 1) % program.accumulation == 0 or index + 1 == len(micros)
+            found = 0.0
+            parts = runs[0].parts(micro, 0, index)
+            for number in range(material.PHASES[program.models]):
+                for x, y, _ in parts:
+                    loss = phase_of_loss(program, runs, x, y, number)
+                    loss = loss / len(parts)
+                    found += loss.item()
+                    (loss / size).backward()
+                    for state in trained:
+                        state.collect()
+                if program.models == "adversaries":
+                    finish(trained[1 - number], ends=ends)
+                    runs[1].model.requires_grad_(True)
+                    runs[1].masters.requires_grad_(True)
+                    for p in runs[1].masters.parameters():
+                        if number == 1 and program.accumulation == 1:
+                            p.grad = None
+            losses.append(found)
+            if program.models != "adversaries":
+                for state in trained:
+                    finish(state, ends=ends)
+            if ends and program.models == "mean teacher":
+                with torch.no_grad():
+                    for slow, fast in zip(runs[1].masters.parameters(), runs[0].masters.parameters(), strict=True):
+                        slow.lerp_(fast, 0.3)
+                runs[1].publish()
+    names = [f"{n}.{name}" for n, state in enumerate(runs) for name, _ in state.masters.named_parameters()]
+    weights = [p.detach().clone() for state in runs for p in state.masters.parameters()]
+    return {
+        "losses": losses,
+        "norms": [norm for step in zip(*(state.norms for state in trained), strict=True) for norm in step],
+        "rates": [rates for step in zip(*(state.rates for state in trained), strict=True) for rates in step],
+        "metrics": [],
+        "weights": dict(zip(names, weights, strict=True)),
+        "moved": {name: new - old for name, new, old in zip(names, weights, begun, strict=True)},
+    }
+
+
+def phase_of_loss(program: Program, runs: list[Run], x: Tensor, y: Tensor, number: int) -> Tensor:
+    """Of the kind of program."""
+    forwards: list[Any] = [state.forward for state in runs]
+    if program.models == "teacher of its own":  # it is not prepared
+        forwards[1] = runs[1].masters
+    return material.loss_of_several(program, forwards, [r.model for r in runs], x, y, number)
+
+
+def finish(state: Run, *, ends: bool) -> None:
+    """A step, where the window ends."""
+    if ends:
+        state.step()

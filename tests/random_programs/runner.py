@@ -1,12 +1,13 @@
 """Runs programs on paths in pools of processes, compares them with plain torch, and counts.
 
-    python tests/random_programs/runner.py SEED[-SEED] [--paths one,ddp] [--only MODEL]
+python tests/random_programs/runner.py SEED[-SEED] [--paths one,ddp] [--only MODEL]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import plain  # noqa: E402
 import torch  # noqa: E402
+from device import place_process  # noqa: E402
 from forked import SERVER, Fork  # noqa: E402
 from grammar import DIMENSIONS, PATHS, WORLD, Program, draw  # noqa: E402
 
@@ -41,6 +43,7 @@ class Outcome:
     seconds: float = 0.0
     alone: bool = False
     parts: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -87,7 +90,9 @@ def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
         listed, log = folder / f"jobs-{mark}.json", folder / f"log-{mark}.txt"
         listed.write_text(json.dumps(left))
         store = folder / f"store-{mark}"
-        arguments = [[str(HERE / "worker.py"), str(store), str(r), str(world), str(listed), str(folder)] for r in range(world)]
+        arguments = [
+            [str(HERE / "worker.py"), str(store), str(r), str(world), str(listed), str(folder)] for r in range(world)
+        ]
         workers = [start(command, log) for command in arguments]
         wait(workers, lambda: len(list(folder.glob("*.begun"))))
         begun = [job for job in left if list(folder.glob(f"{job['id']}.*.begun"))]
@@ -96,13 +101,34 @@ def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
         left = left[len(begun) :] if begun else []
 
 
+def run_alone(world: int, job: dict[str, Any], folder: Path) -> None:
+    """A job in processes of its own: they must end with 0, and say nothing of an error."""
+    log, listed = folder / f"log-{job['id']}.txt", folder / f"{job['id']}.json"
+    listed.write_text(json.dumps(job))
+    command = [str(HERE / "alone.py"), str(listed), str(folder)]
+    port = str(random.randrange(20_000, 32_000))
+    variables = (
+        [{}] if world == 1 else [{**place_process(str(r), str(world)), "MASTER_PORT": port} for r in range(world)]
+    )
+    begun = time.perf_counter()
+    workers = [start(command, log, **some) for some in variables]
+    codes = wait(workers, lambda: len(list(folder.glob(f"{job['id']}.*.pt"))))
+    text = log.read_text(errors="replace")
+    job.update(log=str(log), seconds=time.perf_counter() - begun, codes=codes)
+    job["end"] = "" if codes == [0] * world and "Traceback" not in text else f"ended with {codes}:\n{text[-1500:]}"
+
+
 def read(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
     """What the processes of a job found: a failure of any, or rank 0's numbers."""
     found = []
     for rank in range(world):
         file = folder / f"{job['id']}.{rank}.pt"
-        found.append(torch.load(file, weights_only=False) if file.exists() else {"failed": f"process {rank} did not end"})
-    seconds = max(one.get("seconds", 0.0) for one in found)
+        found.append(
+            torch.load(file, weights_only=False) if file.exists() else {"failed": f"process {rank} did not end"}
+        )
+    seconds = max(one.get("seconds", job.get("seconds", 0.0)) for one in found)
+    if job.get("end") and not any("refused" in one for one in found):
+        return {"failed": job["end"], "seconds": seconds}
     told = [one.get("failed") for one in found]
     if any(told):
         others = [one["refused"] for one in found if "refused" in one]
@@ -149,13 +175,15 @@ def judge(outcome: Outcome, wanted: dict[str, Any]) -> None:
         found["weights"] = max(float((a - b).norm() / b.norm().clamp_min(1e-3)) for a, b in pairs) / 10
         away = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
         moved = sum(float(tensor.square().sum()) for tensor in wanted["moved"].values()) ** 0.5
-        found["movement"] = away / max(moved, 1e-3) / (10 if half else 100)
+        rounding = 0.004 * sum(float(b.square().sum()) for _, b in pairs) ** 0.5 if half else 0.0
+        found["movement"] = max(away - rounding, 0.0) / max(moved, 1e-3) / (10 if half else 100)
+    outcome.numbers = {"got": got, "wanted": {name: wanted[name] for name in got}}
     bad = {name: value for name, value in found.items() if not value <= limit}
     outcome.verdict = "wrong" if bad else "right"
     outcome.why = ", ".join(f"{name} {value:.1e}" for name, value in (bad or found).items())
 
 
-def plan(programs: Iterable[Program], paths_of: Any) -> list[Outcome]:
+def plan(programs: Iterable[Program], paths_of: Any, alone: Any = lambda program: False) -> list[Outcome]:
     """Which programs run on which paths."""
     outcomes = []
     for program in programs:
@@ -164,7 +192,7 @@ def plan(programs: Iterable[Program], paths_of: Any) -> list[Outcome]:
             if program.resume == "other":
                 others = [other for other in PATHS if other != path and may_follow(program, path, other)]
                 then = others[program.seed % len(others)] if others else path
-            outcomes.append(Outcome(program, path, then))
+            outcomes.append(Outcome(program, path, then, alone=alone(program)))
     return outcomes
 
 
@@ -185,7 +213,7 @@ def execute(outcomes: list[Outcome], folder: Path) -> None:
         for world in (1, 2):
             jobs: list[tuple[Outcome, dict[str, Any]]] = []
             for outcome in outcomes:
-                if outcome.alone or (number and (not outcome.then or "weights" not in outcome.parts[0])):
+                if number and (not outcome.then or "weights" not in outcome.parts[0]):
                     continue
                 path = outcome.then if number else outcome.path
                 if WORLD.get(path, 2) != world:
@@ -193,10 +221,15 @@ def execute(outcomes: list[Outcome], folder: Path) -> None:
                 part = "second" if number else "first" if outcome.then else "whole"
                 here = folder / outcome.name
                 here.mkdir(exist_ok=True)
-                job = {"id": f"{outcome.name}-{part}", "path": path, "part": part, "program": outcome.program.to_dict()}
+                job: dict[str, Any] = {"id": f"{outcome.name}-{part}", "path": path, "part": part}
+                job |= {"program": outcome.program.to_dict(), "folder": str(here)}
                 jobs.append((outcome, job))
-            if jobs:
-                run_pool(world, [job for _, job in jobs], folder)
+            together = [job for outcome, job in jobs if not outcome.alone]
+            if together:
+                run_pool(world, together, folder)
+            for outcome, job in jobs:
+                if outcome.alone:
+                    run_alone(world, job, folder)
             for outcome, job in jobs:
                 outcome.parts.append({**read(job, folder, world), "log": job.get("log", "")})
     references: dict[Any, dict[str, Any]] = {}
@@ -240,7 +273,10 @@ def tables(outcomes: list[Outcome]) -> str:
             groups.setdefault(masked(outcome.why), []).append(outcome)
     lines.append("\nrefused:")
     for message, some in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"{len(some)} × {message}\n    {' '.join(o.name for o in some[:12])}\n    e.g. {' '.join(some[0].why.split())[:500]}")
+        lines.append(
+            f"{len(some)} × {message}\n    {' '.join(o.name for o in some[:12])}\n"
+            f"    e.g. {' '.join(some[0].why.split())[:500]}"
+        )
     lines.append("\nwrong:")
     lines += [f"{o.name} {o.then}: {o.why[-1500:]}" for o in outcomes if o.verdict == "wrong"]
     return "\n".join(lines)
@@ -252,6 +288,41 @@ def changes(program: Program) -> str:
     return ", ".join(f"{n}={getattr(program, n)}" for n in DIMENSIONS if getattr(program, n) != getattr(default, n))
 
 
+# Words of refusals that are documented, and the programs that they are for.
+KNOWN: tuple[tuple[str, Any], ...] = (
+    ("a second backward through one forward", lambda p, zero, stage3: p.backwards == "one graph" and stage3),
+    ("Build all its groups before prepare()", lambda p, zero, stage3: p.added == "after" and zero),
+    ("Use stage 0 or DDP", lambda p, zero, stage3: p.optimizer == "Adafactor" and zero),
+)
+
+
+def is_known(outcome: Outcome) -> bool:
+    """Whether a refusal is one that the documentation names, of a program that it names."""
+    paths = {outcome.path, outcome.then} - {""}
+    zero, stage3 = not paths <= {"one", "ddp"}, any(path.startswith("3") for path in paths)
+    return any(words in outcome.why and fits(outcome.program, zero, stage3) for words, fits in KNOWN)
+
+
+def findings(outcomes: list[Outcome]) -> list[str]:
+    """What is wrong, and what is refused though no page says so."""
+    return [
+        f"{o.name}{f', resumed on {o.then}' if o.then else ''}: {o.verdict}: {o.why[-1500:]}\n    {changes(o.program)}"
+        for o in outcomes
+        if o.verdict == "wrong" or (o.verdict == "refused" and not is_known(o))
+    ]
+
+
+def spread(seeds: Iterable[int], each: int) -> list[Outcome]:
+    """The programs of seeds, each on so many paths, so that all paths have equally many; every fourth runs alone."""
+    step = len(PATHS) // each
+    programs = [draw(seed) for seed in seeds]
+
+    def paths_of(program: Program) -> list[str]:
+        return [PATHS[(program.seed + step * number) % len(PATHS)] for number in range(each)]
+
+    return plan(programs, paths_of, lambda program: program.seed % 4 == 0)
+
+
 def main() -> None:
     """A slice, by hand."""
     import tempfile
@@ -261,7 +332,8 @@ def main() -> None:
     seeds, *options = sys.argv[1:]
     paths = options[0].split(",") if options else list(PATHS)
     count = int(options[1]) if len(options) > 1 else len(paths)
-    first, _, last = seeds.partition("-")
+    alone = options[2:] == ["alone"]
+    ranges = [part.partition("-") for part in seeds.split(",")]
     folder = Path(tempfile.mkdtemp())
     os.environ[SERVER] = str(folder / "server")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "startup"), os.environ.get("PYTHONPATH", "")])
@@ -271,15 +343,24 @@ def main() -> None:
     use_quick_compiler()
     server = ForkServer(folder / "server")
     torch.set_num_threads(1)
-    programs = [draw(seed) for seed in range(int(first), int(last or first) + 1)]
+    programs = [draw(seed) for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
     begun = time.perf_counter()
-    outcomes = plan(programs, lambda p: [paths[(p.seed * count + k) % len(paths)] for k in range(count)])
+    outcomes = plan(
+        programs, lambda p: [paths[(p.seed * count + k) % len(paths)] for k in range(count)], lambda p: alone
+    )
     execute(outcomes, folder / "runs-of-programs")
     print(tables(outcomes))
     for outcome in outcomes:
         if outcome.verdict == "wrong" or len(outcomes) < 30:
-            print(f"{outcome.name} {outcome.then}: {outcome.seconds:.1f} s {outcome.verdict} {outcome.why[-300:]}\n   {changes(outcome.program)}")
+            print(
+                f"{outcome.name} {outcome.then}: {outcome.seconds:.1f} s {outcome.verdict} {outcome.why[-300:]}\n"
+                f"   {changes(outcome.program)}"
+            )
             print("   ", [part.get("log") for part in outcome.parts])
+            for whose, numbers in outcome.numbers.items():
+                print(
+                    f"    {whose}: losses {numbers['losses']}, norms {numbers['norms']}, rates {numbers['rates'][:8]}"
+                )
     print(f"{len(outcomes)} runs in {time.perf_counter() - begun:.0f} s")
     server.close()
 

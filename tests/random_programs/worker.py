@@ -31,11 +31,11 @@ from zero_plugin.errors import ZeroPluginError
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a second each time
 
 
-def attempt(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def attempt(job: dict[str, Any]) -> dict[str, Any]:
     """What a job notes, or how it failed."""
     begun = time.perf_counter()
     try:
-        state, found = run(Program(**job["program"]), job["path"], job["part"], folder)
+        state, found = run(Program(**job["program"]), job["path"], job["part"], Path(job["folder"]))
         state.accelerator.end_training()
     except ZeroPluginError as error:
         found = {"refused": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
@@ -57,7 +57,7 @@ def main() -> None:
         gc.freeze()  # else every end_training() walks all that imports have made until then
         print(f"=== {job['id']}", flush=True)
         Path(folder, f"{job['id']}.{rank}.begun").touch()
-        found = attempt(job, Path(folder))
+        found = attempt(job)
         file = Path(folder, f"{job['id']}.{rank}.pt")
         torch.save(found, file.with_suffix(".part"))
         file.with_suffix(".part").rename(file)

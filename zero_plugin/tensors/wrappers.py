@@ -185,6 +185,26 @@ def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
             part.compile(**plugin.to_kwargs())
 
 
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module, with each `torch.compile(…)` of it or of a part replaced by the part, compiled in place.
+
+    A wrapper of `torch.compile` puts `_orig_mod.` into the names of a checkpoint. Stage 3 replaces `_parameters` of
+    every module: a wrapper passes that on to the module inside, which then loses its own parameters.
+    """
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if is_compiled_module(child):
+                setattr(part, name, _compiled_inside(child))
+    return _compiled_inside(module) if is_compiled_module(module) else module
+
+
+def _compiled_inside(wrapper: Any) -> nn.Module:
+    """Return the module inside, whose calls are compiled as the wrapper's are."""
+    inner: nn.Module = wrapper._orig_mod
+    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
+    return inner
+
+
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """A shallow copy of `module` that shares its parameters, and whose parts are compiled.
 
