@@ -318,6 +318,8 @@ def _models(p: Program) -> list[str]:
         undone.append("compiled")  # minutes of tracing
     if p.compiled != "no" and p.model in ("scalar and list", "borrowed weight", "attention"):
         undone.append("compiled")  # at stage 3 torch's compiler sees a weight that another module uses as empty
+    if p.compiled != "no" and p.model == "dropout, checkpointed":
+        undone.append("compiled")  # compiled, torch itself computes the dropout again with other random numbers
     if p.model == "weight norm" and p.built == "init_model":
         undone.append("built")  # at stage 3 torch's parametrization is given an empty weight
     if p.built == "init_model" and (p.groups == "no decay of vectors" or p.given_state == "yes"):

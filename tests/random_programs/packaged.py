@@ -356,7 +356,8 @@ class Several(Run):
     def make(self, other: int = 0) -> None:
         """The script's objects, prepared."""
         program, accelerator = self.program, self.accelerator
-        models: list[Any] = material.make_several(program, other=other)
+        of_its_own = program.models == "teacher of its own"  # which no checkpoint holds
+        models: list[Any] = material.make_several(program, other=0 if of_its_own else other)
         optimizers = [material.make_optimizer(model, program) for model in models if material.trains(model)]
         make = material.SCHEDULES.get(program.schedule)
         schedules = [make(optimizer, program.total) for optimizer in optimizers if make]

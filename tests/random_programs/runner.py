@@ -292,6 +292,7 @@ def changes(program: Program) -> str:
 KNOWN: tuple[tuple[str, Any], ...] = (
     ("a second backward through one forward", lambda p, zero, stage3: p.backwards == "one graph" and stage3),
     ("Build all its groups before prepare()", lambda p, zero, stage3: p.added == "after" and zero),
+    ("Leave the group out", lambda p, zero, stage3: p.frozen == "in the optimizer" and p.groups != "one" and zero),
     ("Use stage 0 or DDP", lambda p, zero, stage3: p.optimizer == "Adafactor" and zero),
 )
 

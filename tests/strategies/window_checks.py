@@ -95,7 +95,7 @@ def check_two_losses_of_a_batch_by_hand(path: str) -> None:
 
 
 def check_a_window_that_is_dropped_at_its_end(path: str) -> None:
-    """`zero_grad()` after a window's last backward, in place of its step, drops the window inside `accumulate()` too."""
+    """`zero_grad()` in place of a window's step, after its last backward, drops the window in `accumulate()` too."""
     for steps in (1, 2):
         plain = make_net()
         sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)

@@ -201,7 +201,13 @@ def without_wrappers(module: nn.Module) -> nn.Module:
 def _compiled_inside(wrapper: Any) -> nn.Module:
     """Return the module inside, whose calls are compiled as the wrapper's are."""
     inner: nn.Module = wrapper._orig_mod
-    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
+
+    def call(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # the compiler skips calls of torch's own modules, but not this function
+        return inner._call_impl(*args, **kwargs)
+
+    inner._compiled_call_impl = wrapper.dynamo_ctx(call)
     return inner
 
 
