@@ -200,15 +200,14 @@ def without_wrappers(module: nn.Module) -> nn.Module:
 
 def _compiled_inside(wrapper: Any) -> nn.Module:
     """Return the module inside, whose calls are compiled as the wrapper's are."""
-    inner: nn.Module = wrapper._orig_mod
+    inner: Any = wrapper._orig_mod
 
-    def call(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # the compiler skips calls of torch's own modules, but not this function
+    # torch's compiler skips a call of one of its own modules, but not a function of ours that makes it.
+    def call(*args: Any, **kwargs: Any) -> Any:
         return inner._call_impl(*args, **kwargs)
 
     inner._compiled_call_impl = wrapper.dynamo_ctx(call)
-    return inner
+    return cast(nn.Module, inner)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
