@@ -304,6 +304,31 @@ def check_compiled(path: str) -> None:
         assert compiled == [1]
 
 
+def check_compiled_by_the_script(path: str) -> None:
+    """`torch.compile` of a model or a layer before `prepare`: it trains the same, compiled, under the plain names."""
+    plain = train(path)
+    for part in ("model", "layer"):
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        with running(path) as accelerator:
+            net: Any = make_net()
+            if part == "model":
+                net = torch.compile(net, backend=backend)
+            else:
+                net[0] = torch.compile(net[0], backend=backend)
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for step in range(STEPS):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert graphs
+            assert_near(weights(accelerator, model), plain, 1e-6)
+
+
 def check_models_as_they_come(path: str) -> None:
     """A model that was not prepared is saved as it is; names come as the prepared model has them if asked for."""
     with running(path, mixed_precision="bf16") as accelerator:
@@ -389,6 +414,6 @@ CHECKS = {
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
     **checks_on(["zero2"], [check_a_smaller_bucket_is_offered]),
-    **checks_on([*SINGLE, *PAIR], [check_compiled]),
+    **checks_on([*SINGLE, *PAIR], [check_compiled, check_compiled_by_the_script]),
     **checks_on(["single", "ddp", "zero2"], [check_models_as_they_come, check_a_scaler_of_the_scripts_own]),
 }

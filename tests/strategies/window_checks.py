@@ -94,7 +94,37 @@ def check_two_losses_of_a_batch_by_hand(path: str) -> None:
             break
 
 
+def check_a_window_that_is_dropped_at_its_end(path: str) -> None:
+    """`zero_grad()` in place of a window's step, after its last backward, drops the window in `accumulate()` too."""
+    for steps in (1, 2):
+        plain = make_net()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        batches = batches_of(6, 0)
+        for number in range(0, 6, steps):
+            for batch in batches[number : number + steps]:
+                (loss_of(plain, batch) / steps).backward()
+            if number != 2:
+                sgd.step()
+            sgd.zero_grad()
+        with running(path, gradient_accumulation_steps=steps) as accelerator:
+            model = make_net()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model, optimizer, loader = accelerator.prepare(model, sgd, loader_of(accelerator, 6, 0))
+            for number, batch in enumerate(loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, batch))
+                    if accelerator.sync_gradients and number // steps == 2 // steps:
+                        optimizer.zero_grad()
+                        continue
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_near(weights(accelerator, model), dict(plain.state_dict()))
+
+
 CHECKS = checks_on(
     ("single", "ddp", "zero1", "zero2"),
     [check_a_short_loader_that_is_cycled_beside_a_long_one, check_two_losses_of_a_batch_by_hand],
+) | checks_on(
+    ("single", "ddp", "zero1", "zero2", "zero3"),
+    [check_a_window_that_is_dropped_at_its_end],
 )

@@ -38,6 +38,7 @@ from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict
 from zero_plugin.strategies import optimizer_states
 from zero_plugin.strategies.base import Session, SessionRequest
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
+from zero_plugin.tensors.wrappers import without_wrappers
 
 if TYPE_CHECKING:
     from zero_plugin.loop.run import Run
@@ -516,7 +517,7 @@ def _with_pair(facts: Facts, pair: Pair) -> Facts:
 
 def _request(pair: Pair, resolved: Resolved, **how: bool) -> SessionRequest:
     real = tuple(s for s in pair.schedulers if isinstance(s, LRScheduler))
-    return SessionRequest(pair.model, pair.optimizer, resolved, real, **how)
+    return SessionRequest(without_wrappers(pair.model), pair.optimizer, resolved, real, **how)
 
 
 def _log_resolved(resolved: Resolved, run: Run, logged: Sequence[str] = ()) -> None:

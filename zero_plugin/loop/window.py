@@ -147,6 +147,7 @@ class Window:
         # by which these gradients were multiplied since.
         self._other_micro_batches: dict[MicroBatches, float] = {}
         self.backwards = 0
+        self._before_batch = 0  # backwards of the window before accumulate() was entered last
         self._since_step = 0  # backwards since the last call of step(), also those of other models' micro-batches
         if isinstance(session, Session):
             session.on_failure = _failing(weakref.ref(self))
@@ -215,10 +216,13 @@ class Window:
     def dropping_is_meant(self) -> bool:
         """Whether `zero_grad()`, called now, is between a backward and its step, so that it drops gradients.
 
-        Loops also call it at their start, or after each micro-batch, where it must not drop gradients.
+        Loops also call it at their start, or after each micro-batch, where it must not drop gradients. Inside
+        `accumulate()` a script leaves out the step of a window where it calls it after the last micro-batch's backward.
         """
         if self.is_decided and not self.ends_here:
             return False
+        if self.in_context and self.ends_here and self.backwards > self._before_batch:
+            return self._since_step > 0
         if self.in_context or (self._by_context and not self.ends_here):
             return self._since_step > self.backwards == 0  # only foreign gradients, since the last window's step
         return self._since_step > 0
@@ -230,6 +234,7 @@ class Window:
         self.is_decided = False
         if self.ends_here:
             self._open()
+        self._before_batch = self.backwards
         self.in_context = self._by_context = True
         self._advance()
 

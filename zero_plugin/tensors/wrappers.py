@@ -185,6 +185,31 @@ def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
             part.compile(**plugin.to_kwargs())
 
 
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module, with each `torch.compile(…)` of it or of a part replaced by the part, compiled in place.
+
+    A wrapper of `torch.compile` puts `_orig_mod.` into the names of a checkpoint. Stage 3 replaces `_parameters` of
+    every module: a wrapper passes that on to the module inside, which then loses its own parameters.
+    """
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if is_compiled_module(child):
+                setattr(part, name, _compiled_inside(child))
+    return _compiled_inside(module) if is_compiled_module(module) else module
+
+
+def _compiled_inside(wrapper: Any) -> nn.Module:
+    """Return the module inside, whose calls are compiled as the wrapper's are."""
+    inner: Any = wrapper._orig_mod
+
+    # torch's compiler skips a call of one of its own modules, but not a function of ours that makes it.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner._call_impl(*args, **kwargs)
+
+    inner._compiled_call_impl = wrapper.dynamo_ctx(call)
+    return cast(nn.Module, inner)
+
+
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """A shallow copy of `module` that shares its parameters, and whose parts are compiled.
 

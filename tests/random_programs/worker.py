@@ -1,0 +1,75 @@
+"""Runs programs on paths, one after the other, in one group of processes: STORE RANK WORLD JOBS FOLDER.
+
+After a program that did not end well the processes end: whoever started them starts new ones for the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from device import DEVICE, place_process
+
+os.environ["DS_ACCELERATOR"] = DEVICE
+
+import cpuinfo
+import torch
+import torch.distributed as dist
+from grammar import Program
+from packaged import run
+
+from zero_plugin.errors import ZeroPluginError
+
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a second each time
+
+
+def attempt(job: dict[str, Any]) -> dict[str, Any]:
+    """What a job notes, or how it failed."""
+    begun = time.perf_counter()
+    try:
+        state, found = run(Program(**job["program"]), job["path"], job["part"], Path(job["folder"]))
+        state.accelerator.end_training()
+    except ZeroPluginError as error:
+        found = {"refused": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    except Exception:  # noqa: BLE001 - one failing program must not hide the others
+        found = {"failed": traceback.format_exc()}
+    return {**found, "seconds": time.perf_counter() - begun}
+
+
+def main() -> None:
+    """Every job in turn; what each process finds goes to a file."""
+    store, rank, world, jobs, folder = sys.argv[1:]
+    if world != "1":
+        os.environ.update(place_process(rank, world))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
+        )
+    for job in json.loads(Path(jobs).read_text()):
+        gc.collect()
+        gc.freeze()  # else every end_training() walks all that imports have made until then
+        print(f"=== {job['id']}", flush=True)
+        Path(folder, f"{job['id']}.{rank}.begun").touch()
+        found = attempt(job)
+        file = Path(folder, f"{job['id']}.{rank}.pt")
+        torch.save(found, file.with_suffix(".part"))
+        file.with_suffix(".part").rename(file)
+        if "refused" in found or "failed" in found:
+            sys.stdout.flush()
+            os._exit(3)
+    gc.unfreeze()
+    gc.collect()
+    if world != "1":
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
