@@ -162,9 +162,7 @@ def check_a_model_that_is_not_prepared(folder: Path) -> None:
         read = GPT2LMHeadModel.from_pretrained(place)
         for model in (read, GPT2LMHeadModel._from_config(read.config)):
             for call in (model, model.transformer, model.generate):
-                with pytest.raises(
-                    LoopError, match=r"a GPT2\w+ that is not prepared.*\n.*prepare\(model\)"
-                ):
+                with pytest.raises(LoopError, match=r"a GPT2\w+ that is not prepared.*\n.*prepare\(model\)"):
                     call(ids)
         with accelerator.whole_weights(read):
             assert torch.allclose(read(ids).logits, wanted, atol=1e-5)
