@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from paths import listening, running, same
@@ -40,6 +41,7 @@ from transformers import (
 
 from zero_plugin import Accelerator, DeepSpeedPlugin
 from zero_plugin.config import installed
+from zero_plugin.errors import LoopError
 
 
 class Plain(nn.Module):
@@ -143,6 +145,28 @@ def draws_of_16_bits_are_rounded() -> bool:
         torch.manual_seed(0)
         drawn.append(torch.empty(16, dtype=dtype).normal_().bfloat16())
     return torch.equal(*drawn)
+
+
+def check_a_model_that_is_not_prepared(folder: Path) -> None:
+    """A reward model or text encoder that is only called: the error says to prepare it; prepared, it computes.
+
+    So it is for a call of its inner model, and of `generate`.
+    """
+    ids = torch.arange(6).view(1, 6)
+    place = stored(gpt2, folder / "stored")
+    with torch.no_grad():
+        wanted = build(gpt2)(ids).logits
+    with running("zero3") as accelerator, torch.no_grad():
+        student = nn.Linear(4, 1)
+        accelerator.prepare(student, sgd(student))
+        read = GPT2LMHeadModel.from_pretrained(place)
+        for model in (read, GPT2LMHeadModel._from_config(read.config)):
+            for call in (model, model.transformer, model.generate):
+                with pytest.raises(LoopError, match=r"a GPT2\w+ that is not prepared.*\n.*prepare\(model\)"):
+                    call(ids)
+        with accelerator.whole_weights(read):
+            assert torch.allclose(read(ids).logits, wanted, atol=1e-5)
+        assert torch.allclose(accelerator.prepare(read)(ids).logits, wanted, atol=1e-5)
 
 
 def check_init_model(folder: Path) -> None:
