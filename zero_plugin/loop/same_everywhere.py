@@ -145,7 +145,7 @@ class SameSteps:
             return
         optimizer = training.session.optimizer
         numbers, tensors = _numbers_of(optimizer), _describe_tensors(self._tensors)
-        left_out = {"left out": f"{self._left_out} steps"}
+        left_out = {"backwards without a step": str(self._left_out)}
         if is_same_on_all(json.dumps([numbers, tensors, left_out], sort_keys=True)):
             _check_weights(training.session)
             return

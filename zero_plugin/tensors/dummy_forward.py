@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils._pytree import tree_leaves, tree_map
+
+from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 
 def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -37,9 +38,9 @@ def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     Raises:
         TypeError: the outputs have no tensor of floating-point numbers.
     """
-    args, kwargs = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (args, kwargs))
-    outputs = [v for v in tree_leaves(_as_tree(module(*args, **kwargs))) if isinstance(v, Tensor)]
-    outputs = [output for output in outputs if output.is_floating_point() or output.is_complex()]
+    args, kwargs = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    leaves = list_leaves(module(*args, **kwargs))
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
     if not outputs:
         raise TypeError(
             f"dummy_forward() got no tensor of floating-point numbers from the {type(module).__name__}.\n"
@@ -85,8 +86,3 @@ def _nodes_of(outputs: list[Tensor]) -> Iterator[Any]:
 def _is_leaf(node: Any) -> bool:
     """Whether a node adds to the `grad` of a leaf."""
     return hasattr(node, "variable")
-
-
-def _as_tree(outputs: Any) -> Any:
-    """The outputs of a model of transformers as a plain dict."""
-    return dict(outputs) if isinstance(outputs, dict) else outputs

@@ -567,10 +567,8 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
 
 def _is_second_gradient(error: BaseException) -> bool:
     """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
-    if isinstance(error, SecondGradientError):
-        return True
     if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
-        return False
+        return isinstance(error, SecondGradientError)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.")
 
