@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
-from zero_plugin.distributed.process_end import end_process, run_in_threads
+from zero_plugin.distributed.process_end import end_process, is_at_exit, last_exit, note_exits, run_in_threads
 from zero_plugin.errors import LoopError, of_lost_peer
 from zero_plugin.machine.hardware import number_ranges, process_stat
 
@@ -59,6 +59,7 @@ class RankProgress:
         ended: whether it has ended together with all other processes.
         gone: whether it has ended without the others.
         failed: whether it has ended with an error.
+        end: what its script did before end_training(), as ", after …"; "" if it called that itself.
     """
 
     beat: int = 0
@@ -75,6 +76,7 @@ class RankProgress:
     ended: bool = False
     gone: bool = False
     failed: bool = False
+    end: str = ""
 
     @property
     def last_call(self) -> str:
@@ -257,11 +259,12 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
     for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
-            return Finding(f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}")
+            return Finding(f"process {rank} is in {progress.call}(){line}{progress.end}.\n{SAME_ORDER}")
         if progress.left < call.number and progress.is_gone:
             how = "failed" if progress.failed else "ended"
+            seen = f" It was last seen at {progress.line}." if progress.line else ""
             return Finding(
-                f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
+                f"process {rank} has {how}; its last such call was {progress.last_call}.{seen}\n"
                 f"{call.name}() is collective: every process has to come to it.",
                 lost_peer=True,
             )
@@ -272,8 +275,9 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
                 else f"{call.name}() is collective: call it on every process, not under "
                 "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
             )
+            goes_on = "still trains" if call.name == "end_training" else "continued"
             return Finding(
-                f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n{fix}"
             )
     return None
 
@@ -435,6 +439,7 @@ class CollectiveCheck:
         progress, self._late = self._progress, ""
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
+        progress.end = _describe_end() if name == "end_training" else ""
         self._now = Call(progress.calls, name, passes)
         if waits_for_all:
             try:
@@ -577,8 +582,8 @@ class CollectiveCheck:
             time.sleep(0.05)
         if not first:
             return ""
-        lines = {rank: self._others[rank].line or "its start" for rank in first}
-        places = "; ".join(f"process {rank} was last seen at {line}" for rank, line in lines.items())
+        seen = {rank: self._others[rank] for rank in first}
+        places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
         has = "has" if len(first) == 1 else "have"
         return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
 
@@ -698,7 +703,16 @@ class CollectiveCheck:
         return None
 
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._progress.call}() ({_script_line(_running(self._script))})"
+        line = _script_line(_running(self._script))
+        return f"process {self._rank} {state} in {self._progress.call}() ({line}){self._progress.end}"
+
+
+def _describe_end() -> str:
+    """What the script has done before its end; "" where it calls end_training() itself, as it should."""
+    done = [] if dist.is_initialized() else ["torch.distributed.destroy_process_group()"]
+    if is_at_exit():
+        done.append(last_exit() or "the last line of its script (exit code 0)")
+    return f", after {' and '.join(done)}" if done else ""
 
 
 # ---- this process' check ---------------------------------------------------------------------------------------------
@@ -724,6 +738,7 @@ def start_watching(patience: Patience | None = None) -> None:
     patience = patience or Patience(tick=max(1.0, 2 * group.size() / STORE_VISITS))
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
+    note_exits()
     atexit.unregister(_report_exit)
     atexit.register(_report_exit)
 
