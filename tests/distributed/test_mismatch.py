@@ -16,12 +16,12 @@ from zero_plugin.distributed.collective_check import (
     Patience,
     RankProgress,
     Waiting,
-    _running,
     begin_progress,
     describe_late,
     find_mismatch,
 )
 from zero_plugin.distributed.process_end import last_exit, note_exits
+from zero_plugin.distributed.whereabouts import running_functions
 
 CALL = Call(number=5, name="gather", passes=2)
 HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)
@@ -132,7 +132,7 @@ def test_the_watch_keeps_nothing_that_the_script_drops() -> None:
 
     def train() -> tuple[object, weakref.ref[Model]]:
         model = Model()
-        return list(_running(threading.get_ident())), weakref.ref(model)
+        return list(running_functions(threading.get_ident())), weakref.ref(model)
 
     seen, model = train()
     assert seen
