@@ -131,7 +131,8 @@ def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
-    assert "process 0 is in end_training() (its end), but process 1 did not come" in run.outputs[0]
+    left = f"process 0 is in end_training() (its end), after sys.exit(0) at {line_of('sys.exit(0)')}"
+    assert f"{left}, but process 1 did not come: it still trains" in run.outputs[0]
     assert "the same number of steps" in run.outputs[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -15,11 +16,12 @@ from zero_plugin.distributed.collective_check import (
     Patience,
     RankProgress,
     Waiting,
-    _running,
     begin_progress,
     describe_late,
     find_mismatch,
 )
+from zero_plugin.distributed.process_end import last_exit, note_exits
+from zero_plugin.distributed.whereabouts import running_functions
 
 CALL = Call(number=5, name="gather", passes=2)
 HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)
@@ -63,6 +65,26 @@ def test_who_is_gone(ended_pid: int) -> None:
     assert "process 1 has ended" in str(find_mismatch(CALL, {1: vanished}))
     assert find_mismatch(CALL, {1: replace(vanished, machine="another")}) is None
     assert find_mismatch(CALL, {1: RankProgress()}) is None  # has said nothing yet
+
+
+def test_where_one_that_is_gone_was_last_seen() -> None:
+    """And what its script had done before it waited at its end."""
+    gone = find_mismatch(CALL, {1: replace(HERE, gone=True, line="train.py:7")})
+    assert gone is not None
+    assert "It was last seen at train.py:7." in gone.text
+    ended = replace(HERE, calls=5, call="end_training", line="its end", end=", after sys.exit(0) at train.py:7")
+    early = find_mismatch(CALL, {1: ended})
+    assert early is not None
+    assert "process 1 is in end_training() (its end), after sys.exit(0) at train.py:7.\n" in early.text
+
+
+def test_how_a_script_has_left_is_noted() -> None:
+    """The argument and the line of `sys.exit`, which Python keeps for nobody."""
+    note_exits()
+    with pytest.raises(SystemExit) as left:
+        sys.exit(3)
+    assert left.value.code == 3
+    assert last_exit() == f"sys.exit(3) at {__file__}:{inspect.currentframe().f_lineno - 2}"  # type: ignore[union-attr]
 
 
 def test_who_is_gone_after_the_call(ended_pid: int) -> None:
@@ -110,7 +132,7 @@ def test_the_watch_keeps_nothing_that_the_script_drops() -> None:
 
     def train() -> tuple[object, weakref.ref[Model]]:
         model = Model()
-        return list(_running(threading.get_ident())), weakref.ref(model)
+        return list(running_functions(threading.get_ident())), weakref.ref(model)
 
     seen, model = train()
     assert seen

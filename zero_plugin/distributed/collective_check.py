@@ -12,15 +12,13 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
-from zero_plugin.distributed.process_end import end_process, run_in_threads
+from zero_plugin.distributed.process_end import end_process, is_at_exit, last_exit, note_exits, run_in_threads
+from zero_plugin.distributed.whereabouts import long_operation, running_functions, script_line
 from zero_plugin.errors import LoopError, of_lost_peer
 from zero_plugin.machine.hardware import number_ranges, process_stat
 
@@ -59,6 +58,7 @@ class RankProgress:
         ended: whether it has ended together with all other processes.
         gone: whether it has ended without the others.
         failed: whether it has ended with an error.
+        end: what its script did before end_training(), as ", after …"; "" if it called that itself.
     """
 
     beat: int = 0
@@ -75,6 +75,7 @@ class RankProgress:
     ended: bool = False
     gone: bool = False
     failed: bool = False
+    end: str = ""
 
     @property
     def last_call(self) -> str:
@@ -133,81 +134,6 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-# Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
-_LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
-_INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
-
-# What runs for long and is no sign of a mistake, by the file, or its folder, that is on the stack as long as it does.
-_BUSY = {
-    "<frozen importlib._bootstrap>": "imports",
-    f"{_TORCH}utils/cpp_extension.py": "compiles",
-    f"{_TORCH}utils/file_baton.py": "waits for the build of",
-    f"{_TORCH}_dynamo/convert_frame.py": "compiles",
-    f"{_TORCH}_inductor/compile_fx.py": "compiles",
-    f"{_TORCH}serialization.py": "saves or loads",
-    f"{_PACKAGE}checkpoint/": "saves or loads",
-    "/safetensors/": "saves or loads",
-}
-
-
-class _Running(NamedTuple):
-    """A function that runs: its file, line and name, and what it is about.
-
-    No frame, which would keep what the function had, as a model, beyond its end.
-    """
-
-    file: str
-    line: int
-    function: str
-    about: str
-
-
-def _running(thread: int) -> list[_Running]:
-    """What a thread runs, the innermost function first."""
-    found, frame = [], sys._current_frames().get(thread)
-    while frame is not None:
-        found.append(_Running(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, _named_in(frame)))
-        frame = frame.f_back
-    return found
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
-
-
-def _script_line(running: Iterable[_Running]) -> str:
-    """`file:line` of the script: of its innermost function that is in no library."""
-    return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), "its end")
-
-
-def _long_operation(running: Iterable[_Running]) -> str:
-    """The long operation that runs in the script's line (importing, compiling, saving, loading), or ""."""
-    done, name = "", ""
-    for one in running:
-        if not _is_library(one.file):
-            if done or one.function != "<module>":
-                break
-            continue  # a module's own lines run as long as it is imported
-        kind = next((kind for file, kind in _BUSY.items() if file in one.file), "")
-        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
-        if kind and not (done.startswith("waits") and kind == "compiles"):
-            done, name = kind, ""
-        if kind:
-            name = one.about or name
-    return f"{done} {name}".strip()
-
-
-def _named_in(frame: FrameType) -> str:
-    """What a frame of an import or of a build is about, by its argument `name`."""
-    code = frame.f_code
-    if code.co_name not in ("_find_and_load", "_jit_compile", "load") or not _is_library(code.co_filename):
-        return ""
-    name = frame.f_locals.get("name")
-    return name if isinstance(name, str) else ""
-
-
 # ---- the rule --------------------------------------------------------------------------------------------------------
 
 SAME_ORDER: Final = "Both calls are collective: every process has to make the same collective calls in the same order."
@@ -257,11 +183,12 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
     for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
-            return Finding(f"process {rank} is in {progress.call}(){line}.\n{SAME_ORDER}")
+            return Finding(f"process {rank} is in {progress.call}(){line}{progress.end}.\n{SAME_ORDER}")
         if progress.left < call.number and progress.is_gone:
             how = "failed" if progress.failed else "ended"
+            seen = f" It was last seen at {progress.line}." if progress.line else ""
             return Finding(
-                f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
+                f"process {rank} has {how}; its last such call was {progress.last_call}.{seen}\n"
                 f"{call.name}() is collective: every process has to come to it.",
                 lost_peer=True,
             )
@@ -272,8 +199,9 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
                 else f"{call.name}() is collective: call it on every process, not under "
                 "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
             )
+            goes_on = "still trains" if call.name == "end_training" else "continued"
             return Finding(
-                f"process {rank} did not come: it continued, and needs this process at {progress.line}.\n{fix}"
+                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n{fix}"
             )
     return None
 
@@ -435,6 +363,7 @@ class CollectiveCheck:
         progress, self._late = self._progress, ""
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
+        progress.end = _describe_end() if name == "end_training" else ""
         self._now = Call(progress.calls, name, passes)
         if waits_for_all:
             try:
@@ -577,8 +506,8 @@ class CollectiveCheck:
             time.sleep(0.05)
         if not first:
             return ""
-        lines = {rank: self._others[rank].line or "its start" for rank in first}
-        places = "; ".join(f"process {rank} was last seen at {line}" for rank, line in lines.items())
+        seen = {rank: self._others[rank] for rank in first}
+        places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
         has = "has" if len(first) == 1 else "have"
         return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
 
@@ -622,8 +551,8 @@ class CollectiveCheck:
 
     def _look_at_script(self, awake: float) -> None:
         """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
-        running = _running(self._script)
-        seen, line, busy = self._progress, _script_line(running), _long_operation(running)
+        running = running_functions(self._script)
+        seen, line, busy = self._progress, script_line(running), long_operation(running)
         seen.since = seen.since + awake if line == seen.line else 0.0
         seen.quiet = 0.0 if busy else seen.quiet + awake
         seen.beat, seen.line, seen.busy = seen.beat + 1, line, busy
@@ -698,7 +627,16 @@ class CollectiveCheck:
         return None
 
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._progress.call}() ({_script_line(_running(self._script))})"
+        line = script_line(running_functions(self._script))
+        return f"process {self._rank} {state} in {self._progress.call}() ({line}){self._progress.end}"
+
+
+def _describe_end() -> str:
+    """What the script has done before its end; "" where it calls end_training() itself, as it should."""
+    done = [] if dist.is_initialized() else ["torch.distributed.destroy_process_group()"]
+    if is_at_exit():
+        done.append(last_exit() or "the last line of its script (exit code 0)")
+    return f", after {' and '.join(done)}" if done else ""
 
 
 # ---- this process' check ---------------------------------------------------------------------------------------------
@@ -724,6 +662,7 @@ def start_watching(patience: Patience | None = None) -> None:
     patience = patience or Patience(tick=max(1.0, 2 * group.size() / STORE_VISITS))
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
+    note_exits()
     atexit.unregister(_report_exit)
     atexit.register(_report_exit)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import logging
 import os
 import signal
@@ -147,6 +149,41 @@ def end_process(message: str) -> NoReturn:
     os._exit(1)
 
 
+_last_exit = ""
+_leaves = False
+
+
+def is_at_exit() -> bool:
+    """Whether the script has ended, and what was registered for the exit runs."""
+    return _leaves
+
+
+def note_exits() -> None:
+    """Have `sys.exit` note its argument and its place.
+
+    Python keeps neither for what runs at the exit, where other processes are told why this one leaves them.
+    """
+    leave = sys.exit
+    if hasattr(leave, "__wrapped__"):
+        return
+
+    @functools.wraps(leave)
+    def noted(status: Any = None, /) -> NoReturn:
+        global _last_exit
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        place = "" if caller is None else f" at {caller.f_code.co_filename}:{caller.f_lineno}"
+        _last_exit = f"sys.exit({str(status)[:80]}){place}"
+        leave(status)
+
+    sys.exit = noted
+
+
+def last_exit() -> str:
+    """The last call of `sys.exit`, as `sys.exit(0) at file:line`; "" if there was none."""
+    return _last_exit
+
+
 def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
     """Run each call in its own daemon thread, and wait for `seconds` at most.
 
@@ -174,6 +211,8 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     own = os.getpid()
 
     def leave() -> None:
+        global _leaves
+        _leaves = True
         if os.getpid() != own:  # a copy that the script has made of itself, which is none of the run's processes
             return
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:

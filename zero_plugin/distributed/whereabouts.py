@@ -1,0 +1,86 @@
+"""Where a script is, and what it does there for long, by the Python stack of its thread."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+# Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
+
+# What runs for long and is no sign of a mistake, by the file, or its folder, that is on the stack as long as it does.
+_BUSY = {
+    "<frozen importlib._bootstrap>": "imports",
+    f"{_TORCH}utils/cpp_extension.py": "compiles",
+    f"{_TORCH}utils/file_baton.py": "waits for the build of",
+    f"{_TORCH}_dynamo/convert_frame.py": "compiles",
+    f"{_TORCH}_inductor/compile_fx.py": "compiles",
+    f"{_TORCH}serialization.py": "saves or loads",
+    f"{_PACKAGE}checkpoint/": "saves or loads",
+    "/safetensors/": "saves or loads",
+}
+
+
+class Running(NamedTuple):
+    """A function that runs: its file, line and name, and what it is about.
+
+    No frame, which would keep what the function had, as a model, beyond its end.
+    """
+
+    file: str
+    line: int
+    function: str
+    about: str
+
+
+def running_functions(thread: int) -> list[Running]:
+    """What a thread runs, the innermost function first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(Running(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, _named_in(frame)))
+        frame = frame.f_back
+    return found
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
+
+
+def script_line(running: Iterable[Running]) -> str:
+    """`file:line` of the script: of its innermost function that is in no library."""
+    return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), "its end")
+
+
+def long_operation(running: Iterable[Running]) -> str:
+    """The long operation that runs in the script's line (importing, compiling, saving, loading), or ""."""
+    done, name = "", ""
+    for one in running:
+        if not _is_library(one.file):
+            if done or one.function != "<module>":
+                break
+            continue  # a module's own lines run as long as it is imported
+        kind = next((kind for file, kind in _BUSY.items() if file in one.file), "")
+        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
+        if kind and not (done.startswith("waits") and kind == "compiles"):
+            done, name = kind, ""
+        if kind:
+            name = one.about or name
+    return f"{done} {name}".strip()
+
+
+def _named_in(frame: FrameType) -> str:
+    """What a frame of an import or of a build is about, by its argument `name`."""
+    code = frame.f_code
+    if code.co_name not in ("_find_and_load", "_jit_compile", "load") or not _is_library(code.co_filename):
+        return ""
+    name = frame.f_locals.get("name")
+    return name if isinstance(name, str) else ""
