@@ -43,7 +43,8 @@ def destroy(engine: Any) -> None:
         _release_weights(coordinator, [p for p in module.parameters() if hasattr(p, "ds_id")])
         for part in module.modules():
             _remove(part, _ON_MODULES)
-            part._parameters = dict(part._parameters)  # DeepSpeed's own kind gathers what a forward reads
+            # DeepSpeed's own kind of dict gathers what a running, or failed, forward reads by its key.
+            part._parameters = dict(part._parameters.items())
     for p in module.parameters():
         _remove(p, _ON_PARAMETERS)
     forget_module(module)
