@@ -101,7 +101,7 @@ class LaunchSettings(BaseModel):
     max_restarts: int = Field(0, ge=0)
     """How often all workers start again after a crash, 0 or more. Default: 0."""
     auto_resume: bool = False
-    """true: the script must call resume(); false: resume() leaves what earlier launches saved. Default: neither."""
+    """true: the script must call resume(). false: resume() skips earlier launches. Default: neither."""
     grace_period: float = Field(30.0, ge=0)
     """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
