@@ -545,7 +545,11 @@ def check_a_step_that_one_process_leaves_out(path: str) -> None:
     """An error, under DDP at a later backward, since nobody waits for it; where all leave it out, nothing is wrong."""
     if path in ("zero0", "zero1"):
         return
-    words = ("0 steps on rank 0", "1 steps on rank 1") if path == "ddp" else ("drops gradients", "rank 1", "step()")
+    words = (
+        ("backwards without a step: 0 on rank 0", "1 on rank 1")
+        if path == "ddp"
+        else ("drops gradients", "rank 1", "step()")
+    )
     for others_too in (True, False):
         with running(path) as accelerator:
             model = make_net()

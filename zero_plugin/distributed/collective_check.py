@@ -724,11 +724,12 @@ def collective(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check = _check
-            if check is None or (check.has_ended and dist.is_initialized()):  # the group is one that nobody watches
+            check, without_group = _check, not dist.is_initialized()
+            refuses = without_group and after_group == "refuse"
+            # An ended check only refuses. It watches no later group, and an earlier run may close after it.
+            if check is None or (check.has_ended and not refuses):
                 return function(*args, **kwargs)
-            without_group = not dist.is_initialized()
-            if without_group and after_group == "refuse":
+            if refuses:
                 check.refuse_without_group(name)
             waits = waits_for_all and not (without_group and after_group == "alone")
             if not check.enter(name, waits_for_all=waits):
