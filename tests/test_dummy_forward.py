@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -68,3 +69,31 @@ def test_outputs_without_numbers_are_refused() -> None:
     """They have no gradient, so that the module would take no part in the step."""
     with pytest.raises(TypeError, match="no tensor of floating-point numbers from the Outputs"):
         dummy_forward(Outputs(lambda x: x.argmax()), torch.zeros(1, 4))
+
+
+@dataclass
+class Checked:
+    """Outputs that look at their parts when they are built."""
+
+    hidden: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.hidden.dim() == 2
+
+
+def test_outputs_may_check_their_parts() -> None:
+    """A dataclass that reads its tensors in its constructor is taken."""
+    assert dummy_forward(Outputs(Checked), torch.ones(1, 4)).item() == 0
+
+
+def test_a_function_chooses_the_outputs_in_use() -> None:
+    """Layers behind other outputs get no gradient, as on a process with data."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def tower(x: Tensor) -> dict[str, Tensor]:
+        hidden = body(x)
+        return {"hidden": hidden, "pooled": head(hidden)}
+
+    dummy_forward(lambda x: tower(x)["hidden"], torch.ones(1, 4)).backward()
+    assert body.weight.grad is not None
+    assert head.weight.grad is None

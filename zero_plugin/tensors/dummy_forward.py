@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 
-def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def dummy_forward(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Run `module` on dummy inputs and return a zero to add to the model's activations or loss.
 
     Call it in the model's forward, in the place of the real call, on processes whose batch has no data for the module:
@@ -20,7 +20,9 @@ def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if images is not None:
             hidden = hidden + self.vision(images)
         else:
-            hidden = hidden + dummy_forward(self.vision, torch.zeros(1, 3, 224, 224))
+            hidden = hidden + dummy_forward(self.vision, hidden.new_zeros(1, 3, 224, 224))
+
+    `new_zeros` gives the inputs the dtype and device of the activations, which no engine casts here.
 
     So every process uses the same parameters, as ZeRO stages 2 and 3 and DDP need it. The module's parameters get
     gradients of exactly 0 from this call, also if its activations or derivatives are infinite or nan. Inputs get none.
@@ -28,7 +30,9 @@ def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     statistics.
 
     Args:
-        module: a part of the model, trained or frozen.
+        module: a part of the model, trained or frozen. If the real call uses only some of its outputs, pass a function
+            that returns these: `lambda x: self.vision(x).last_hidden_state`. Outputs that only one process uses would
+            have gradients on that process alone.
         *args: for its forward, e.g. zeros of the smallest legal shape.
         **kwargs: the same.
 

@@ -52,7 +52,12 @@ def _with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
 def list_leaves(tree: Any, is_leaf: Callable[[Any], bool] = _only_plain_leaves) -> list[Any]:
     """Every leaf, in the order in which `map_leaves` meets them."""
     leaves: list[Any] = []
-    map_leaves(leaves.append, tree, is_leaf)
+
+    def note(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf  # containers are built again, and some check what they get
+
+    map_leaves(note, tree, is_leaf)
     return leaves
 
 

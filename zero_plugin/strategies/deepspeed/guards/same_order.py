@@ -161,7 +161,8 @@ class CollectiveOrder:
             f"the processes take different branches of the model in one accumulation window: {differences}. "
             f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
             "Make every process use the same parameters in the same order: the same random choice, or "
-            "dummy_forward(branch, inputs) of zero_plugin on processes that have no data for a branch. Or use stage 1, "
+            "dummy_forward(branch, inputs) of zero_plugin on processes that have no data for a branch (it has to return "
+            "the outputs that the others use). Or use stage 1, "
             "where the gradient of an unused parameter counts as 0."
         )
 
