@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 
 
@@ -20,8 +21,8 @@ def refuse_groups_by_empty_shape(optimizer: Optimizer | DummyOptim | None, model
     Cost: one pass over the groups, once per `prepare` at stage 3.
 
     The group for matrices is empty, and one without its weight decay (or `use_muon`) holds matrices and vectors. An
-    empty group alone proves nothing: names split groups too, and LoRA has no vectors. A script that leaves empty groups
-    out is not found: one group without weight decay is legal.
+    empty group alone proves nothing: names split groups too, and LoRA has no vectors. If its other options differ, such
+    as `lr`, a warning says what may be wrong. A script that leaves empty groups out is not found.
 
     Raises:
         LoopError: the groups are split like that.
@@ -31,6 +32,12 @@ def refuse_groups_by_empty_shape(optimizer: Optimizer | DummyOptim | None, model
     split = [(group, _true_ranks(group["params"])) for group in optimizer.param_groups]
     mixed = [group for group, ranks in split if min(ranks, default=2) < 2 <= max(ranks, default=0)]
     if not any(_is_for_matrices(group, other) for group, ranks in split if not ranks for other in mixed):
+        if any(_differs(group, other) for group in optimizer.param_groups if not group["params"] for other in mixed):
+            announce(
+                "a parameter group is empty, and another one has matrices and vectors. If p.ndim, p.shape or p.numel() "
+                "has split them: ZeRO stage 3 has partitioned the model when it was built, and these are of empty "
+                "tensors. Build the groups inside `with accelerator.whole_weights(model):`."
+            )
         return
     raise LoopError(
         f"prepare() got an optimizer of a {type(model).__name__} with an empty parameter group for matrices, and "
@@ -45,6 +52,11 @@ def _true_ranks(given: Any) -> list[int]:
     """The numbers of dimensions of the trained parameters of a group."""
     parameters: list[Any] = [given] if isinstance(given, Tensor) else list(given)
     return [len(getattr(p, "ds_shape", p.shape)) for p in parameters if p.requires_grad]
+
+
+def _differs(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether options besides the weight decay differ, which groups by names often leave out for few parameters."""
+    return any(value != other.get(key) for key, value in group.items() if key not in ("params", "weight_decay"))
 
 
 def _is_for_matrices(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

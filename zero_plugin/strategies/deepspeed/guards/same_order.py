@@ -161,7 +161,7 @@ class CollectiveOrder:
             f"the processes take different branches of the model in one accumulation window: {differences}. "
             f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
             "Make every process use the same parameters in the same order: the same random choice, or "
-            "dummy_forward(branch, inputs) of zero_plugin on processes that have no data for a branch (it has to return "
+            "dummy_forward(branch, inputs) of zero_plugin on processes that have no data for a branch (it must return "
             "the outputs that the others use). Or use stage 1, "
             "where the gradient of an unused parameter counts as 0."
         )
