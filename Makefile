@@ -81,7 +81,7 @@ check: $(VENV)/.installed-dev
 campaign: $(VENV)/.installed-dev libaio test-tools
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
-	$(BIN)/python $(PYTEST) --unpooled 1 tests/strategies/test_every_path.py tests/several_models tests/transformers tests/parity
+	$(BIN)/python $(PYTEST) --unpooled 1 -m processes tests/strategies tests/several_models tests/transformers tests/parity
 	$(MAKE) test-foreign
 	$(MAKE) mutants
 

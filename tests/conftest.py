@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import random
@@ -26,19 +25,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from device import ON_GPU
 from forked import ALONE, FORKS, SERVER, Fork, ForkServer, forks_of
+from on_paths import Groups, group_of
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
 
-# Files of the half with several processes that take a minute of two processors by themselves; the longest first.
+# Files and folders of the half with several processes that take a minute of two processors, the longest first.
 _LONGEST = (
-    "strategies/test_every_path.py",
+    "strategies",  # its tests of on_paths.py
     "launch/test_engine.py",
     "launch/test_namespaces.py",
     "parity/test_parity.py",
     "strategies/test_end.py",
     "launch/test_notebook.py",
-    "transformers/test_every_check.py",
+    "transformers",
     "launch/test_loopback.py",
     "faults/test_interruptions.py",
 )
@@ -148,12 +148,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(seed).shuffle(items)
         return
     place = {here / name: number for number, name in enumerate(_LONGEST, start=1)}
-    assert all(file.exists() for file in place)
+    assert all(longest.exists() for longest in place)
     starting = [item for item in items if item.get_closest_marker("processes")]
     sizes: Counter[str] = Counter()
     for item in starting:
         asked = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        together = (
+        together = group_of(item) or (
             item.path.relative_to(here).with_suffix(""),
             *(asked[name] for name in ("path", "world") if name in asked),
         )
@@ -164,7 +164,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(f"{group}-part{part}" if part else group))
     last = len(place) + 1
     starts = set(map(id, starting))
-    items.sort(key=lambda item: place.get(item.path, last) if id(item) in starts else 0)
+
+    def order(item: pytest.Item) -> int:
+        if id(item) not in starts:
+            return 0
+        return place.get(item.path, last) if group_of(item) is None else place.get(item.path.parent, last)
+
+    items.sort(key=order)
 
 
 def _group_of(item: pytest.Item) -> str | None:
@@ -237,38 +243,27 @@ def built_ops() -> None:
 
 
 @pytest.fixture(scope="session")
-def check_folders() -> dict[str, Path]:
-    """The outcomes of each group of checks that has run."""
-    return {}
+def groups() -> Groups:
+    """The groups of processes that run the tests of on_paths.py."""
+    return Groups()
 
 
 @pytest.fixture
-def run_check(
+def run_in_group(
     request: pytest.FixtureRequest,
+    groups: Groups,
     run_processes: Callable[..., list[str]],
-    check_folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     built_ops: None,
-) -> Callable[[Path, str, int, str], None]:
-    """Fail unless check NAME of MODULE passed on each of WORLD processes, which run a worker script.
+) -> Callable[[], None]:
+    """Fail unless this test, which a decorator of on_paths.py has made, passed on each process of its group."""
 
-    All checks of the script that this session is to run together, see `pytest_collection_modifyitems`, run once in one
-    group of processes; with `--unpooled` each check has processes of its own.
-    """
-
-    def run(worker: Path, module: str, world: int, name: str) -> None:
+    def run() -> None:
+        item = request.node
         is_alone = request.config.getoption("--unpooled") is not None
-        group = request.node.nodeid if is_alone else _group_of(request.node)
-        if group not in check_folders:
-            check_folders[group] = folder = tmp_path_factory.mktemp(f"{worker.parent.name}-{world}")
-            items = [request.node] if is_alone else [item for item in request.session.items if _group_of(item) == group]
-            asked = [item.callspec.params for item in items]
-            run_processes(worker, world, ",".join(f"{check['module']}.{check['name']}" for check in asked), folder)
-        outcomes = [json.loads(file.read_text()) for file in sorted(check_folders[group].glob("rank-*.json"))]
-        assert len(outcomes) == world, "the processes of these checks did not run to their end"
-        found = [outcome[f"{module}.{name}"] for outcome in outcomes]
-        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
-        assert not failures, "\n".join(failures)
+        key = item.nodeid if is_alone else _group_of(item)
+        together = [item] if is_alone else [other for other in request.session.items if _group_of(other) == key]
+        groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=run_processes, key=key)
 
     return run
 

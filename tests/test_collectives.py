@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes
 
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import LoopError
@@ -22,7 +21,9 @@ class Plain(dict):
     __repr__ = object.__repr__
 
 
-def check_gather(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_gather(rank: int, world: int) -> None:
+    """A tree of tensors with uneven first dimensions, dtypes and named tuples is gathered in the order of ranks."""
     tree = {
         "rows": torch.full((rank + 1, 2), rank, dtype=torch.bfloat16),
         "nested": [Pair(torch.tensor(float(rank)), (torch.tensor([rank % 2 == 0]),))],
@@ -70,7 +71,8 @@ def check_graphs(world: int) -> None:
         assert leaf.grad.tolist() == [[6.0] * 2] * 2
 
 
-def check_values(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_values(rank: int, world: int) -> None:
     own = {"rank": rank, "parts": [None, True, "ü\ud800"] * rank, "loss": float("inf")}
     assert collectives.gather_values(own) == [
         {"rank": r, "parts": [None, True, "ü\ud800"] * r, "loss": float("inf")} for r in range(world)
@@ -83,14 +85,16 @@ def check_values(rank: int, world: int) -> None:
         collectives.gather_values(object())
 
 
-def check_objects(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_objects(rank: int, world: int) -> None:
     assert collectives.gather_object([rank] * rank) == [r for r in range(world) for _ in range(r)]
     box = [f"from {rank}", {"rank": rank}]
     assert collectives.broadcast_object_list(box, from_process=world - 1) is box
     assert box == [f"from {world - 1}", {"rank": world - 1}]
 
 
-def check_reduce_and_broadcast(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_reduce_and_broadcast(rank: int, world: int) -> None:
     own = torch.tensor([rank, 1])
     total = world * (world - 1) // 2
     assert collectives.reduce({"a": own}, "sum")["a"].tolist() == [total, world]
@@ -106,7 +110,8 @@ def check_reduce_and_broadcast(rank: int, world: int) -> None:
     assert own.tolist() == [rank, 1]
 
 
-def check_padding(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_padding(rank: int, world: int) -> None:
     own = torch.ones(2, rank + 1)
     padded = collectives.pad_across_processes({"x": own, "scalar": torch.tensor(1.0)}, dim=1, pad_index=-1)
     assert padded["x"].tolist() == [[1.0] * (rank + 1) + [-1.0] * (world - rank - 1)] * 2
@@ -115,7 +120,8 @@ def check_padding(rank: int, world: int) -> None:
     assert first.tolist() == [[0.0] * (world - rank - 1) + [1.0] * (rank + 1)] * 2
 
 
-def check_mismatch(rank: int, world: int) -> None:
+@in_processes(2, 3)
+def test_mismatch(rank: int, world: int) -> None:
     with pytest.raises(LoopError, match="pad_across_processes") as caught:
         collectives.gather(torch.ones(2, rank + 1))
     assert f"process {world - 1}: [((2, {world}), 'torch.float32')]" in str(caught.value)
@@ -137,7 +143,8 @@ def check_mismatch(rank: int, world: int) -> None:
         collectives.reduce([torch.ones(2)] * (rank + 1))
 
 
-def check_arguments(rank: int, world: int) -> None:
+@in_processes(2, 3)
+def test_arguments(rank: int, world: int) -> None:
     """Arguments and containers that differ are an error on every process, whatever the size of the tensors."""
     first = rank == 0
     for size in (2, 1000):
@@ -164,7 +171,8 @@ def check_arguments(rank: int, world: int) -> None:
         collectives.broadcast(torch.ones(1), from_process=world)
 
 
-def check_small_tensors(rank: int, world: int) -> None:
+@in_processes(1, 2, 3)
+def test_small_tensors(rank: int, world: int) -> None:
     """At the limit of what travels at once, and where it is passed on one process, all get the same as beyond it."""
     for size in range(228, 245):
         own = torch.arange(float(size)) + rank
@@ -185,21 +193,14 @@ def check_small_tensors(rank: int, world: int) -> None:
         collectives.gather(torch.ones(2).to_sparse())
 
 
-CHECKS = [check_small_tensors, check_gather, check_values, check_objects, check_reduce_and_broadcast, check_padding]
-
-
-def test_one_process_without_a_group() -> None:
+@pytest.mark.parametrize(
+    "test",
+    [test_small_tensors, test_gather, test_values, test_objects, test_reduce_and_broadcast, test_padding],
+)
+def test_one_process_without_a_group(test) -> None:
     """Without a process group every operation returns what a group of one would."""
     assert (collectives.process_index(), collectives.num_processes()) == (0, 1)
-    for check in CHECKS:
-        check(0, 1)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_several_processes(run_processes, world: int) -> None:
-    """Over gloo, with uneven first dimensions, every process has exactly the others' data."""
-    run_processes(__file__, world)
+    test.body(0, 1)
 
 
 @pytest.mark.parametrize("call", [collectives.gather, collectives.reduce, collectives.pad_across_processes])
@@ -226,15 +227,3 @@ def test_nested_tensors_are_not_padded() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     with pytest.warns(collectives.CannotPadNestedTensorWarning, match="padded one first"):
         assert collectives.pad_across_processes({"x": nested})["x"] is nested
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in CHECKS:
-        check(rank, world)
-    if world > 1:
-        check_mismatch(rank, world)
-        check_arguments(rank, world)
-    dist.barrier()
-    dist.destroy_process_group()

@@ -106,7 +106,7 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
         "ops": [["tests/build_ops.py"]],
         "streams": [[*pytest, "tests/gpu"]],
         "parity": [[*pytest, *few, "tests/parity"]],
-        "checks": [[*pytest, *some, "tests/strategies/test_every_path.py", "tests/several_models"]],
+        "checks": [[*pytest, *some, "-m", "processes", "tests/strategies", "tests/several_models"]],
         "kinds": [[*pytest, "-m", "campaign", one_process if rehearse else "tests/kinds"]],
         "peaks": [
             [f"{gpu}/plan_peaks.py", "--only", "peaks", "--together", "4", "--kept", str(rows), *small]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import deepspeed
 import torch

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from offload_checks import files_of
+from offloading import files_of
 from paths import global_batch, loss_of, running
 from safetensors.torch import load_file
 from torch import Tensor, nn

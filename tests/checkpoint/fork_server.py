@@ -32,7 +32,7 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from zero_plugin.data.batches import gather_for_metrics
@@ -89,7 +88,8 @@ def seen_by_rule(samples: int, batch: int, *, even: bool, drop_last: bool, split
     return samples - samples % step + left
 
 
-def check_every_way() -> None:
+@in_processes(2, 3)
+def test_every_way() -> None:
     """The data set in order, once each; the parts of a step are equal, or differ by one sample without even_batches."""
     world = num_processes()
     for samples, even, drop_last, split in product((1, 7, 12), (True, False), (False, True), (False, True)):
@@ -115,7 +115,8 @@ def check_every_way() -> None:
                 assert len(loader) == len(flags), case
 
 
-def check_what_a_step_looks_like() -> None:
+@in_processes(2, 3)
+def test_what_a_step_looks_like() -> None:
     """Parts are consecutive, in the order of ranks; the last step is completed from the first samples."""
     if num_processes() == 2:
         own = [part.tolist() for part in prepared(DataLoader(Numbers(11), batch_size=3))]
@@ -124,7 +125,8 @@ def check_what_a_step_looks_like() -> None:
         assert tiny == [[0]]
 
 
-def check_texts_and_unequal_lengths() -> None:
+@in_processes(2, 3)
+def test_texts_and_unequal_lengths() -> None:
     """Lists of objects are divided with the tensors; batches that cannot be joined are an error on process 0."""
     loader = prepared(DataLoader(Texts(), batch_size=6, collate_fn=collate_texts), split_batches=True)
     for part in loader:
@@ -135,7 +137,8 @@ def check_texts_and_unequal_lengths() -> None:
         assert got["ids"].shape == (5, 5)
 
 
-def check_a_slice_function() -> None:
+@in_processes(2, 3)
+def test_a_slice_function() -> None:
     """It is called with the step, the slice and the place of the process."""
     calls = []
 
@@ -150,7 +153,8 @@ def check_a_slice_function() -> None:
     assert calls[0] == (2 * world, slice(2 * rank, 2 * rank + 2))
 
 
-def check_skipping_and_positions() -> None:
+@in_processes(2, 3)
+def test_skipping_and_positions() -> None:
     """Skipped steps are not sent; a position is gone on from, in the same shuffled order."""
     whole = prepared(DataLoader(Numbers(12 * num_processes()), batch_size=2))
     later = [part.tolist() for part in skip_first_batches(whole, 4)]
@@ -169,7 +173,8 @@ def check_skipping_and_positions() -> None:
     assert len(list(again)) == 6, "the next epoch is whole"
 
 
-def check_a_break() -> None:
+@in_processes(2, 3)
+def test_a_break() -> None:
     """A loop that all leave can be begun again."""
     loader = prepared(DataLoader(Stream(20), batch_size=2))
     for _ in loader:
@@ -177,7 +182,8 @@ def check_a_break() -> None:
     assert sum(len(gather_for_metrics(part, loader)) for part in loader) == 20
 
 
-def check_only_process_0_has_the_data() -> None:
+@in_processes(2, 3)
+def test_only_process_0_has_the_data() -> None:
     """The others have none of it, and know the last step all the same."""
     samples = 11 if process_index() == 0 else 0
     for sampler in (None, OwnSequence(samples)):
@@ -190,28 +196,16 @@ def check_only_process_0_has_the_data() -> None:
         assert flags == [False] * (len(flags) - 1) + [True]
 
 
-CHECKS = [
-    check_every_way,
-    check_what_a_step_looks_like,
-    check_texts_and_unequal_lengths,
-    check_a_slice_function,
-    check_skipping_and_positions,
-    check_a_break,
-    check_only_process_0_has_the_data,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_dispatching_on_one_process(check) -> None:
+@pytest.mark.parametrize(
+    "test",
+    [
+        *(test_every_way, test_what_a_step_looks_like, test_texts_and_unequal_lengths, test_a_slice_function),
+        *(test_skipping_and_positions, test_a_break, test_only_process_0_has_the_data),
+    ],
+)
+def test_dispatching_on_one_process(test) -> None:
     """It is the loader's own batches."""
-    check()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
-def test_dispatching(run_processes, world: int) -> None:
-    """Every way of dividing what process 0 reads."""
-    run_processes(__file__, world)
+    test.body()
 
 
 def test_what_cannot_be_joined_or_divided_is_named() -> None:
@@ -232,12 +226,3 @@ def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(loader) == 1
     loader._report_dropped(1)
     assert "zero_plugin: warning: samples left out: 1 " in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in CHECKS:
-        check()
-    dist.barrier()
-    dist.destroy_process_group()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_paths import in_processes
+from paths import listening
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -49,7 +49,9 @@ def prepared(loader: DataLoader, **options) -> DataLoaderShard:
     return prepare_loader(loader, rank=rank, world_size=world, device=torch.device("cpu"), **options)
 
 
-def check_the_order_is_process_0_s() -> None:
+@in_processes(2, 3)
+def test_the_order_is_process_0_s() -> None:
+    """Every process reads its part of process 0's order, whatever the generators of the others."""
     rank = dist.get_rank()
     samples = 2101  # beyond two broadcasts of 1024 batches
     generator = torch.Generator().manual_seed(50 + rank)
@@ -75,7 +77,8 @@ def check_the_order_is_process_0_s() -> None:
         assert epochs == alone, f"loader {index}: what one process with process 0's random state sees"
 
 
-def check_torchs_own_samplers_are_drawn_by_each() -> None:
+@in_processes(2, 3)
+def test_torchs_own_samplers_are_drawn_by_each() -> None:
     """Process 0 sends no batches of theirs; two small collectives at an epoch's start agree on the order."""
     rank, sent = dist.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +110,8 @@ def check_torchs_own_samplers_are_drawn_by_each() -> None:
                 assert found == [value for batch in alone for value in batch.tolist()], number
 
 
-def check_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
+@in_processes(2, 3)
+def test_an_epoch_that_is_left_draws_no_more_than_torch() -> None:
     """A look at the first batches leaves a generator of the script's own where it leaves it in one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for samples, workers in ((8 * world, 0), (8 * world + 3, 0), (9 * world, 2)):
@@ -140,9 +144,14 @@ class OwnStream(IterableDataset):
         return iter(range(20 - 6 * dist.get_rank()))
 
 
-def check_streams_of_different_length_stop_together() -> None:
-    loader = prepared(DataLoader(OwnStream(), batch_size=2))
-    flags = [loader.end_of_dataloader for _ in loader]
+@in_processes(2, 3)
+def test_streams_of_different_length_stop_together() -> None:
+    """All end with the shortest one, and process 0 warns of how many samples were left out."""
+    with listening() as messages:
+        loader = prepared(DataLoader(OwnStream(), batch_size=2))
+        flags = [loader.end_of_dataloader for _ in loader]
+    left_out = [message for message in messages if "left out" in message]
+    assert [("at least" in message) for message in left_out] == ([True] if dist.get_rank() == 0 else [])
     assert flags == [False] * (len(flags) - 1) + [True]
     assert len(set(gather_object([len(flags)]))) == 1
     assert gather(torch.tensor(len(flags))).shape == (dist.get_world_size(),)
@@ -175,9 +184,10 @@ class Recorded:
         return read
 
 
-def check_each_sample_is_read_once() -> None:
+@in_processes(2, 3)
+def test_each_sample_is_read_once(folder: Path) -> None:
     """Also with two workers on each process, in a loop that resumes, or that is left and started again."""
-    data = Recorded(48, Path(f"{sys.argv[1]}-reads"))
+    data = Recorded(48, folder / "reads")
     world = dist.get_world_size()
     for workers, persistent in ((0, False), (2, False), (2, True)):
         data.epoch = 0
@@ -196,7 +206,8 @@ def check_each_sample_is_read_once() -> None:
         data.reads()
 
 
-def check_loops_inside_loops() -> None:
+@in_processes(2, 3)
+def test_loops_inside_loops() -> None:
     """An evaluation inside training, left early or not, disturbs neither the order nor the counts of the training."""
     torch.manual_seed(4)
     training = prepared(DataLoader(range(21), batch_size=2, shuffle=True))
@@ -223,7 +234,8 @@ class Augmented(Dataset):
         return torch.tensor([index, torch.rand(()).item()])
 
 
-def check_an_epoch_that_is_begun_again_leaves_the_later_ones_alone() -> None:
+@in_processes(2, 3)
+def test_an_epoch_that_is_begun_again_leaves_the_later_ones_alone() -> None:
     """On each process: where a state is loaded and nothing skipped, the epochs after it have the seeds they had."""
     for how in ({}, {"shuffle": True}, {"sampler": PythonShuffle(8)}, {"sampler": SubsetRandomSampler(range(8))}):
         torch.manual_seed(6 + dist.get_rank())
@@ -246,7 +258,9 @@ class Endless(Sampler):
         return (number % 10 for number in count())
 
 
-def check_a_sampler_without_length() -> None:
+@in_processes(2, 3)
+def test_a_sampler_without_length() -> None:
+    """A sampler that never ends is divided in turn."""
     shared = prepared(DataLoader(range(10), batch_size=2, sampler=Endless()))
     for step, batch in enumerate(shared):
         assert shared.batches_left is None
@@ -256,7 +270,8 @@ def check_a_sampler_without_length() -> None:
             break
 
 
-def check_a_distributed_sampler_is_left_to_it() -> None:
+@in_processes(2, 3)
+def test_a_distributed_sampler_is_left_to_it() -> None:
     """Each process gets what its DistributedSampler draws, another order in each epoch, and its repeats are known."""
     world, rank = dist.get_world_size(), dist.get_rank()
     sampler = DistributedSampler(range(20), world, rank, seed=3)
@@ -275,7 +290,9 @@ def check_a_distributed_sampler_is_left_to_it() -> None:
         prepared(DataLoader(range(20), sampler=DistributedSampler(range(20), 7, 0)))
 
 
-def check_data_cut_up_by_hand_is_refused() -> None:
+@in_processes(2, 3)
+def test_data_cut_up_by_hand_is_refused() -> None:
+    """Datasets of different length are an error that says to give each process the complete one."""
     with pytest.raises(LoopError, match="give each of them the complete one"):
         prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
 
@@ -315,7 +332,8 @@ class LearningBatches(BatchSampler):
         self.sampler.tell(step, indices)
 
 
-def check_a_sampler_that_learns_is_asked_step_by_step() -> None:
+@in_processes(2, 3)
+def test_a_sampler_that_learns_is_asked_step_by_step() -> None:
     """What it gives next depends on what the loop told it of the last step: as in plain torch in one process."""
     world, size, samples = dist.get_world_size(), 12, 70
     ways = [
@@ -343,38 +361,3 @@ def check_a_sampler_that_learns_is_asked_step_by_step() -> None:
             found.append(gather(batch).tolist())
             sampler.tell(step, found[-1])
         assert found == expected, (kind, batches, options)
-
-
-CHECKS = [
-    check_the_order_is_process_0_s,
-    check_torchs_own_samplers_are_drawn_by_each,
-    check_an_epoch_that_is_left_draws_no_more_than_torch,
-    check_streams_of_different_length_stop_together,
-    check_each_sample_is_read_once,
-    check_loops_inside_loops,
-    check_an_epoch_that_is_begun_again_leaves_the_later_ones_alone,
-    check_a_sampler_without_length,
-    check_a_sampler_that_learns_is_asked_step_by_step,
-    check_a_distributed_sampler_is_left_to_it,
-    check_data_cut_up_by_hand_is_refused,
-]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
-def test_loaders_over_real_processes(run_processes, world: int) -> None:
-    """Each sample once, in one order; loops nested, left, resumed; streams that differ end together."""
-    outputs = run_processes(__file__, world)
-    assert "at least" in outputs[0]
-    assert "left out" not in outputs[1]
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in CHECKS:
-        start = time.monotonic()
-        check()
-        print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
-    dist.barrier()
-    dist.destroy_process_group()

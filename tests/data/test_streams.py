@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import time
 from itertools import count, islice
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_paths import in_processes
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -145,7 +144,9 @@ def union(loader: DataLoaderShard, *, limit: int | None = None) -> list[int]:
     return [value for step in zip(*gather_object([parts]), strict=True) for part in step for value in part]
 
 
-def check_a_file_is_read_once(folder: Path) -> None:
+@in_processes(2)
+def test_a_file_is_read_once(folder: Path) -> None:
+    """Each line of a file once, with workers that persist and batches that are split."""
     path, numbers = write_numbers(folder / "lines", 50)
     for persistent, split in ((False, False), (True, True)):
         loader = DataLoader(
@@ -160,7 +161,9 @@ def check_a_file_is_read_once(folder: Path) -> None:
         assert union(skip_first_batches(shared, 2)) == numbers[8 * num_processes() :], "read past with workers"
 
 
-def check_who_divides_among_workers_is_left_to_it(folder: Path) -> None:
+@in_processes(2)
+def test_who_divides_among_workers_is_left_to_it(folder: Path) -> None:
+    """A stream that divides itself among workers is divided among processes only."""
     path, numbers = write_numbers(folder / "lines", 50)
     assert sorted(union(prepared(DataLoader(DividedAmongWorkers(path), batch_size=4, num_workers=WORKERS)))) == numbers
     by_start = DataLoader(Range(50), batch_size=4, num_workers=WORKERS, worker_init_fn=divide_range)
@@ -170,7 +173,9 @@ def check_who_divides_among_workers_is_left_to_it(folder: Path) -> None:
         assert sorted(union(prepared(DataLoader(pipe, batch_size=4, num_workers=workers)))) == numbers
 
 
-def check_who_divides_among_all_is_left_to_it(folder: Path) -> None:
+@in_processes(2)
+def test_who_divides_among_all_is_left_to_it(folder: Path) -> None:
+    """A stream that divides itself among workers and processes is read as it is."""
     path, numbers = write_numbers(folder / "lines", 50)
     for workers in (0, WORKERS):
         loader = DataLoader(DividedAmongAll(path), batch_size=4, num_workers=workers)
@@ -180,7 +185,8 @@ def check_who_divides_among_all_is_left_to_it(folder: Path) -> None:
                 list(prepared(loader))
 
 
-def check_a_shard_is_asked_for(folder: Path) -> None:
+@in_processes(2)
+def test_a_shard_is_asked_for(folder: Path) -> None:
     """Files of 5, 10, 15, 20 lines: the process with fewer goes on with repeats; epochs reach lasting workers."""
     paths, numbers = [], []
     for files in range(4):
@@ -206,7 +212,9 @@ def check_a_shard_is_asked_for(folder: Path) -> None:
     assert sorted(number % 1000 for number in union(three)) == numbers[:30]
 
 
-def check_a_shuffled_stream_loses_nothing(folder: Path) -> None:
+@in_processes(2)
+def test_a_shuffled_stream_loses_nothing(folder: Path) -> None:
+    """Each epoch of a shuffled stream has every sample, in another order that can be had again."""
     path, numbers = write_numbers(folder / "lines", 50)
     for workers, persistent, shuffle in (
         (0, False, random.shuffle),
@@ -233,7 +241,9 @@ def tear(numbers: list[int]) -> torch.Tensor:
     return torch.tensor(numbers)
 
 
-def check_workers_draw_differently(folder: Path) -> None:
+@in_processes(2)
+def test_workers_draw_differently(folder: Path) -> None:
+    """No two workers of any process draw the same random numbers; process 0's are plain torch's."""
     torch.manual_seed(3)
     for dataset in (Draws(), range(WORKERS * 2 * num_processes())):
         plain = [batch.tolist() for batch in DataLoader(dataset, batch_size=1, num_workers=WORKERS, collate_fn=draw)]
@@ -248,7 +258,9 @@ def check_workers_draw_differently(folder: Path) -> None:
         torch.manual_seed(3)
 
 
-def check_an_endless_stream(folder: Path) -> None:
+@in_processes(2)
+def test_an_endless_stream(folder: Path) -> None:
+    """A stream without an end gives each sample once, in order."""
     for workers in (0, 3):
         loader = prepared(DataLoader(Forever(), batch_size=2, num_workers=workers))
         for _ in range(2):
@@ -264,27 +276,21 @@ def write_numbers(path: Path, size: int, start: int = 0) -> tuple[Path, list[int
     return path, numbers
 
 
-CHECKS = [
-    check_a_file_is_read_once,
-    check_who_divides_among_workers_is_left_to_it,
-    check_who_divides_among_all_is_left_to_it,
-    check_a_shard_is_asked_for,
-    check_a_shuffled_stream_loses_nothing,
-    check_workers_draw_differently,
-    check_an_endless_stream,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_stream_on_one_process(check, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_a_file_is_read_once,
+        test_who_divides_among_workers_is_left_to_it,
+        test_who_divides_among_all_is_left_to_it,
+        test_a_shard_is_asked_for,
+        test_a_shuffled_stream_loses_nothing,
+        test_workers_draw_differently,
+        test_an_endless_stream,
+    ],
+)
+def test_a_stream_on_one_process(test, tmp_path: Path) -> None:
     """Workers alone have to share a stream out, too."""
-    check(tmp_path)
-
-
-@pytest.mark.processes
-def test_a_stream_on_two_processes(run_processes, tmp_path: Path) -> None:
-    """2 processes × 3 workers: each sample once, in every way of dividing them."""
-    run_processes(__file__, 2, tmp_path)
+    test.body(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -357,14 +363,3 @@ def test_same_draws_disturb_nobody() -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     assert around == [draw_one() for _ in range(3) for draw_one in everyone]
-
-
-if __name__ == "__main__":
-    store, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in CHECKS:
-        start = time.monotonic()
-        check(folder)
-        print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
-    dist.barrier()
-    dist.destroy_process_group()

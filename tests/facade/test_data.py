@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
@@ -129,84 +129,81 @@ def test_metrics_of_every_kind(accelerators) -> None:
     assert accelerator.gather_for_metrics(torch.ones(2)).tolist() == [1, 1]
 
 
-def check_seedable_shuffles(accelerator: Accelerator) -> None:
-    """One order for a seed and an epoch, whatever the number of processes."""
-    accelerator.dataloader_config.use_seedable_sampler = True
-    torch.manual_seed(42)
-    loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
-    epochs = [[number for batch in loader for number in accelerator.gather(batch).tolist()] for _ in range(2)]
-    alone = SeedableRandomSampler(range(12), data_seed=42)
-    assert epochs == [list(alone), list(alone)]
-    loader.set_epoch(0)
-    assert [number for batch in loader for number in accelerator.gather(batch).tolist()] == epochs[0]
-    accelerator.dataloader_config.use_seedable_sampler = False
-
-
-def check_random_states_are_shared(accelerator: Accelerator) -> None:
-    """At each epoch's start every process gets process 0's, where that was asked for."""
-    loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
-    torch.manual_seed(accelerator.process_index)
-    for _ in loader:
-        break
-    drawn = accelerator.gather(torch.rand(1)).tolist()
-    assert len(set(drawn)) == 1
-
-
-def check_a_stream_s_own_generator(accelerator: Accelerator) -> None:
-    """A stream that shuffles by a generator that differs between the processes is made equal."""
-    loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=2))
-    for _ in range(2):
-        seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
-        assert sorted(seen) == list(range(10))
-
-
-def check_objects_of_all_processes(accelerator: Accelerator) -> None:
-    """Each sample's object once, in order; a value for the batch once per batch of one process's loader."""
-    names, columns, batches = [], [], []
-    for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
-        texts = [f"line {n}" for n in batch.tolist()]
-        names += accelerator.gather_for_metrics(texts)
-        got = accelerator.gather_for_metrics({"text": texts, "n": (batch, [torch.ones(int(n)) for n in batch])}, True)
-        columns += zip(got["text"], [int(n) for n in got["n"][0]], [len(row) for row in got["n"][1]], strict=True)
-        batches += accelerator.gather_for_metrics("one")
-    assert names == [f"line {n}" for n in range(7)]
-    assert columns == [(f"line {n}", n, n) for n in range(7)]
-    assert batches == ["one"] * 4
-
-
-def check_dispatched_streams(accelerator: Accelerator) -> None:
-    """Process 0's stream, once, on all; split or not."""
-    for split in (False, True):
-        accelerator.dataloader_config.dispatch_batches = True
-        accelerator.dataloader_config.split_batches = split
-        loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=6 if split else 2))
-        seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
-        expected = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
-        assert seen == expected
-    accelerator.dataloader_config.dispatch_batches = None
-    accelerator.dataloader_config.split_batches = False
-
-
-CHECKS = [
-    check_seedable_shuffles,
-    check_random_states_are_shared,
-    check_a_stream_s_own_generator,
-    check_objects_of_all_processes,
-    check_dispatched_streams,
-]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
-def test_loaders_of_several_processes(run_processes, world: int) -> None:
-    """The same configuration over real processes."""
-    run_processes(__file__, world)
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+@contextmanager
+def ended() -> Iterator[Accelerator]:
+    """An Accelerator that shares random states, ended in the end."""
     accelerator = Accelerator(cpu=True, rng_types=["torch", "generator"])
-    for check in CHECKS:
-        check(accelerator)
-    accelerator.end_training()
+    try:
+        yield accelerator
+    finally:
+        accelerator.end_training()
+
+
+@in_processes(2, 3)
+def test_seedable_shuffles() -> None:
+    """One order for a seed and an epoch, whatever the number of processes."""
+    with ended() as accelerator:
+        accelerator.dataloader_config.use_seedable_sampler = True
+        torch.manual_seed(42)
+        loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+        epochs = [[number for batch in loader for number in accelerator.gather(batch).tolist()] for _ in range(2)]
+        alone = SeedableRandomSampler(range(12), data_seed=42)
+        assert epochs == [list(alone), list(alone)]
+        loader.set_epoch(0)
+        assert [number for batch in loader for number in accelerator.gather(batch).tolist()] == epochs[0]
+        accelerator.dataloader_config.use_seedable_sampler = False
+
+
+@in_processes(2, 3)
+def test_random_states_are_shared() -> None:
+    """At each epoch's start every process gets process 0's, where that was asked for."""
+    with ended() as accelerator:
+        loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
+        torch.manual_seed(accelerator.process_index)
+        for _ in loader:
+            break
+        drawn = accelerator.gather(torch.rand(1)).tolist()
+        assert len(set(drawn)) == 1
+
+
+@in_processes(2, 3)
+def test_a_stream_s_own_generator() -> None:
+    """A stream that shuffles by a generator that differs between the processes is made equal."""
+    with ended() as accelerator:
+        loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=2))
+        for _ in range(2):
+            seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+            assert sorted(seen) == list(range(10))
+
+
+@in_processes(2, 3)
+def test_objects_of_all_processes() -> None:
+    """Each sample's object once, in order; a value for the batch once per batch of one process's loader."""
+    with ended() as accelerator:
+        names, columns, batches = [], [], []
+        for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
+            texts = [f"line {n}" for n in batch.tolist()]
+            names += accelerator.gather_for_metrics(texts)
+            got = accelerator.gather_for_metrics(
+                {"text": texts, "n": (batch, [torch.ones(int(n)) for n in batch])}, True
+            )
+            columns += zip(got["text"], [int(n) for n in got["n"][0]], [len(row) for row in got["n"][1]], strict=True)
+            batches += accelerator.gather_for_metrics("one")
+        assert names == [f"line {n}" for n in range(7)]
+        assert columns == [(f"line {n}", n, n) for n in range(7)]
+        assert batches == ["one"] * 4
+
+
+@in_processes(2, 3)
+def test_dispatched_streams() -> None:
+    """Process 0's stream, once, on all; split or not."""
+    with ended() as accelerator:
+        for split in (False, True):
+            accelerator.dataloader_config.dispatch_batches = True
+            accelerator.dataloader_config.split_batches = split
+            loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=6 if split else 2))
+            seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+            expected = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
+            assert seen == expected
+        accelerator.dataloader_config.dispatch_batches = None
+        accelerator.dataloader_config.split_batches = False

@@ -17,21 +17,20 @@ from pathlib import Path
 
 import coverage
 import psutil
-from everyday import PATHS
 from mutations import PACKAGE, ROOMS, Mutant
+from on_paths import ALL
 from recording import FOLDER
 
 ROOT = Path(__file__).parents[2]
 # What holds these rooms and is quick: for each run of pytest its tests, and how they run, as in the Makefile.
 _TOP = tuple(f"tests/{file.name}" for file in sorted(ROOT.glob("tests/test_*.py")))
 _ROOMS = tuple(f"tests/{name}" for name in ("loop", "checkpoint", "data", "distributed", "kinds"))
-_PATHS = ("strategies/test_every_path.py", "parity/test_parity.py", "several_models", "transformers")
-_ENDS = ("tests/strategies/test_processes.py", "tests/strategies/test_end.py")
-_SHARED = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+_PATHS = ("strategies", "parity/test_parity.py", "several_models", "transformers")
+_SHARED = ("--numprocesses", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
 RUNS = (
     (*_TOP, *_ROOMS, "tests/strategies", "tests/facade", "--numprocesses", "2", "-m", "not campaign and not processes"),
     (*(f"tests/{name}" for name in _PATHS), *_SHARED, "-m", "processes"),  # of all paths, those of the campaign too
-    (*_TOP, *_ROOMS, *_ENDS, *_SHARED, "-m", "not campaign and processes"),
+    (*_TOP, *_ROOMS, *_SHARED, "-m", "not campaign and processes"),
 )
 _CONFIG = """
 [run]
@@ -44,7 +43,8 @@ data_file = {folder}/data
 include = {files}
 disable_warnings = no-data-collected, couldnt-parse, dynamic-conflict
 """
-_PATH = re.compile(rf"[-@]({'|'.join(PATHS)})[-\]@]")
+_NAMES = "|".join(sorted((*ALL, "zero3-nvme", "zero3-cpu-optimizer"), key=len, reverse=True))
+_PATH = re.compile(rf"[-@\[]({_NAMES})[-\]@]")
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def _read(folder: Path, copy: Path, config: Path) -> Lines:
     number: dict[str, int] = {}
     for index, test in enumerate(ran):
         if test["passed"]:
-            number.update({f"{test['node']} ({when})": index for when in ("setup", "call", "teardown")})
-            number.update(dict.fromkeys((test["node"], test["context"]), index))
+            number.update({f"{test['item']} ({when})": index for when in ("setup", "call", "teardown")})
+            number.update(dict.fromkeys((test["item"], test["context"]), index))
     here = coverage.Coverage(config_file=str(config))
     here.combine([str(folder)])
     data = here.get_data()

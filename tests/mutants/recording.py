@@ -22,14 +22,18 @@ _ended: dict[str, str] = {}
 def context_of(item: pytest.Item) -> str:
     """What the lines of a test count for.
 
-    Checks and cases that share their processes enter the contexts that check_worker.py and parity/worker.py name.
+    Cases that share their processes enter the contexts that parity/worker.py names.
     """
     params = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
-    if params and {"module", "name"} <= params.keys():
-        return f"{params['module']}.{params['name']} on {params.get('world', 2)}"
     if params and {"device", "path", "name"} <= params.keys():
         return f"{params['name']} on {params['device']} {params['path']}"
     return item.nodeid
+
+
+def _node_of(item: pytest.Item) -> str:
+    """The id by which pytest selects a test: without the group that pytest-xdist appends."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid.removesuffix(f"@{mark.args[0]}") if mark else item.nodeid
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -48,7 +52,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     enter_context("")
     ran = [
         {
-            "node": item.nodeid,
+            "node": _node_of(item),
+            "item": item.nodeid,
             "context": context_of(item),
             "passed": _ended[item.nodeid] == "passed",
             "daily": item.get_closest_marker("campaign") is None,

@@ -112,7 +112,7 @@ def test_the_summary_names_what_was_lost() -> None:
 @pytest.mark.campaign
 def test_a_mutant_is_caught_by_a_test_that_runs_its_line(tmp_path: Path) -> None:
     """Lines are recorded in pytest's own process and in those that tests start, each for its test."""
-    check = "tests/strategies/test_every_path.py::test_check[loop-1-single-backward_never_steps]"
+    check = "tests/strategies/test_loop.py::test_backward_never_steps[single]"
     lines = record(tmp_path / "recording", [("tests/loop/test_window.py", check, "-k", "FAILED-False or never_steps")])
     source = (ROOT / PACKAGE / WINDOW).read_text().splitlines()
     counts = next(

@@ -165,6 +165,42 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# Paths that run all of their cases daily, and the cases that others run daily. `make campaign` runs the rest: their
+# code is that of these paths with another stage or offload. A case that was drawn for a path always runs daily on it.
+DAILY: dict[str, tuple[str, ...] | None] = {
+    "single": None,
+    "ddp": None,
+    "zero2": None,
+    "zero3": None,
+    "zero0": (
+        *("accumulate-short-window", "accumulate-stream-short-window", "dropped-accumulating-by-hand"),
+        *("branch-single-steps", "lr-range-test", "bf16", "bf16-accumulate-stream"),
+        *("placeholder-Adam", "real-Adagrad"),
+    ),
+    "zero1": (
+        *("accumulate-stream-short-window", "by-hand-window", "clip", "both-clips", "bf16-dropped", "branch"),
+        *("bf16", "skipped", "bf16-accumulate-stream", "bf16-accumulate-clip"),
+        *("real-RMSprop", "placeholder-RMSprop"),
+    ),
+    "zero2-cpu": (
+        *("accumulate-stream-short-window", "by-hand-every", "branch-single-steps", "groups", "warmup-decay"),
+    ),
+    "zero3-cpu": (
+        *("accumulate-stream-short-window", "config-clip", "dropped-clip", "warmup-cosine", "one-cycle"),
+        *("real-AdamW", "placeholder-AdamW", "real-Lion"),
+    ),
+    "zero3-cpu-optimizer": ("real-Adam", "real-SGD", "placeholder-SGD", "placeholder-Lion"),
+    "zero3-nvme": ("placeholder-Adagrad", "plain", "dropped"),
+    "zero2-one-process": ("accumulate", "warmup-lr", "skipped-bf16"),
+}
+
+
+def is_daily(path: str, name: str) -> bool:
+    """Whether a case runs daily on a path of `DAILY`."""
+    names = DAILY[path]
+    return names is None or name in names or name in PAIRWISE
+
+
 def width_for(path: str) -> int:
     """Hidden width: tensors below 1 MiB per process never go to NVMe, so that path needs a wide layer."""
     return 1024 if "nvme" in path else 24

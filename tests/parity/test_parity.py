@@ -12,26 +12,18 @@ import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
-from cases import PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, pairs_of
+from cases import DAILY, PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, is_daily, pairs_of
 from device import DEVICE, ON_GPU
-from everyday import campaign_unless_daily
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
 # On a GPU each path runs as one process over NCCL, and as its processes, which share the GPU, over gloo.
 RUNS = [(device, path) for device in (("cuda", "cuda-shared") if ON_GPU else ("cpu",)) for path in PATHS]
-# What these offload, others do too: at another stage, or more of it.
-RARE = ("zero1-cpu", "zero3-nvme-optimizer", "zero3-cpu-nvme-optimizer")
 
 
 def _marks(device: str, path: str, name: str | None = None) -> list[pytest.MarkDecorator]:
-    if path in RARE:
-        return [pytest.mark.campaign]
-    if name is None or device != "cpu":
-        return []
-    return campaign_unless_daily(
-        path, name, [other for other in PATHS if other not in RARE and name in cases_for(other, device)]
-    )
+    runs_daily = path in DAILY and (name is None or device != "cpu" or is_daily(path, name))
+    return [] if runs_daily else [pytest.mark.campaign]
 
 
 _folders: dict[tuple[str, str], Path] = {}

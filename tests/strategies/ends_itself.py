@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where a test starts Python itself
 
 import torch
 from paths import ZERO, loss_of

@@ -13,7 +13,6 @@ from pathlib import Path
 from device import DEVICE, place_process
 
 os.environ["DS_ACCELERATOR"] = DEVICE
-sys.path.append(str(Path(__file__).parents[1] / "strategies"))
 
 import torch.distributed as dist
 from adapter_methods import METHODS, PATHS, REFUSED, RIGHT, build, train

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections import namedtuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes
 from torch import nn
 
 from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning
@@ -28,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("ends_processes")
 Pair = namedtuple("Pair", "left right")
 
 
-def check_collecting(rank: int, world: int) -> None:
+@in_processes(2)
+def test_collecting(rank: int, world: int) -> None:
+    """Tensors and objects are collected, reduced and padded over the processes."""
     own = torch.arange(2.0) + 2 * rank
     tree = {"a": own, "b": Pair(torch.full((rank + 1,), rank), [torch.ones(1, 2).t()])}
     got = gather(tree)
@@ -47,7 +47,9 @@ def check_collecting(rank: int, world: int) -> None:
     )
 
 
-def check_broadcasting(rank: int, world: int) -> None:
+@in_processes(2)
+def test_broadcasting(rank: int, world: int) -> None:
+    """Tensors change in place to those of one process, objects in their list."""
     own = torch.full((2,), float(rank))
     weight = nn.Parameter(torch.full((2, 2), float(rank)).t())
     assert broadcast([own, weight], from_process=world - 1)[0] is own
@@ -58,7 +60,9 @@ def check_broadcasting(rank: int, world: int) -> None:
     assert box == [world - 1, {"rank": world - 1}]
 
 
-def check_disagreements(rank: int, world: int) -> None:
+@in_processes(2)
+def test_disagreements(rank: int, world: int) -> None:
+    """Tensors that differ between processes are errors of Accelerate's classes."""
     one, other = {"x": torch.ones(1, 5)}, {"x": torch.ones(1, 2, 5)}
     for call in (gather, reduce, broadcast, pad_across_processes):
         with pytest.raises(DistributedOperationException, match=rf"{call.__name__}: .*differ"):
@@ -72,8 +76,8 @@ def check_disagreements(rank: int, world: int) -> None:
 
 def test_one_process() -> None:
     """Everything means in one process what it means in several."""
-    check_collecting(0, 1)
-    check_broadcasting(0, 1)
+    test_collecting.body(0, 1)
+    test_broadcasting.body(0, 1)
 
 
 def test_one_process_gets_its_own_back() -> None:
@@ -81,12 +85,6 @@ def test_one_process_gets_its_own_back() -> None:
     loss = torch.ones(1, requires_grad=True).sum()
     assert gather(loss) is loss
     assert gather_object({"a": 1}) == {"a": 1}
-
-
-@pytest.mark.processes
-def test_two_processes(run_processes) -> None:
-    """Over gloo, every process has what it should, and an error where the others' tensors differ."""
-    run_processes(__file__, 2)
 
 
 def test_nested_tensors_are_not_padded() -> None:
@@ -105,14 +103,3 @@ def test_parameters_that_are_whole_need_no_gathering() -> None:
         with GatheredParameters(given, modifier_rank=0), torch.no_grad():
             weight.add_(1)
     assert weight.item() == 4
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    check_collecting(rank, world)
-    check_broadcasting(rank, world)
-    check_disagreements(rank, world)
-    gc.collect()  # a failed operation, held in a cycle with its error, aborts the process that ends its group
-    dist.barrier()
-    dist.destroy_process_group()

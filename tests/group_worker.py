@@ -1,0 +1,129 @@
+"""Runs the bodies of tests in one group of processes: STORE RANK WORLD REQUESTS FOLDER; see on_paths.py.
+
+REQUESTS is a file that names the tests. Each process writes the outcome of each test into FOLDER: "ok" or a traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from device import DEVICE, ON_GPU, place_process
+
+os.environ["DS_ACCELERATOR"] = DEVICE
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from line_contexts import enter_context
+from torch.nn.parallel import DistributedDataParallel
+
+
+def follow_models() -> weakref.WeakSet[torch.nn.Module]:
+    """The engines and DDP wrappers that exist, from now on."""
+    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    for kind in (DeepSpeedEngine, DistributedDataParallel):
+        kind.__init__ = noting(kind.__init__, alive)  # type: ignore[method-assign]
+    return alive
+
+
+def noting(build: Callable[..., None], alive: weakref.WeakSet[torch.nn.Module]) -> Callable[..., None]:
+    """A constructor that also adds what it builds to `alive`."""
+
+    @functools.wraps(build)
+    def noted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        alive.add(self)
+
+    return noted
+
+
+@functools.cache
+def load(file: str) -> types.ModuleType:
+    """A file of tests as a module, whose folder's helpers it imports by name."""
+    path = Path(file)
+    if file not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_body(body: Callable[..., None], request: dict[str, Any], folder: Path) -> None:
+    """Run a test; on a GPU again, with its own models and tensors made there, if it gave a model there CPU tensors."""
+
+    def run(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        own = {"rank": dist.get_rank(), "folder": place}
+        body(**request["arguments"], **{name: own[name] for name in request["takes"]})
+
+    try:
+        run(folder)
+    except RuntimeError as error:
+        if not ON_GPU or not any(words in str(error) for words in ("same device", "two devices", "should be the same")):
+            raise
+        with torch.device(DEVICE):
+            run(folder / "again")
+
+
+def main() -> None:
+    """Run every requested test."""
+    store, rank, world, requests, output = sys.argv[1:6]
+    os.environ.update(place_process(rank, world))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
+    )
+    outcomes = {}
+    alive = follow_models()
+    asked = json.loads(Path(requests).read_text())
+    bodies = [getattr(load(request["file"]), request["function"]).body for request in asked]
+    gc.collect()
+    for index, (request, body) in enumerate(zip(asked, bodies, strict=True)):
+        gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+        name = request["id"]
+        torch.manual_seed(0)
+        dist.barrier()
+        print(f"=== {name}", flush=True)
+        enter_context(name)
+        try:
+            run_body(body, request, Path(output, str(index)))
+            if ON_GPU:
+                time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
+            gc.collect()
+            for _ in range(2):  # what autograd's objects hold, in C++, is garbage only when these are gone
+                if alive:
+                    gc.collect()
+            assert not alive, f"the test leaves {[type(model).__name__ for model in alive]}"
+            alive.clear()
+            outcomes[name] = "ok"
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - one failing test must not hide the others
+            outcomes[name] = traceback.format_exc()
+            print(outcomes[name], flush=True)
+            alive.clear()
+    Path(output, f"rank-{rank}.json").write_text(json.dumps(outcomes))
+    gc.unfreeze()
+    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

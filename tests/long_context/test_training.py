@@ -1,0 +1,46 @@
+"""Trainings with the losses, weights and logits of one process: models, samples, accumulation, clipping, stages."""
+
+from __future__ import annotations
+
+from on_paths import on_rows, row
+from sharing import Case, assert_trains_alike
+
+CASES = {
+    "llama": Case(),
+    "llama-right-padded": Case(samples="right", accumulation=2),
+    "llama-left-padded": Case(samples="left", clip=0.1),
+    "llama-labelled-padding": Case(samples="labelled"),
+    "llama-packed": Case(samples="packed", accumulation=2, clip=0.1),
+    "llama-half-without-labels": Case(samples="half", accumulation=2),
+    "llama-length-15": Case(samples="right", length=15),
+    "llama-packed-length-13": Case(samples="packed", length=13),
+    "llama-short-last-batch": Case(count=15, samples="half"),
+    "llama-adam": Case(adam=True, accumulation=2, clip=0.5),
+    "gpt2": Case(model="gpt2", accumulation=2),
+    "gpt2-packed": Case(model="gpt2", samples="packed"),
+    "gpt2-left-padded": Case(model="gpt2", samples="left", length=14),
+    "mistral-window": Case(model="mistral"),
+    "mistral-window-packed": Case(model="mistral", samples="packed", clip=0.1),
+    "mistral-window-padded": Case(model="mistral", samples="right"),
+}
+# Every case on one path, and some cases on all of them, also with two groups of two processes.
+PATHS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu")
+EVERYWHERE = ("llama-packed", "gpt2")
+_ON_FOUR = ("ddp", "zero3")  # daily, for what is done on every path
+_ROWS = [
+    row(path, world, name, size, daily=daily)
+    for turn, path in enumerate(PATHS)
+    for number, name in enumerate(CASES)
+    for size, world, daily in (
+        (2, 2, name in EVERYWHERE or number % len(PATHS) == turn),
+        (2, 4, path in _ON_FOUR),
+        (4, 4, name in EVERYWHERE and path in _ON_FOUR),
+    )
+    if (size, world) != (2, 4) or name in EVERYWHERE
+]
+
+
+@on_rows(("name", "size"), _ROWS)
+def test_groups_train_as_one_process(path: str, name: str, size: int) -> None:
+    """Losses, weights and logits are those of one process, in groups of `size` processes."""
+    assert_trains_alike(path, size, CASES[name])

@@ -1,0 +1,155 @@
+"""Decorators of tests that run in several processes: `@on_paths("ddp", "zero2")` and `@in_processes(2)`.
+
+pytest collects such a test as any other, once per path: `pytest tests/strategies/test_loop.py::test_name[zero2]` runs
+one. The body does not run in pytest's process. All tests of a folder with the same number of processes share one group
+of processes, in which `group_worker.py` runs their bodies one after the other. With `--unpooled SEED` each test has a
+group of its own.
+
+A body takes what it needs of: `path`, the name of the path; `rank` and `world`, of its process group; `folder`, an
+empty folder that all processes share; and the arguments of its `pytest.mark.parametrize`: strings, numbers or None.
+Another test can call the body: `test_name.body(…)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+LOOP: Final = ("single", "zero2-one-process", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu")
+"""The paths of a test of what every training loop does."""
+ALL: Final = (*LOOP, "zero1-cpu", "zero3-cpu", "zero3-gathered")
+"""All paths that need neither a GPU nor NVMe."""
+EVERY_DAY: Final = frozenset(("single", "ddp", "zero2", "zero2-one-process", "zero3", "zero3-gathered"))
+"""The paths on which a test runs daily. On other paths it runs in `make campaign`, unless its decorator names them."""
+_ALONE: Final = "-one-process"
+_OF_GROUPS: Final = ("path", "world", "rank", "folder")
+
+
+def on_paths(
+    *paths: str, daily: str | Iterable[str] = (), rare: str | Iterable[str] = (), processes: Iterable[int] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test on each of `paths`.
+
+    Args:
+        *paths: names of `ALL`, or another one that the test knows. `single` and names that end in `-one-process` run in
+            one process, others in two.
+        daily: those of them that run daily in addition to `EVERY_DAY`: they run code that no other daily test runs.
+        rare: those of `EVERY_DAY` that do not run daily.
+        processes: the numbers of processes, if they are others.
+    """
+    also, not_daily = _listed(daily), _listed(rare)
+    assert also | not_daily <= set(paths), f"{(also | not_daily) - set(paths)} are not among the paths"
+    rows = [
+        row(path.removesuffix(_ALONE), world, daily=path in (EVERY_DAY | also) - not_daily)
+        for path in paths
+        for world in processes or ([1] if path == "single" or path.endswith(_ALONE) else [2])
+    ]
+    return lambda body: _grouped(body, rows)
+
+
+def _listed(names: str | Iterable[str]) -> set[str]:
+    return {names} if isinstance(names, str) else set(names)
+
+
+def in_processes(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test in a group of processes, once for each number of them."""
+    rows = [pytest.param("", world, id=f"{world}-processes") for world in worlds]
+    return lambda body: _grouped(body, rows)
+
+
+def on_rows(names: Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test once for each row.
+
+    Args:
+        names: the arguments of the test in the rows, after `path` and `world`.
+        rows: of `pytest.param(path, world, *arguments)`, by `row`.
+    """
+    return lambda body: _grouped(body, rows, names)
+
+
+def row(path: str, world: int, *arguments: str | float | None, daily: bool) -> Any:
+    """A row of `on_rows`: a path, a number of processes, the test's arguments, and whether it runs daily."""
+    name = "-".join(map(str, (path, *arguments, *([world] if world > 2 else []))))
+    if world == 1 and path != "single":
+        name += _ALONE
+    return pytest.param(path, world, *arguments, id=name, marks=[] if daily else [pytest.mark.campaign])
+
+
+def _grouped(body: Callable[..., None], rows: Iterable[Any], given: Sequence[str] = ()) -> Callable[..., None]:
+    """The test that pytest collects in place of `body`."""
+
+    def test(run_in_group: Callable[[], None], **_: Any) -> None:
+        run_in_group()
+
+    own = [name for name in inspect.signature(body).parameters if name not in _OF_GROUPS]
+    names = ("run_in_group", "path", "world", *own)
+    test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    test.__name__, test.__qualname__, test.__doc__, test.__module__ = (
+        *(body.__name__, body.__qualname__),
+        *(body.__doc__, body.__module__),
+    )
+    test.body = body  # type: ignore[attr-defined]
+    test.pytestmark = list(getattr(body, "pytestmark", ()))  # type: ignore[attr-defined]
+    for mark in (
+        pytest.mark.processes,
+        pytest.mark.timeout(3600),  # of all tests of the group, which run with the first of them
+        pytest.mark.parametrize(("path", "world", *given), list(rows)),
+    ):
+        test = mark(test)
+    return test
+
+
+def group_of(item: pytest.Item) -> tuple[str, int] | None:
+    """The folder and the number of processes of the group that runs a test; None for a test without a decorator."""
+    if not hasattr(getattr(item, "function", None), "body"):
+        return None
+    return item.path.parent.name, item.callspec.params["world"]  # type: ignore[attr-defined]
+
+
+def request_of(item: Any) -> dict[str, Any]:
+    """What `group_worker.py` reads to run the test."""
+    parameters = inspect.signature(item.function.body).parameters
+    given = item.callspec.params
+    return {
+        "id": item.nodeid,
+        "file": str(item.path),
+        "function": item.originalname,
+        "arguments": {name: given[name] for name in parameters if name in given},
+        "takes": [name for name in ("rank", "folder") if name in parameters],
+    }
+
+
+class Groups:
+    """The groups of processes of this session, each with the folder of its outcomes."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[Any, Path] = {}
+
+    def run(self, item: Any, *, together: Iterable[Any], folder: Path, start: Callable[..., Any], key: Any) -> None:
+        """Fail unless a test passed on each process of its group, which is started if it has not run yet.
+
+        Args:
+            item: the test.
+            together: the tests of its group.
+            folder: an empty folder, for a new group.
+            start: runs a script in several processes.
+            key: what names the group.
+        """
+        world = item.callspec.params["world"]
+        if key not in self._outcomes:
+            self._outcomes[key] = folder
+            requests = folder / "requests.json"
+            requests.write_text(json.dumps([request_of(other) for other in together]))
+            start(Path(__file__).with_name("group_worker.py"), world, requests, folder)
+        outcomes = [json.loads(file.read_text()) for file in sorted(self._outcomes[key].glob("rank-*.json"))]
+        assert len(outcomes) == world, "the processes of this group did not run to their end"
+        found = [outcome[item.nodeid] for outcome in outcomes]
+        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
+        assert not failures, "\n".join(failures)

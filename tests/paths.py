@@ -1,0 +1,159 @@
+"""The paths that checks run on, and what they train there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import DEVICE, ON_GPU, distributed_type
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_plugin import Accelerator
+from zero_plugin.distributed import collectives
+
+ZERO = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero2-cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+FURTHER = {  # for few checks
+    "zero1-cpu": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero3-cpu": {**ZERO["zero3"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    # DeepSpeed's default: between forwards it keeps weights of up to 100,000 elements gathered, all of those here.
+    "zero3-gathered": {"stage": 3},
+}
+PAIR = ("ddp", *ZERO)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """The messages that this process logs inside; process 0 logs what is the same on all."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("zero_plugin")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from the device, each of which waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def is_zero(path: str) -> bool:
+    """Whether an engine runs it."""
+    return path.startswith("zero")
+
+
+def start(
+    path: str, *, deepspeed: dict[str, Any] | None = None, counts: str = "steps", **arguments: Any
+) -> Accelerator:
+    """An Accelerator on `path`.
+
+    Args:
+        path: one of those above.
+        deepspeed: merged into the DeepSpeed part of the configuration.
+        counts: `scheduler_counts`.
+        **arguments: Accelerator's.
+    """
+    section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
+    kind = distributed_type(path)
+    config = {"distributed_type": kind, "use_cpu": not ON_GPU, "scheduler_counts": counts, "deepspeed_config": section}
+    return Accelerator(config=config, **arguments)
+
+
+@contextmanager
+def running(path: str, **arguments: Any) -> Iterator[Accelerator]:
+    """What `start` makes, ended in the end."""
+    accelerator = start(path, **arguments)
+    try:
+        yield accelerator
+    finally:
+        accelerator.end_training()
+
+
+def make_net() -> nn.Module:
+    """A small model with the same weights everywhere: [batch, 8] → [batch, 4]."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
+
+
+def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of all processes together."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(size, 8, generator=generator, device="cpu")
+    return x.to(DEVICE), torch.randn(size, 4, generator=generator, device="cpu").to(DEVICE)
+
+
+def own_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """This process' part of `global_batch`."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x, y = global_batch(step, size)
+    return x.chunk(world)[rank], y.chunk(world)[rank]
+
+
+def loss_of(model: Any, batch: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
+    """Mean squared error in fp32."""
+    x, y = batch
+    return (scale * (model(x).float() - y)).square().mean()
+
+
+def prepare_net(accelerator: Accelerator) -> tuple[Any, Any]:
+    """The small model and its AdamW, prepared."""
+    net = make_net()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return model, optimizer
+
+
+def take_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> float:
+    """One step; the loss over all processes."""
+    loss = loss_of(model, batch)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(collectives.reduce(loss.detach()))
+
+
+def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole weights, on every process."""
+    state = [accelerator.get_state_dict(model)]
+    dist.broadcast_object_list(state)
+    assert state[0] is not None
+    return {name: tensor.to(DEVICE, copy=True) for name, tensor in state[0].items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether two models are bitwise equal."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    """Every tensor within `tolerance` of the wanted one, norm-wise."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        off = (got[name].float() - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-8)
+        assert off < tolerance, f"{name}: off by {off:.2e}"
+
+
+def raised(kind: type[Exception], *words: str, by: Callable[[], Any]) -> None:
+    """`by` raises `kind` with all `words` in its message."""
+    with pytest.raises(kind) as caught:
+        by()
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"

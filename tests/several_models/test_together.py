@@ -1,0 +1,590 @@
+"""Models side by side on every path: teachers, joint losses, gradient penalties, shared calls, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gan import Case, discriminator_loss, generator_loss, make_nets, make_optimizer
+from on_paths import LOOP, on_paths
+from packaging.version import Version
+from paths import (
+    ZERO,
+    assert_near,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
+
+from zero_plugin import DummyOptim
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.precision import LossScale
+
+SGD = Case(frozen=False)
+
+
+def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_a_frozen_judge_passes_gradients_on(path: str) -> None:
+    """A perceptual loss: a frozen model without an optimizer, whose gradient trains the one before it."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        return make_net(), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+
+    torch.manual_seed(3)
+    plain, judge = build()
+    state = judge.state_dict()
+    sgd = _sgd(plain)
+    for i in range(3):
+        x, y = global_batch(i)
+        (judge(plain(x)) - judge(y)).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        model, other = build()
+        other.load_state_dict(state)
+        model, optimizer, other = accelerator.prepare(model, _sgd(model), other)
+        for i in range(3):
+            x, y = own_batch(i)
+            accelerator.backward((other(model(x)) - other(y)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+        assert same(weights(accelerator, other), judge.state_dict())
+        if path == "zero3":
+            partitioned = accelerator.unwrap_model(other)[0].weight
+            assert partitioned.numel() == 0, "at stage 3 no process holds the whole of a model that is not trained"
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_two_models_with_one_loss(path: str) -> None:
+    """One backward, two optimizers, of which one is a placeholder and one has a schedule."""
+    plain = [make_net(), nn.Linear(4, 4)]
+    torch.manual_seed(9)
+    plain[1].reset_parameters()
+    sgds = [_sgd(plain[0]), torch.optim.AdamW(plain[1].parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)]
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(sgds[0], lambda step: 0.5**step)
+    for i in range(3):
+        x, y = global_batch(i)
+        (plain[1](plain[0](x)) - y).square().mean().backward()
+        for sgd in sgds:
+            sgd.step()
+            sgd.zero_grad()
+        schedule.step()
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        torch.manual_seed(9)
+        two.reset_parameters()
+        sgd, placeholder = _sgd(one), DummyOptim(two.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 0.5**step)
+        # In another order than that of the models.
+        optimizer_two, one, schedule, two, optimizer_one = accelerator.prepare(placeholder, one, schedule, two, sgd)
+        for i in range(3):
+            x, y = own_batch(i)
+            accelerator.backward((two(one(x)) - y).square().mean())
+            for optimizer in (optimizer_one, optimizer_two):
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+        assert optimizer_one.param_groups[0]["lr"] == 0.1 * 0.5**3
+        assert_near(weights(accelerator, one), plain[0].state_dict(), 1e-4)
+        assert_near(weights(accelerator, two), plain[1].state_dict(), 1e-4)
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_gradient_penalty(path: str) -> None:
+    """WGAN-GP: `torch.autograd.grad` with a graph runs through the discriminator; at stage 3 it cannot."""
+
+    def penalty(discriminator: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(discriminator(x).sum(), x, create_graph=True)
+        return (gradient.norm(2, dim=1) - 1).square().mean() + discriminator(x).mean()
+
+    _, plain = make_nets()
+    sgd = make_optimizer(plain, SGD)
+    for i in range(3):
+        penalty(plain, global_batch(i)[0][:, :6]).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        generator, discriminator = make_nets()
+        objects = generator, discriminator, make_optimizer(generator, SGD), make_optimizer(discriminator, SGD)
+        _, discriminator, _, optimizer = accelerator.prepare(*objects)
+        if path == "zero3":
+            x = own_batch(0)[0][:, :6]
+            raised(LoopError, "create_graph=True", "stage 3", by=lambda: penalty(discriminator, x))
+            return
+        for i in range(3):
+            accelerator.backward(penalty(discriminator, own_batch(i)[0][:, :6]))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, discriminator), plain.state_dict(), 1e-4)
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_forwards_before_backwards(path: str) -> None:
+    """Two losses of one model, both computed before the first backward; their gradients add up, also in a window."""
+    plain = make_net()
+    sgd = _sgd(plain)
+    for i in range(3):
+        for loss in [loss_of(plain, global_batch(2 * i)), loss_of(plain, global_batch(2 * i + 1))]:
+            loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    for steps in (1, 2):
+        with running(path, gradient_accumulation_steps=steps) as accelerator:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            for i in range(3):
+                for loss in [loss_of(model, own_batch(2 * i)), loss_of(model, own_batch(2 * i + 1))]:
+                    accelerator.backward(loss * steps)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_batch_norm_twice_in_a_loss(path: str) -> None:
+    """A discriminator with running statistics runs on real and on generated samples before its one backward.
+
+    Each process normalises by its own samples, so the reference does too, and averages gradients by hand. Where torch's
+    own DDP fails at it, as that of 2.9 does, so does the path.
+    """
+
+    def build() -> list[Any]:
+        generator, plain = make_nets()
+        models = generator, nn.Sequential(plain[0], nn.BatchNorm1d(10), nn.Tanh(), plain[2])
+        return [*models, *(make_optimizer(model, SGD) for model in models)]
+
+    def train(models: list[Any], backward: Any, average: Any) -> None:
+        generator, discriminator, first, second = models
+        for step in range(3):
+            x, noise = own_batch(step)
+            second.zero_grad()
+            backward(discriminator_loss(generator, discriminator, noise, x[:, :6]))
+            average(discriminator)
+            second.step()
+            first.zero_grad()
+            backward(generator_loss(generator, discriminator, noise))
+            average(generator)
+            first.step()
+
+    def average(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    plain = build()
+    train(plain, lambda loss: loss.backward(), average)
+    with running(path) as accelerator:
+        models = list(accelerator.prepare(*build()))
+        if path == "ddp" and Version(torch.__version__) < Version("2.10"):
+            inplace = "modified by an inplace operation"
+            theirs = build()
+            theirs[1] = DistributedDataParallel(theirs[1])
+            raised(RuntimeError, inplace, by=lambda: train(theirs, lambda loss: loss.backward(), lambda _: None))
+            raised(RuntimeError, inplace, by=lambda: train(models, accelerator.backward, lambda _: None))
+            return
+        train(models, accelerator.backward, lambda _: None)
+        for model, wanted in zip(models[:2], plain[:2], strict=True):
+            state = weights(accelerator, model)
+            assert_near({name: state[name] for name, _ in wanted.named_parameters()}, dict(wanted.named_parameters()))
+
+
+@on_paths(*LOOP, daily="zero0")
+def test_reentrant_checkpoints(path: str) -> None:
+    """A backward inside the backward: whose gradients came is seen where a graph's walk would not show them."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(14)
+        return Checkpointed(8), Checkpointed(4)
+
+    def train(one: Any, two: Any, batch: tuple[Tensor, Tensor], optimizers: Any, backward: Any) -> None:
+        x, y = batch
+        x = x.clone().requires_grad_(True)  # reentrant checkpoints need it
+        optimizers[0].zero_grad()
+        backward((two(one(x)) - y).square().mean())
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        backward(two(y.clone().requires_grad_(True)).square().mean())
+        optimizers[1].step()
+
+    plain = build()
+    sgds = [_sgd(model) for model in plain]
+    for i in range(3):
+        train(*plain, global_batch(i), sgds, lambda loss: loss.backward())
+    with running(path) as accelerator:
+        one, two = build()
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        for i in range(3):
+            train(one, two, own_batch(i), (first, second), accelerator.backward)
+        for model, wanted in zip((one, two), plain, strict=True):
+            assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+@on_paths(*LOOP, daily="zero0")
+def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
+    """What came before is rescaled: one loss through two models has one scale, the smaller of theirs."""
+    if path == "zero0":
+        return  # in fp32 its optimizer is torch's own, which knows no scale
+    plain = make_net()
+    sgd = _sgd(plain)
+    for i in range(2):
+        (loss_of(plain, global_batch(i)) / 2).backward()
+    sgd.step()
+    precision = "no" if is_zero(path) else "fp16"  # DeepSpeed trains in fp16 on GPUs only, but scales in fp32 too
+    with running(path, gradient_accumulation_steps=2, mixed_precision=precision) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        session = optimizer.session
+        if is_zero(path):
+            session.scales_loss, session._scale = True, LossScale({})
+        for i, scale in enumerate((1024.0, 64.0)):
+            optimizer.window.set_loss_scale(scale)
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+        assert session.loss_scale == 64.0
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5 if is_zero(path) else 1e-2)
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_an_overflow_of_one_model(path: str) -> None:
+    """fp16 off DeepSpeed: one model's skipped steps lower its scale, and that of a loss through both."""
+    if is_zero(path):
+        return
+    with running(path, mixed_precision="fp16") as accelerator:
+        one, two = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        for _ in range(3):
+            accelerator.backward(loss_of(one, own_batch(0)) * float("inf"))
+            first.step()
+            assert first.step_was_skipped
+        scales = first.session.loss_scale, second.session.loss_scale
+        assert scales[0] < scales[1]
+        before = weights(accelerator, two)
+        accelerator.backward(two(torch.cat([one(own_batch(0)[0])] * 4, dim=1)).square().mean())
+        assert {first.session.loss_scale, second.session.loss_scale} == {scales[0]}
+        for optimizer in (first, second):
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+        assert not same(weights(accelerator, two), before)
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_a_loop_that_never_steps(path: str) -> None:
+    """A loop that takes `backward` for a step is told so at its epoch's end, once."""
+    with running(path) as accelerator, redirect_stderr(StringIO()) as said:
+        model = make_net()
+        loader: Any = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, _sgd(model), loader)
+        for _ in range(3):
+            for x in loader:
+                accelerator.backward(model(x).square().mean())
+                optimizer.zero_grad()
+        accelerator.end_training()
+    assert said.getvalue().count("optimizer.step() was never called") == accelerator.is_main_process
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_bf16_beside_a_teacher(path: str) -> None:
+    """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does, and teaches the same."""
+
+    def distill(student: Any, teacher: Any, x: Tensor) -> Tensor:
+        return (student(x).float() - 2 * teacher(x).float()).square().mean()
+
+    plain, judge = make_net(), make_net().requires_grad_(False)
+    sgd = _sgd(plain)
+    wanted = []
+    for step in range(4):
+        loss = distill(plain, judge, global_batch(step)[0])
+        loss.backward()
+        wanted.append(float(loss))
+        sgd.step()
+        sgd.zero_grad()
+    with running(path, mixed_precision="bf16") as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        for step in range(4):
+            loss = distill(student, teacher, own_batch(step)[0])
+            accelerator.backward(loss)
+            loss = accelerator.reduce(loss.detach(), "mean")
+            assert abs(float(loss) - wanted[step]) < 0.02 * wanted[step]
+            optimizer.step()
+            optimizer.zero_grad()
+        found, start = weights(accelerator, student), judge.state_dict()
+        moved = {name: p.detach() - start[name] for name, p in plain.named_parameters()}
+        assert_near({name: found[name].float() - start[name] for name in moved}, moved, 0.1)
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_gradients_stay_until_zero_grad(path: str) -> None:
+    """What another model's loss left behind is applied with the next step, as in plain torch; `zero_grad` drops it."""
+
+    def losses(one: Any, two: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return two(one(x)).square().mean(), (two(x[:, :4]) - 1).square().mean()
+
+    for drops in (False, True):
+        torch.manual_seed(2)
+        plain = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        sgds = [_sgd(model) for model in plain]
+        torch.manual_seed(2)
+        models = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        x = global_batch(0)[0]
+        for _ in range(2):
+            losses(*plain, x)[0].backward()
+            sgds[0].step()
+            sgds[0].zero_grad()
+            if drops:
+                sgds[1].zero_grad()
+            losses(*plain, x)[1].backward()
+            sgds[1].step()
+            sgds[1].zero_grad()
+        with running(path) as accelerator:
+            one, first = accelerator.prepare(models[0], _sgd(models[0]))
+            two, second = accelerator.prepare(models[1], _sgd(models[1]))
+            x = own_batch(0)[0]
+            for _ in range(2):
+                accelerator.backward(losses(one, two, x)[0])
+                first.step()
+                first.zero_grad()
+                if drops:
+                    second.zero_grad()
+                accelerator.backward(losses(one, two, x)[1])
+                second.step()
+                second.zero_grad()
+            for model, wanted in zip((one, two), plain, strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+class _Stream(IterableDataset[Tensor]):
+    """Samples of which nobody knows how many there are."""
+
+    def __init__(self, samples: Tensor) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self._samples
+
+
+@on_paths(*LOOP, daily="zero0")
+def test_gradients_of_another_window(path: str) -> None:
+    """Left by its losses at the end of an epoch, they are divided by its size, not by that of the shorter own window.
+
+    Data whose length is unknown ends before that could be: they are refused there, unless the script drops them.
+    """
+    batches, accumulation, epochs = 5, 3, 2
+    samples = torch.cat([global_batch(i)[0] for i in range(batches)])
+
+    def losses(one: Any, two: Any, x: Tensor) -> tuple[Any, Any]:
+        return (lambda: (two(x[:, :4]) - 1).square().mean(), lambda: two(one(x)).square().mean())
+
+    def build() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(2)
+        models: list[nn.Module] = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        return models, [_sgd(model) for model in models]
+
+    def train_plainly(drops: bool) -> list[nn.Module]:
+        models, sgds = build()
+        for i in range(batches * epochs):
+            start = i % batches - i % batches % accumulation
+            size = min(accumulation, batches - start)
+            for loss, sgd in zip(losses(*models, samples.chunk(batches)[i % batches]), reversed(sgds), strict=True):
+                if drops and i % batches == start:
+                    sgd.zero_grad()
+                (loss() / size).backward()
+                if i % batches == start + size - 1:
+                    sgd.step()
+                    if not drops:
+                        sgd.zero_grad()
+        return models
+
+    for length_is_known, drops in ((True, False), (True, True), (False, True), (False, False)):
+        with running(path, gradient_accumulation_steps=accumulation) as accelerator:
+            data: Any = samples if length_is_known else _Stream(samples)
+            loader: Any = torch.utils.data.DataLoader(data, batch_size=8 // accelerator.num_processes)
+            models, sgds = build()
+            one, two, first, second, loader = accelerator.prepare(*models, *sgds, loader)
+
+            def train(one: Any = one, two: Any = two, both: Any = (second, first), loader: Any = loader) -> None:
+                for x in loader:
+                    for loss, model, optimizer in zip(losses(one, two, x), (two, one), both, strict=True):
+                        with accelerator.accumulate(model):
+                            if drops:  # noqa: B023
+                                optimizer.zero_grad()
+                            accelerator.backward(loss())
+                            optimizer.step()
+                            if not drops:  # noqa: B023
+                                optimizer.zero_grad()
+
+            if not (length_is_known or drops):
+                raised(LoopError, "its own has 2 micro-batches, another model's has 3", "map-style", by=train)
+                continue
+            for _ in range(epochs):
+                train()
+            for model, wanted in zip((one, two), train_plainly(drops), strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+@on_paths(*LOOP, daily="zero0")
+def test_whose_micro_batch(path: str) -> None:
+    """With accumulation and by hand, a loss that reaches two models is refused; under `accumulate` it is not."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+
+        def joint() -> Tensor:
+            return two(one(own_batch(0)[0])).square().mean()
+
+        raised(LoopError, "Sequential and Linear", "accumulate", "requires_grad_(False)",
+               by=lambda: accelerator.backward(joint()))  # fmt: skip
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        before = weights(accelerator, two)
+        for i in range(2):
+            with accelerator.accumulate(one, two):
+                accelerator.backward(joint())
+                assert accelerator.sync_gradients is (i == 1)
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert (first.applied_steps, second.applied_steps) == (1, 1)
+        assert not same(weights(accelerator, two), before)
+        raised(LoopError, "Bilinear", "not prepared", by=lambda: accelerator.accumulate(nn.Bilinear(1, 1, 1)))
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_a_loss_inside_accumulate_of_another_model(path: str) -> None:
+    """A model that is not named there steps where the named one's window ends, by the gradients of all of it."""
+    plain = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+    for i in range(2):
+        (plain[1](plain[0](global_batch(i)[0]).repeat(1, 4)).square().mean() / 2).backward()
+    for model in plain:
+        _sgd(model).step()
+    for asks in (False, True):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            nets = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+            one, two, first, second = accelerator.prepare(*nets, *map(_sgd, nets))
+            for i in range(2):
+                with accelerator.accumulate(one):
+                    accelerator.backward(two(one(own_batch(i)[0]).repeat(1, 4)).square().mean())
+                    if not asks or accelerator.sync_gradients:
+                        for optimizer in (first, second):
+                            optimizer.step()
+                            optimizer.zero_grad()
+            assert (first.applied_steps, second.applied_steps) == (1, 1)
+            for model, wanted in zip((one, two), plain, strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_clipping_is_of_one_model(path: str) -> None:
+    """Parameters of two models at once cannot be meant: under ZeRO there is no common norm."""
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        accelerator.backward(two(one(own_batch(0)[0])).square().mean())
+        both = [*one.parameters(), *two.parameters()]
+        raised(LoopError, "2 prepared models", by=lambda: accelerator.clip_grad_norm_(both, 1.0))
+        assert float(accelerator.clip_grad_norm_(two.parameters(), 1.0)) > 0
+        second.step()
+        first.zero_grad()
+        accelerator.backward(loss_of(one, own_batch(1)))
+        accelerator.clip_grad_norm_(one.parameters(), 1.0)
+        accelerator.backward(two(own_batch(1)[1]).mean())
+        if is_zero(path):
+            raised(LoopError, "after clip_grad_norm_()", by=lambda: accelerator.backward(loss_of(one, own_batch(2))))
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_each_model_has_its_own_configuration(path: str) -> None:
+    """What was open is filled for each from its own optimizer and sizes; the first one's stays as it was."""
+    deepspeed = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {**(ZERO[path] if is_zero(path) else {}), "reduce_bucket_size": "auto"},
+    }
+    with running(path, deepspeed=deepspeed) as accelerator:
+        small, large = make_net(), nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 4))
+        found = []
+        for model, lr, betas in ((small, 0.1, (0.9, 0.99)), (large, 0.2, (0.5, 0.9))):
+            _, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=lr, betas=betas))
+            assert optimizer.param_groups[0]["lr"] == lr
+            assert tuple(optimizer.param_groups[0]["betas"]) == betas
+            found.append((accelerator.resolved, lr, betas))
+        for resolved, lr, betas in found:
+            assert resolved is not None
+            assert resolved.optimizer is not None
+            assert (resolved.optimizer.params["lr"], tuple(resolved.optimizer.params["betas"])) == (lr, betas)
+        buckets = [resolved.tree.value("zero_optimization", "reduce_bucket_size") for resolved, *_ in found]
+        assert not is_zero(path) or buckets[0] != buckets[1], buckets
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_what_is_not_prepared(path: str) -> None:
+    """A loss that trains what was not prepared, or what has no optimizer, is refused, and the fix named."""
+    with running(path) as accelerator:
+        model, stranger, judge = make_net(), nn.Linear(4, 3), nn.Linear(4, 2)
+        model, optimizer, judge = accelerator.prepare(model, _sgd(model), judge)
+        x, _ = own_batch(0)
+        if accelerator.num_processes == 1:  # the script may train it by itself
+            accelerator.backward(stranger(model(x)).mean())
+            optimizer.zero_grad()
+            assert float(stranger.bias.grad.sum()) == 1.0
+        else:
+            raised(LoopError, "2 parameters of no prepared model", "(3, 4)", "requires_grad_(False)",
+                   by=lambda: accelerator.backward(stranger(model(x)).mean()))  # fmt: skip
+        raised(LoopError, "Linear, which was prepared without an optimizer",
+               by=lambda: accelerator.backward(judge(model(x)).mean()))  # fmt: skip
+        stranger.requires_grad_(False)
+        judge.requires_grad_(False)
+        accelerator.backward(stranger(model(x)).mean() + judge(model(x)).mean())
+        optimizer.step()
+        model.requires_grad_(True)
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_what_prepare_refuses(path: str) -> None:
+    """Each mistake in the objects is named; nothing is prepared then."""
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+        raised(LoopError, "several models (Sequential and Linear)", by=lambda: accelerator.prepare(one, two, both))
+        raised(LoopError, "two optimizers", by=lambda: accelerator.prepare(one, _sgd(one), _sgd(one)))
+        raised(LoopError, "of which 2 of 2", by=lambda: accelerator.prepare(one, _sgd(nn.Linear(1, 1))))
+        raised(LoopError, "twice", by=lambda: accelerator.prepare(one, one))
+        raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one, one[0]))
+        spread: Any = nn.Linear(4, 4)
+        spread.hf_device_map = {"a": 0, "b": "cpu"}
+        raised(LoopError, "device_map", "0, cpu", "stage 3", by=lambda: accelerator.prepare(spread, _sgd(spread)))
+        sgd = _sgd(one)
+        model, _ = accelerator.prepare(one, sgd)
+        raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one[0]))
+        raised(LoopError, "already prepared", by=lambda: accelerator.prepare(sgd))
+        if is_zero(path):
+            raised(LoopError, "accelerator.backward(loss)", by=lambda: model.backward(model(own_batch(0)[0]).mean()))
+            raised(LoopError, "optimizer.step()", by=model.step)

@@ -1,0 +1,80 @@
+"""An `Accelerator` that the script drops is freed with its models, and the end of its run is due all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from on_paths import LOOP, on_paths
+from paths import loss_of, make_net, own_batch, raised, running, start
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero_plugin import Accelerator
+from zero_plugin.accelerator import newest_accelerator
+from zero_plugin.errors import LoopError
+
+
+def _train(accelerator: Accelerator, steps: int) -> dict[str, Any]:
+    net = make_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, schedule = accelerator.prepare(net, sgd, LambdaLR(sgd, lambda _: 1.0))
+    for step in range(steps):
+        accelerator.backward(loss_of(model, own_batch(step)))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    session = accelerator._prepared.trainings[0].session
+    objects = {"accelerator": accelerator, "model": model, "net": net, "weight": net[0].weight, "session": session}
+    return {name: weakref.ref(o) for name, o in {**objects, "optimizer": optimizer, "given": sgd}.items()}
+
+
+def _collect() -> None:
+    gc.collect()  # what only the Accelerator's own end lets go of
+    gc.collect()
+
+
+@on_paths(*LOOP, daily="zero1")
+def test_a_dropped_accelerator_is_freed(path: str) -> None:
+    """Also where another one trains meanwhile; its model trains on, and the states show that one.
+
+    So is a second that is dropped beside it, as in a search that keeps its best model.
+    """
+    with running(path) as second:
+        net = make_net()
+        model, optimizer = second.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        runs = []
+        for _ in range(2):
+            accelerator = start(path)
+            runs.append(accelerator._run)
+            found = _train(accelerator, 2)
+            del accelerator
+            _collect()
+            assert {name: o() for name, o in found.items() if o() is not None} == {}
+            raised(LoopError, "there is none", by=newest_accelerator)
+        for step in range(2):
+            second.backward(loss_of(model, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        for run in runs:
+            run.end()  # as when the process ends
+
+
+@on_paths("zero2")
+def test_a_save_in_the_background_is_completed(folder: Path) -> None:
+    """By a run whose `Accelerator` is gone: its memory is given back, and the end of the run waits for the files."""
+    with running("zero2") as last:  # the group lives on
+        accelerator = start("zero2")
+        run = accelerator._run
+        found = _train(accelerator, 1)
+        accelerator.save_state(folder / "state", asynchronous=True)
+        del accelerator
+        run.end()
+        last.wait_for_everyone()
+        assert (folder / "state").is_dir()
+        _collect()
+        assert {name: o() for name, o in found.items() if o() is not None} == {}
+        assert not any(run.background.memory._chunks.values())

@@ -1,0 +1,28 @@
+"""What a run prints by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import torch
+from on_paths import LOOP, on_paths
+from paths import loss_of, make_net, own_batch, running
+
+
+@on_paths(*LOOP, daily="zero2-cpu")
+def test_the_output_is_the_scripts(path: str) -> None:
+    """Nothing goes to stdout, in bf16 neither; every line on stderr says who speaks."""
+    for precision in ("no", "bf16"):
+        printed, said = io.StringIO(), io.StringIO()
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(said),
+            running(path, mixed_precision=precision) as accelerator,
+        ):
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+        assert printed.getvalue() == ""
+        assert all(line.startswith("zero_plugin: ") for line in said.getvalue().splitlines()), said.getvalue()

@@ -1,0 +1,392 @@
+"""Weights that the script writes and reads by itself between steps, as in plain torch: they count, or it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from on_paths import ALL, on_paths
+from paths import (
+    FURTHER,
+    ZERO,
+    assert_near,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from zero_plugin.errors import LoopError
+from zero_plugin.utils import GatheredParameters
+
+Write = Callable[[Any], None]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _load(model: Any) -> None:
+    torch.manual_seed(23)
+    model.load_state_dict({name: torch.randn_like(tensor) for name, tensor in make_net().state_dict().items()})
+
+
+def _clamp(model: Any) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+def _plain(write: Write) -> dict[str, Tensor]:
+    model = make_net()
+    sgd = _sgd(model)
+    for step in range(4):
+        loss_of(model, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+        if step == 1:
+            write(model)
+    return model.state_dict()
+
+
+def _trained(path: str, precision: str, write: Callable[[Any, Any], None]) -> dict[str, Tensor]:
+    with running(path, mixed_precision=precision) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        for step in range(4):
+            accelerator.backward(loss_of(model, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                write(accelerator, model)
+        return weights(accelerator, model)
+
+
+@on_paths(*ALL, daily="zero1-cpu")
+def test_loaded_weights(path: str) -> None:
+    """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context.
+
+    There it does not for weights that are gathered.
+    """
+
+    def load(accelerator: Any, model: Any) -> None:
+        module = accelerator.unwrap_model(model)
+        if path in ("zero3", "zero3-cpu"):
+            raised(LoopError, "whole_weights", by=lambda: module.load_state_dict(make_net().state_dict()))
+            with accelerator.whole_weights(model):
+                _load(module)
+        else:
+            _load(module)
+
+    for precision in ("no", "bf16"):
+        assert_near(_trained(path, precision, load), _plain(_load), 1e-5 if precision == "no" else 2e-2)
+
+    def load_part(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            part = accelerator.unwrap_model(model)[0]
+            part.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in part.state_dict().items()})
+
+    def zero_part(model: Any) -> None:
+        model[0].load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model[0].state_dict().items()})
+
+    assert_near(_trained(path, "no", load_part), _plain(zero_part), 1e-5)
+
+
+@on_paths(*ALL, daily="zero1-cpu")
+def test_loaded_weights_that_stay_gathered(path: str) -> None:
+    """At stage 3 `load_state_dict` counts for small weights, which DeepSpeed leaves gathered; trained or not."""
+    if not path.startswith("zero3"):
+        return
+    section = {key: value for key, value in (ZERO | FURTHER)[path].items() if "persistence" not in key}
+    for precision in ("no", "bf16"):
+        with running(path, mixed_precision=precision, deepspeed={"zero_optimization": section}) as accelerator:
+            torch.manual_seed(0)
+            model, teacher = make_net(), make_net().requires_grad_(False)
+            model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
+            for step in range(4):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+                teacher(own_batch(step)[0])  # gathers its weights, which then stay
+                if step == 1:
+                    _load(model)
+                    _load(teacher)
+            near = 1e-5 if precision == "no" else 2e-2
+            assert_near(weights(accelerator, model), _plain(_load), near)
+            loaded = make_net()
+            _load(loaded)
+            assert_near(weights(accelerator, teacher), loaded.state_dict(), near)
+
+
+@on_paths(*ALL, daily="zero2-cpu")
+def test_clamped_weights(path: str) -> None:
+    """WGAN's clipping of weights, in the context."""
+
+    def clamp(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            _clamp(model)
+
+    for precision in ("no", "bf16"):
+        assert_near(_trained(path, precision, clamp), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
+
+
+@on_paths(*ALL, daily="zero2-cpu")
+def test_read_weights(path: str) -> None:
+    """Reading in the context, as an average outside the model does, changes nothing; nor does loading what is there."""
+
+    def read(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            state = accelerator.unwrap_model(model).state_dict()
+            accelerator.unwrap_model(model).load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+
+    for precision in ("no", "bf16"):
+        undisturbed = _trained(path, precision, lambda *_: None)
+        assert same(_trained(path, precision, read), undisturbed), precision
+
+
+@on_paths(*ALL, daily="zero3-cpu")
+def test_weights_written_outside(path: str) -> None:
+    """What a script writes into the weights under `no_grad` counts; at stage 3 it is an error that says how.
+
+    So with new values for a layer after `prepare`, and with WGAN's clipping after a step.
+    """
+
+    def write(_: Any, model: Any) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+
+    for precision in ("no", "bf16"):
+        if path.startswith("zero3"):
+            raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, write))  # noqa: B023
+        else:
+            assert_near(_trained(path, precision, write), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
+    with running(path) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        nn.init.constant_(accelerator.unwrap_model(model)[0].bias, 0.25)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        if path.startswith("zero3"):
+            raised(LoopError, "0.bias", "whole_weights", by=optimizer.step)
+            return
+        optimizer.step()
+        plain = make_net()
+        nn.init.constant_(plain[0].bias, 0.25)
+        loss_of(plain, global_batch(0)).backward()
+        _sgd(plain).step()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+@on_paths(*ALL, daily="zero1-cpu")
+def test_weights_written_past_autograd(path: str) -> None:
+    """Through `p.data`, outside the context: it is said once, and never of a loop that writes nothing.
+
+    At stage 3 for weights that are gathered; others are empty, and nothing of it can be seen.
+    """
+    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
+        return
+    for precision in ("no", "bf16"):
+        for write, times in ((lambda _, model: _clamp(model), 1), (lambda *_: None, 0)):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                _trained(path, precision, write)
+            assert said.getvalue().count("through p.data") == times
+
+
+@on_paths(*ALL, daily="zero1-cpu")
+def test_weights_that_are_replaced(path: str) -> None:
+    """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 it is an error of the next step.
+
+    At stage 3 gathered weights get their values back, which is said as of other writes.
+    """
+    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
+        return
+
+    def replace(_: Any, model: Any) -> None:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+
+    if path == "zero3-gathered":  # the step gathers the other values again
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            _trained(path, "no", replace)
+        assert said.getvalue().count("through p.data") == 1
+        return
+    for precision in ("no", "bf16"):
+        raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, replace))  # noqa: B023
+
+
+@on_paths(*ALL, daily="zero3-cpu")
+def test_written_weights_that_are_read(path: str) -> None:
+    """Before the next step: they come out as they were written; at stage 3 it is the error of the step."""
+    if not is_zero(path):
+        return
+    for read in ("state", "folder"):
+        with running(path) as accelerator, tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            with torch.no_grad():
+                accelerator.unwrap_model(model)[0].bias.fill_(0.25)
+
+            def written(read=read, model=model, accelerator=accelerator, folder=folder[0]) -> Tensor:
+                if read == "state":
+                    return weights(accelerator, model)["0.bias"]
+                accelerator.save_model(model, folder)
+                return load_file(f"{folder}/model.safetensors")["0.bias"]
+
+            if path.startswith("zero3"):
+                raised(LoopError, "0.bias", "whole_weights", by=written)
+            else:
+                assert written().eq(0.25).all()
+
+
+@on_paths(*ALL, daily="zero1-cpu")
+def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
+    """At stage 3: what one process writes in `GatheredParameters` with a `modifier_rank` counts, trained or not."""
+    if not path.startswith("zero3"):
+        return
+
+    def halve(model: nn.Module, *, past_autograd: bool) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                (p.data if past_autograd else p).mul_(0.5)
+
+    for past_autograd in (True, False):
+        halves = functools.partial(halve, past_autograd=past_autograd)
+        wanted = _plain(halves)
+        with running(path) as accelerator:
+            model, teacher = make_net(), make_net().requires_grad_(False)
+            model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
+            for step in range(4):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    teacher(own_batch(step)[0])
+                for part in (model, teacher) if step == 1 else ():
+                    module = accelerator.unwrap_model(part)
+                    with GatheredParameters(module.parameters(), modifier_rank=0):
+                        if accelerator.is_main_process:
+                            halves(module)
+            assert_near(weights(accelerator, model), wanted, 1e-5)
+            plain = make_net()
+            halves(plain)
+            assert_near(weights(accelerator, teacher), plain.state_dict(), 1e-6)
+
+
+@on_paths(*ALL, daily="zero2-cpu")
+def test_a_teacher_written_outside(path: str) -> None:
+    """Outside the context, at stage 3: an error of its next forward, since no step of it would say so."""
+    if not path.startswith("zero3"):
+        return
+    with running(path) as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, _, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        for _ in range(2):
+            with torch.inference_mode():
+                teacher(own_batch(0)[0])
+        with torch.no_grad():
+            for p in accelerator.unwrap_model(teacher).parameters():
+                p.mul_(0.5)
+        raised(LoopError, "0.weight", "whole_weights", by=lambda: teacher(own_batch(0)[0]))
+
+
+@on_paths(*ALL, daily="zero3-cpu")
+def test_masters_beside_written_weights(path: str) -> None:
+    """What the script writes in 16 bits takes nothing from the masters of the other weights."""
+    if not is_zero(path):
+        return
+    with running(path, mixed_precision="bf16") as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        before = _masters(optimizer)
+        with accelerator.whole_weights(model):
+            accelerator.unwrap_model(model)[0].bias.data.fill_(0.25)
+        after = _masters(optimizer)
+    for name, master in after.items():
+        wanted = torch.full_like(master, 0.25) if name == "0.bias" else before[name]
+        assert torch.equal(master, wanted), name
+
+
+def _masters(optimizer: Any) -> dict[str, Tensor]:
+    """This process' masters, by name."""
+    return {
+        piece.name: piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count].clone()
+        for block in optimizer.session.blocks(changing=False)
+        for piece in block
+    }
+
+
+@on_paths(*ALL, daily="zero2-cpu")
+def test_a_mean_teacher(path: str) -> None:
+    """A prepared average of a prepared model moves in the context of both."""
+    plain, average = make_net(), make_net()
+    sgd = _sgd(plain)
+    for step in range(2):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+        for slow, fast in zip(average.parameters(), plain.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.5)
+    with running(path) as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        for step in range(2):
+            accelerator.backward(loss_of(student, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            with accelerator.whole_weights(student, teacher), torch.no_grad():
+                for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                    slow.lerp_(fast, 0.5)
+        assert_near(weights(accelerator, teacher), average.state_dict(), 1e-5)
+        assert_near(weights(accelerator, student), plain.state_dict(), 1e-5)
+        bare = make_net()
+        with accelerator.whole_weights(bare):  # complete already
+            assert same(bare.state_dict(), make_net().state_dict())
+
+
+@on_paths(*ALL, daily="zero2-cpu")
+def test_partitions_are_no_weights(path: str) -> None:
+    """At stage 3 `state_dict` of the module or a part of it is refused by name, and so is saving its parameters."""
+    with running(path) as accelerator:
+        model = make_net()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        module = accelerator.unwrap_model(model)
+        for part in (module, module[0]):
+            if path.startswith("zero3"):
+                raised(LoopError, "get_state_dict", by=part.state_dict)
+            else:
+                assert part.state_dict()
+        if path.startswith("zero3"):
+            raised(LoopError, "get_state_dict", by=lambda: accelerator.save(list(module.parameters()), "/nowhere"))
+    assert list(module.state_dict()) == list(make_net().state_dict())
+
+
+@on_paths(*ALL, daily="zero1")
+def test_copies_are_by_themselves(path: str) -> None:
+    """A copy's `load_state_dict` is not taken for the model's."""
+    if not is_zero(path) or path.startswith("zero3"):
+        return
+    with running(path, mixed_precision="bf16") as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        twin = copy.deepcopy(accelerator.unwrap_model(model))
+        _load(twin)
+        assert not optimizer.session._written._is_written
