@@ -44,7 +44,6 @@ EXIT_CODES: dict[Row, int] = {
 # Appended to commands that take minutes as they are printed.
 SHORTER: dict[Row, str] = {
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"): " -- --steps 2 --sample 8",
-    ("docs/demo.md", "zero-plugin demo --cpu"): " -- --steps 2 --sample 8",
     ("docs/demo.md", "zero-plugin demo --config"): " -- --steps 2 --sample 8",
     ("docs/demo.md", "zero-plugin demo -- --steps 2000"): " --steps 2 --sample 8",
 }
@@ -61,7 +60,6 @@ CAMPAIGN: set[Row] = {
     ("docs/checkpoints.md", "zero-plugin checkpoint import"),
     ("docs/planning.md", "zero-plugin plan path/to/model"),
     ("docs/planning.md", "zero-plugin plan blog_models"),
-    ("docs/demo.md", "zero-plugin demo --cpu"),
     ("docs/demo.md", "zero-plugin demo --zero_stage 3"),
     ("docs/demo.md", "zero-plugin demo --config"),
     ("docs/demo.md", "zero-plugin demo -- --steps 2000"),

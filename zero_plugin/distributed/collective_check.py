@@ -498,12 +498,16 @@ class CollectiveCheck:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + seconds
         while True:
-            self._answers(lambda: self._others.update(read_progress(self._store, others)))
+            answers: list[None] = []
+            self._answers(lambda: answers.append(self._others.update(read_progress(self._store, others))))  # noqa: B023
             gone = [rank for rank, one in self._others.items() if one.is_gone]
             first = [rank for rank in gone if not self._others[rank].failed] or gone
             if first or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
+        if not first and not answers:  # it died before this process had read any id
+            holder = "the launcher" if has_agent_store() else "process 0"
+            return f"process {self._rank} failed, and {holder}, which holds the store, has ended or cannot be reached."
         if not first:
             return ""
         seen = {rank: self._others[rank] for rank in first}
