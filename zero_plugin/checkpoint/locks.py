@@ -169,7 +169,7 @@ def _open(lock: Path) -> int:
 
 
 def _share(descriptor: int, folder: os.stat_result) -> None:
-    """Let those open the file who may write into its folder, and nobody else: who can read it, can lock it.
+    """Let only users who may write into the folder open the file: whoever can read it can lock it.
 
     A umask that hides files from the group counts; one that only denies writing does not, since jobs of a group's users
     in their common folder have to keep each other away.
@@ -192,7 +192,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _describe_holder(lock: Path, place: Path) -> str:
-    """What keeps this job from saving, and what to do."""
+    """Return what keeps this job from saving, and what to do."""
     try:
         owner = lock.stat().st_uid
     except OSError:

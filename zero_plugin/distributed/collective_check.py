@@ -156,7 +156,7 @@ class Call(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is wrong with another process.
+    """A mistake or the end of another process, as a message.
 
     Attributes:
         text: for people.
@@ -339,7 +339,7 @@ class CollectiveCheck:
         self._warns_at = patience.builds
         self._stopping = threading.Event()
         self._others: dict[int, RankProgress] = {}  # as last read; their process ids hold when the store is gone
-        # Now, and not at the first tick: of a process that dies before nobody could tell that it is gone.
+        # Now, not at the first tick: until a process publishes its id, no other one can notice its death.
         publish(store, rank, self._progress)
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
@@ -479,7 +479,7 @@ class CollectiveCheck:
             raise (self._error or self._without_store()).error() from error
 
     def _without_store(self) -> Finding:
-        """What the end of the store says of the other processes; those of this machine are known by their ids."""
+        """Return the message for a store that has ended; other processes of this machine are known by their ids."""
         holder = "the launcher" if has_agent_store() else "process 0"
         gone = [rank for rank, one in self._others.items() if rank and one.process_state == "gone"]
         too = f" {_ranks(gone)} of this machine {'has' if len(gone) == 1 else 'have'} ended too." if gone else ""
@@ -490,7 +490,7 @@ class CollectiveCheck:
         )
 
     def describe_lost(self, seconds: float) -> str:
-        """Which process is gone, for a script that has failed because of that; "" if none is.
+        """Name the process that is gone, for a script that has failed because of that; "" if none is.
 
         Args:
             seconds: that a process may need to end whose connection has closed.
@@ -636,7 +636,7 @@ class CollectiveCheck:
 
 
 def _describe_end() -> str:
-    """What the script has done before its end; "" where it calls end_training() itself, as it should."""
+    """Describe what the script did before its end; "" if it calls end_training() itself, as it should."""
     done = [] if dist.is_initialized() else ["torch.distributed.destroy_process_group()"]
     if is_at_exit():
         done.append(last_exit() or "the last line of its script (exit code 0)")

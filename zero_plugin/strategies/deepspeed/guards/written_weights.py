@@ -173,7 +173,7 @@ class WrittenWeights:
     def _check_gathered(self, parameters: Iterable[Any]) -> None:
         """Note parameters whose gathered values were changed, before they are released: the partition has the old ones.
 
-        Each process compares its partition, so that not all of them may note it.
+        Each process compares only its own partition, so a write in one partition is found by one process.
         """
         for p in parameters:
             if p._version == self._versions.get(id(p), p._version) or p.ds_status is not ZeroParamStatus.AVAILABLE:
