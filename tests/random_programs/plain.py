@@ -225,16 +225,32 @@ class Run:
     def loss(self, out: Any, y: Tensor) -> Tensor:
         return compare(self.program, out, y)
 
+    @property
+    def evaluated(self) -> int:
+        """Return the samples of an evaluation by a prepared loader.
+
+        With `even_batches=False` all processes stop at the shortest one. So the last step is left out if its samples
+        fill no more than the batch of the first process.
+        """
+        size, splits = GLOBAL_BATCH // self.world, self.program.data == "split"
+        left = self.program.count % (size if splits else size * self.world)
+        stops = self.world > 1 and self.program.length == "uneven, dropped"
+        is_short = left <= (size // self.world if splits else size)
+        return self.program.count - left if stops and is_short else self.program.count
+
     def evaluate(self, micros: list[Micro]) -> None:
-        """A number of all samples, in their order."""
+        """Note a number of all samples, in their order."""
         if self.program.evaluation == "no":
             return
         self.model.eval()
         with torch.no_grad():
-            x, y = self.of_batch(list(range(self.program.count)))
-            out = self.forward(x)
             per_sample = self.program.evaluation == "metrics"
-            self.metrics.append(float((material.each_sample if per_sample else self.loss)(out, y).mean()))
+            x, y = self.of_batch(list(range(self.evaluated if per_sample else self.program.count)))
+            out = self.forward(x)
+            if per_sample:
+                self.metrics.append(float(material.each_sample(out, y).sum()) / self.program.count)
+            else:
+                self.metrics.append(float(self.loss(out, y)))
         self.model.train()
 
 

@@ -294,6 +294,7 @@ KNOWN: tuple[tuple[str, Any], ...] = (
     ("Build all its groups before prepare()", lambda p, zero, stage3: p.added == "after" and zero),
     ("Leave the group out", lambda p, zero, stage3: p.frozen == "in the optimizer" and p.groups != "one" and zero),
     ("Use stage 0 or DDP", lambda p, zero, stage3: p.optimizer == "Adafactor" and zero),
+    ('Write "data_types"', lambda p, zero, stage3: p.model == "scalar and list" and p.precision == "bf16" and zero),
 )
 
 
