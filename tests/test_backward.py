@@ -17,7 +17,9 @@ from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.training_loop import run_backward
 from zero_plugin.loop.window import TogetherWindows, Window
+from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import GUARDS
 from zero_plugin.tensors.wrappers import find_leaves
 
 
@@ -29,6 +31,7 @@ def make_trainings(count: int, steps: int = 1) -> list[Training]:
         nn.init.ones_(model.weight)
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         session = TorchSession(model, model, sgd, precision="no", clipping=None)
+        subscribe(session, GUARDS, "all")
         window = Window(steps, session)
         resolved: Any = SimpleNamespace(precision="no")
         optimizer = AcceleratedOptimizer(sgd)

@@ -17,7 +17,9 @@ from zero_plugin.loop.first_steps import FirstSteps
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.window import Window
+from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import GUARDS
 
 
 class Loop:
@@ -30,6 +32,7 @@ class Loop:
             model[0].requires_grad_(not frozen)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             session = TorchSession(model, model, sgd, precision="no", clipping=None)
+            subscribe(session, GUARDS, "all")
             trained = tuple(p for p in model.parameters() if p.requires_grad)
             optimizer, window = AcceleratedOptimizer(sgd), Window(1, session)
             optimizer.run_in(window)

@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.window import Window
+from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import GUARDS
 
 
 class Loop:
@@ -25,6 +27,7 @@ class Loop:
         torch.nn.init.ones_(self.weight.weight)
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
         self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
+        subscribe(self.session, GUARDS, "all")
         self.window = Window(steps, self.session)
         self.optimizer = AcceleratedOptimizer(self.sgd)
         self.optimizer.run_in(self.window)

@@ -12,8 +12,10 @@ from torch import nn
 
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.window import NEXT_PHASES, Phase, Window
+from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.precision import LossScale
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import GUARDS
 
 EMPTY, ACCUMULATED, COMPLETE, CLIPPED, APPLIED, FAILED = Phase
 
@@ -30,6 +32,7 @@ class Loop:
         scale = LossScale({"loss_scale": 8}) if self.scaled else None
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = TorchSession(self.model, self.model, sgd, precision="no", clipping=None, scale=scale)
+        subscribe(self.session, GUARDS, "all")
         self.window = Window(1, self.session)
 
     def loss(self) -> torch.Tensor:

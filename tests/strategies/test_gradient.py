@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ from zero_plugin import Accelerator
 from zero_plugin.config.handlers import GradientAccumulationPlugin
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.strategies.deepspeed.script_changes import GradientWatch
+from zero_plugin.strategies.deepspeed.guards.lost_gradients import PartialGradients
+from zero_plugin.strategies.events import Sampling
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
@@ -676,12 +678,13 @@ def test_gradients_that_hold_the_loss_scale(path: str) -> None:
         return  # where fp16 runs there is a GPU: what looks at the gradients is asked by itself
     for is_scaled in (False, True):
         net = make_net()
-        watch = GradientWatch(net, list(net.parameters()), stage=1, steps_by_grad=True, scaled=is_scaled)
+        session = SimpleNamespace(module=net, trained=list(net.parameters()), stage=1, scales_loss=is_scaled)
+        guard = PartialGradients(session, Sampling())
         with contextlib.redirect_stderr(io.StringIO()) as said:
             loss_of(net, own_batch(0), 1024.0).backward()
-            watch.note()
+            guard.after_backward()
             _clip_norm(net)
-            watch.warn_of_changed()
+            guard.before_complete()
         assert said.getvalue().count("the gradient, multiplied by the loss scale") == is_scaled
         assert "average" not in said.getvalue()
 

@@ -389,4 +389,4 @@ def test_copies_are_by_themselves(path: str) -> None:
         model, optimizer = accelerator.prepare(model, _sgd(model))
         twin = copy.deepcopy(accelerator.unwrap_model(model))
         _load(twin)
-        assert not optimizer.session._written._is_written
+        assert not optimizer.session.masters._is_written

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from enum import Enum, EnumMeta
-from typing import cast
+from typing import Literal, cast
+
+Checks = Literal["all", "start", "off"]  # which mistakes of a script are looked for while it trains
 
 
 class EnumWithContains(EnumMeta):

@@ -32,8 +32,8 @@ from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.same_everywhere import check_weights_to_save
 from zero_plugin.loop.scheduler import load_schedulers
+from zero_plugin.strategies.copied_weights import check_weights_to_save
 
 _log = logging.getLogger(__name__)
 

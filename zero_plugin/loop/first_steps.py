@@ -20,7 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero_plugin.data.active import ActiveLoaders
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.same_everywhere import SameSteps
 from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.tensors.wrappers import find_leaves
@@ -37,7 +36,7 @@ _STARTS = 3  # so many epochs are also checked at their first batch
 class FirstSteps:
     """Detects losses that depend on parameters that are not prepared, and loops that never call `optimizer.step()`.
 
-    On several processes it also finds tensors that the script trains itself, which are compared: see `SameSteps`.
+    On several processes it also finds tensors that the script trains itself, which `DifferingSteps` compares.
 
     It checks the first backwards that reach each trained model, those at the start of the first epochs, one in a
     hundred of the others, and those after a parameter was unfrozen or a layer or parameter added to a trained model.
@@ -77,8 +76,7 @@ class FirstSteps:
         self._parts = frozenset(id(o) for m in modules for parts in (m.modules(), m.parameters()) for o in parts)
         self._has_changed = self._has_advanced = False
         for training in trained:
-            if self._processes > 1 and training.session.on_average is None:
-                training.session.on_average = SameSteps(training, self._trained_tensors)
+            training.session.script_tensors = self._trained_tensors
         if modules:
             _LIVE.add(self)
             _follow_registrations()

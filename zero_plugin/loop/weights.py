@@ -32,9 +32,9 @@ from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.same_everywhere import check_weights_to_save
 from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
+from zero_plugin.strategies.copied_weights import check_weights_to_save
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
 from zero_plugin.tensors.modules import (
     MASTER_WEIGHT,

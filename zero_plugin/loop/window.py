@@ -451,8 +451,6 @@ class Window:
         is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
         if self._gradients_kept is None and self.phase is Phase.APPLIED:
             self._gradients_kept = session.drop_applied()
-        elif is_first:
-            session.refuse_foreign_gradients()
         session.open_backward(loss, ends_window=ends_window, is_first=is_first)
         return is_first
 
@@ -521,7 +519,7 @@ class Window:
                 f"Call {call} after accelerator.backward(loss) and before optimizer.step()."
             )
         if self.phase is Phase.EMPTY and isinstance(self._given, Session):
-            self._given.refuse_foreign_gradients()
+            self._given.step_without_backward(is_again=False)
             return torch.tensor(0.0)
         self._completed_by = call
         self._complete()

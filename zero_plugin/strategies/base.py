@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.choices import Checks, DistributedType
 from zero_plugin.config.handlers import AutocastKwargs, Handlers
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, FoundInf, LossScale, Measured
@@ -46,12 +47,6 @@ LOSS_OF_OTHERS = (
     "the loss of this backward() depends on no trained parameter of the prepared model, but was multiplied by its loss "
     "scale.\nCall loss.backward() for models that are not prepared."
 )
-_LOOKS, _LOOK_EVERY = 10, 100
-
-
-def is_checked_step(step: int) -> bool:
-    """Whether mistakes are checked before a step, counted from 0: before the first ones and one in a hundred."""
-    return step < _LOOKS or step % _LOOK_EVERY == 0
 
 
 class Saving(NamedTuple):
@@ -88,40 +83,6 @@ class SessionRequest:
     only_evaluates: bool = False
 
 
-class CopiedWeights:
-    """The trained weights of a model of which each process has copies of its own, that must not differ at a step.
-
-    Args:
-        weights: of this process.
-    """
-
-    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self.weights = weights
-        self._is_noted_next = False
-        self._noted: Tensor | None = None
-
-    def note_next(self) -> None:
-        """Have the next step that is applied note them."""
-        self._is_noted_next = True
-
-    def note(self) -> None:
-        """Called just before a step that is applied.
-
-        Earlier weights may differ: sharpness-aware minimisation perturbs them by the process's own gradient.
-        """
-        if not self._is_noted_next:
-            return
-        self._is_noted_next = False
-        weights = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.weights]
-        numbers = [n for p in weights for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
-        self._noted = torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers])
-
-    def take_noted(self) -> Tensor | None:
-        """The norm and the sum of each at the noted step; None where no step has noted them since the last call."""
-        noted, self._noted = self._noted, None
-        return noted
-
-
 class Session(ABC):
     """One model with its optimizer, ready to train.
 
@@ -138,17 +99,22 @@ class Session(ABC):
         unpartitioned_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
         states_are: where the optimizer states are, if `state_dict` does not contain them; "" if it does.
         left_out: parameters that require gradients and are in no group of the optimizer.
+        given: the script's optimizer, which may be another object than `optimizer`.
+        partitioned: parameters that no other optimizer may step.
+        own_step_hooks: the number of step hooks of `optimizer` that guards have registered.
         step_hooks: the hooks before and after a step that the script registered on its optimizer, if the optimizer that
             runs does not call them once for each step.
         scales_loss: whether losses are multiplied by `loss_scale`.
         adds_to_complete_gradients: whether a backward may add to gradients that are complete, which it does not scale.
+        events: the lists of calls to which guards have subscribed. A session that emits an event calls them in order.
+        is_in_backward: whether a backward of this session runs.
+        is_stepping: whether its optimizer runs.
         on_failure: called if a gradient was computed outside of the window's backward, so that it must not be applied.
         states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
-        on_average: called where all processes average the gradients of one step, so that it may be collective; not
-            inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
-        copies: the trained weights, if each process has copies of its own.
+        copies: the trained weights of which each process has a copy of its own, that must not differ at a step.
+        script_tensors: tensors besides the weights that the script trains, and that losses depend on.
         undo: what `close` calls: each takes back a change of the user's module.
     """
 
@@ -159,8 +125,10 @@ class Session(ABC):
     leaves_files = False
     before_change: Callable[[], None] | None = None
     on_failure: Callable[[], None] | None = None
-    on_average: Callable[[], None] | None = None
-    copies: CopiedWeights | None = None
+    copies: Sequence[nn.Parameter] = ()
+    script_tensors: Collection[Tensor] = ()
+    is_in_backward = False
+    is_stepping = False
     scales_loss = False
     adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()
@@ -169,6 +137,10 @@ class Session(ABC):
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer | None
+    given: Optimizer | None = None
+    partitioned: Sequence[nn.Parameter] = ()
+    own_step_hooks = 0
+    events: Events
     undo: list[Callable[[], Any]]
     last_norm: Tensor | float | None = None
     _scale: LossScale | None = None  # under fp16
@@ -225,12 +197,13 @@ class Session(ABC):
             Whether it has left gradients, or may have.
         """
 
-    def refuse_foreign_gradients(self) -> None:  # noqa: B027 - an engine's step refuses them
-        """Check before the first backward of a window that there are no gradients.
+    @abstractmethod
+    def emit_from_hooks(self) -> None:
+        """Register the hooks that emit events inside of a backward or a forward, if a guard has subscribed to these."""
 
-        Raises:
-            LoopError: there are gradients, which this session did not compute.
-        """
+    def may_compute_gradients(self) -> bool:
+        """Whether gradients may be computed now: in a backward of this session, or as the strategy allows."""
+        return self.is_in_backward
 
     def drop_applied(self) -> bool | None:
         """Drop the gradients of the last step; whether there were any, or None if the step itself has cleared them."""
@@ -250,8 +223,8 @@ class Session(ABC):
             complete: whether there are complete ones.
         """
 
-    def copies_to_save(self) -> CopiedWeights | None:
-        """The trained weights of which each process saves a part of its own copies; None if there are no copies."""
+    def copies_to_save(self) -> Sequence[nn.Parameter]:
+        """Return the trained weights of which each process saves a part of its own copy."""
         return self.copies
 
     def take_written(self) -> dict[int, bool] | None:
@@ -314,16 +287,14 @@ class Session(ABC):
             LoopError: the script has changed something that the step would not apply.
         """
 
-    @abstractmethod
     def step_without_backward(self, *, is_again: bool) -> None:
-        """A step without a backward, which applies nothing, as a torch optimizer whose gradients are all None.
+        """Take a step without a backward, which applies nothing, as a torch optimizer whose gradients are all None.
 
         Args:
             is_again: whether the gradients of the last step may still be there.
-
-        Raises:
-            LoopError: there are gradients, which this session did not compute.
         """
+        for check in self.events.nothing_to_step:
+            check(is_again=is_again)
 
     @abstractmethod
     def first_nonfinite(self) -> str | None:
@@ -459,6 +430,7 @@ class Strategy(ABC):
     Attributes:
         distributed_type: its name in Accelerate.
         handlers: the script's arguments of torch's own objects; see `accept`.
+        checks: which mistakes of a script the guards look for.
         optimizer_may_follow: whether a model that was prepared without its optimizer can get it later, by
             `add_optimizer`; until then its gradients are averaged over the processes, or a backward raises.
         reads_engine_keys: whether it reads all keys of DeepSpeed's engine.
@@ -467,6 +439,7 @@ class Strategy(ABC):
     name: StrategyName
     distributed_type: DistributedType
     handlers = Handlers()
+    checks: Checks = "all"
     optimizer_may_follow = False
     reads_engine_keys = False
 
@@ -610,6 +583,10 @@ _NESTED = (
     "sentence-transformers): call accelerator.backward((model(part) * gradient).sum()) for each of them in the loop, "
     "outside of a hook, before one optimizer.step()"
 )
+
+
+class SecondGradientError(LoopError):
+    """A parameter got two gradients in one backward; the session, which knows the loss, explains it."""
 
 
 def describe_second_gradient(why: str, *, is_nested: bool = False) -> str:

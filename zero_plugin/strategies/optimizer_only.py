@@ -1,11 +1,11 @@
-"""Optimizers without a prepared model, steps in parts, and the guard against calling an optimizer's `step` directly."""
+"""Optimizers without a prepared model, and steps that are taken in parts."""
 
 from __future__ import annotations
 
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
-    register_optimizer_step_pre_hook,
 )
 
 from zero_plugin.errors import LoopError
@@ -115,11 +114,15 @@ def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     return taken[0], taken[1]
 
 
-def skips_by_found_inf(optimizer: Optimizer) -> bool:
-    """Whether `step` does nothing at all if torch's attribute `found_inf` of the optimizer is 1.
+def skips_by_found_inf(optimizer: Optimizer, own_hooks: int) -> bool:
+    """Return whether `step` does nothing at all if torch's attribute `found_inf` of the optimizer is 1.
 
-    So do torch's fused optimizers. What else would be called is known of these classes alone, and of no hook but that
-    of a `StepGuard`. A fused SGD whose first step is skipped would take uninitialized memory for the momentum.
+    torch's fused optimizers do that. What else their `step` calls is known only for these classes, and only without
+    hooks of the script. A fused SGD whose first step is skipped would take uninitialized memory for the momentum.
+
+    Args:
+        optimizer: the torch optimizer.
+        own_hooks: the number of its step hooks that guards have registered.
     """
     if type(optimizer) not in (Adagrad, Adam, AdamW, SGD):
         return False
@@ -127,7 +130,7 @@ def skips_by_found_inf(optimizer: Optimizer) -> bool:
     return (
         all(group["fused"] for group in optimizer.param_groups)
         and not any(hooks)
-        and len(optimizer._optimizer_step_pre_hooks) == 1
+        and len(optimizer._optimizer_step_pre_hooks) == own_hooks
         and vars(optimizer).keys().isdisjoint(("step", "found_inf"))
         and all(
             p.grad is None or optimizer.state.get(p, {}).get("momentum_buffer") is not None
@@ -152,46 +155,6 @@ def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
         return None if held is None else held(*args)
 
     return hook
-
-
-class StepGuard:
-    """Raises if an optimizer steps while `is_open` is False, since its gradients may be scaled or incomplete.
-
-    Args:
-        optimizers: the optimizer that runs, and that of the script if it is another. Optimizers without torch's step
-            hooks are not guarded.
-        partitioned: parameters that no other optimizer may step, e.g. one that the script builds later.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer], partitioned: Iterable[Tensor] = ()) -> None:
-        self.is_open = False
-        self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
-        self._partitioned = {id(p) for p in partitioned}
-        if self._partitioned:
-            hook = register_optimizer_step_pre_hook(weakly(self._refuse_others))
-            weakref.finalize(self, hook.remove).atexit = False
-            self._hooks.append(hook)
-
-    def remove(self) -> None:
-        """Remove the guard."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.is_open:
-            raise LoopError(
-                f"step() of the {type(optimizer).__name__} that was passed to prepare(): its gradients may be scaled, "
-                "incomplete or partitioned.\nCall step() of the optimizer that prepare() returned."
-            )
-
-    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.is_open and any(id(p) in self._partitioned for g in optimizer.param_groups for p in g["params"]):
-            raise LoopError(
-                f"step() of a {type(optimizer).__name__} that holds parameters of a model that ZeRO trains with "
-                "another optimizer: their gradients are incomplete, or None.\n"
-                "Call step() of the optimizer that prepare() returned, and change its param_groups. To use "
-                "another optimizer: accelerator.free_memory(), then prepare() the model again with it."
-            )
 
 
 class StepInParts:

@@ -37,14 +37,19 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
         settings = settings.model_copy(update={"distributed_type": "XLA"})  # as a TPU implies
         runtime = f"{PJRT_DEVICE} is {os.environ.get(PJRT_DEVICE, 'open')}"  # an import of torch_xla may have set it
         reason = f"XLA on {where}, {runtime}{_clause(dropped_zero(document, settings))}"
-        return Selection(XlaStrategy(processes), reason)
+        return _selection(XlaStrategy(processes), reason, settings)
     if asks_for_deepspeed(document, settings):
-        return Selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}")
+        return _selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}", settings)
     note = _clause(dropped_zero(document, settings))
     if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
         note += f"; {document.launch.entries[('distributed_type',)].origin.where} requests GPUs, but none is available"
     strategy: Strategy = SingleStrategy(processes) if processes.world_size == 1 else DdpStrategy(processes)
-    return Selection(strategy, f"{strategy.name} on {where}{note}")
+    return _selection(strategy, f"{strategy.name} on {where}{note}", settings)
+
+
+def _selection(strategy: Strategy, reason: str, settings: LaunchSettings) -> Selection:
+    strategy.checks = settings.checks
+    return Selection(strategy, reason)
 
 
 def _clause(sentence: str) -> str:

@@ -17,16 +17,14 @@ from zero_plugin.config.handlers import AutocastKwargs
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
-    DIRECT_BACKWARD,
-    FOREIGN_GRADIENTS,
-    CopiedWeights,
     Session,
     describe_renormalizing,
     describe_second_gradient,
     release_failed_backward,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
-from zero_plugin.strategies.optimizer_only import StepGuard, skips_by_found_inf
+from zero_plugin.strategies.events import Events
+from zero_plugin.strategies.optimizer_only import skips_by_found_inf
 from zero_plugin.strategies.precision import (
     FoundInf,
     LossScale,
@@ -91,6 +89,7 @@ class TorchSession(Session):
         self.model = model
         self.module = module
         self.optimizer: Optimizer | None = None
+        self.events = Events()
         self._clipping = clipping
         self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
@@ -105,22 +104,21 @@ class TorchSession(Session):
         if precision != "no":
             device = next((p.device.type for p in module.parameters()), "cpu")
             self.undo.append(run_under_autocast(module, lambda: autocast_as(precision, device, autocast), device))
-        self._is_open = False  # whether a backward of this session runs
         if optimizer is not None:
             self.train_with(optimizer)
 
     def train_with(self, optimizer: Optimizer) -> None:
         """Add the optimizer to a session that was built without one."""
-        self.optimizer = optimizer
-        self._guard = StepGuard([optimizer])
-        refuse = _refuse_direct(weakref.ref(self))
-        watched = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = self.given = optimizer
         if self._reducer is not None and describe_renormalizing(self.module) is None:  # which is warned of
-            own = [p for p in watched if type(p) is nn.Parameter]  # a DTensor is a part of a weight
-            self.copies = CopiedWeights(own) if own else None
-        self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
-        # Their gradients cannot have hooks.
-        self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]
+            # A DTensor is a part of a weight.
+            self.copies = [p for p in self.module.parameters() if p.requires_grad and type(p) is nn.Parameter]
+
+    def emit_from_hooks(self) -> None:
+        if self.events.gradient_outside:
+            emit = _emit_gradient_outside(weakref.ref(self))
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            self.undo += [p.register_post_accumulate_grad_hook(emit).remove for p in trained]  # type: ignore[no-untyped-call]
 
     def explain(self, error: BaseException) -> LoopError | None:
         if self._reducer is not None and "mark a variable ready only once" in str(error):
@@ -133,21 +131,18 @@ class TorchSession(Session):
             "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True)."
         )
 
-    def refuse_foreign_gradients(self) -> None:
-        if self._has_any_grad():
-            raise LoopError(FOREIGN_GRADIENTS)
-
     def drop_applied(self) -> bool | None:
         had_any = self._has_any_grad()
         self.drop_gradients(failed=False)
         return had_any
 
-    def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
+    def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:
+        for check in self.events.before_backward:
+            check(loss, is_first=is_first)
         self._averages = ends_window and not self._local_only
-        if self._averages:
-            self._compare_steps()
-        self._is_open = True
+        self.is_in_backward = True
         if self._reducer is not None and self._averages:
+            self._emit_averages(self._reducer)
             self._reducer.prepare(loss)
 
     def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:  # noqa: ARG002
@@ -155,7 +150,7 @@ class TorchSession(Session):
         return self._scale is None or not is_first or self._has_any_grad()
 
     def close_backward(self, *, reached: bool) -> None:
-        self._is_open = False
+        self.is_in_backward = False
         if reached and (self._reducer is not None or self.recorder is not None):
             steps_alone = self._local_only and self._has_own_samples  # inside no_sync, if the script steps there
             self._are_averaged = self._averages or steps_alone
@@ -164,12 +159,14 @@ class TorchSession(Session):
                 self.recorder.end_backward(self.module, averages=self._averages)
             if self._reducer is not None:
                 self._reducer.finish(reached=reached)
+            for check in self.events.after_backward if reached else ():
+                check()
         except BaseException:
             self._reset_reducer()
             raise
 
     def abandon_backward(self, *, reached: bool) -> bool:
-        self._is_open = False
+        self.is_in_backward = False
         leaves_gradients = reached and self._has_any_grad()
         if leaves_gradients:
             self._reset_reducer()
@@ -195,10 +192,12 @@ class TorchSession(Session):
 
     def complete_gradients(self) -> Measured:
         """See `Session.complete_gradients`; the window's last backward has averaged them, if there was one."""
+        for check in self.events.before_complete:
+            check()
         if not self._are_averaged:
             self._are_averaged = True
             if self._reducer is not None:
-                self._compare_steps()
+                self._emit_averages(self._reducer)
                 self._reducer.average()
             elif self.recorder is not None:
                 self.recorder.end_backward(self.module, averages=True)
@@ -231,8 +230,8 @@ class TorchSession(Session):
 
     def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
         assert self.optimizer is not None
-        if any(p.grad is not None for p in self._frozen):
-            raise LoopError(FOREIGN_GRADIENTS)
+        for check in self.events.before_step:
+            check()
         if clips and self._clipping is not None:
             measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
         finite: bool | FoundInf | None = measured.finite
@@ -246,15 +245,13 @@ class TorchSession(Session):
         # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
         applied: bool | FoundInf = finite
         if applied:
-            if self.copies is not None:
-                self.copies.note()
-            self._guard.is_open = True
+            self.is_stepping = True
             if isinstance(finite, FoundInf):
                 self.optimizer.found_inf = finite.value  # type: ignore[attr-defined]
             try:
                 self.optimizer.step()
             finally:
-                self._guard.is_open = False
+                self.is_stepping = False
                 if isinstance(finite, FoundInf):
                     del self.optimizer.found_inf  # type: ignore[attr-defined]
         if self._scale is not None:
@@ -263,11 +260,9 @@ class TorchSession(Session):
         if self._reducer is not None:
             self._reducer.settle()
         self._run_recorded()
+        for note in self.events.stepped:
+            note(applied)
         return applied
-
-    def step_without_backward(self, *, is_again: bool) -> None:
-        if any(p.grad is not None for p in self._frozen) or (not is_again and self._has_any_grad()):
-            raise LoopError(FOREIGN_GRADIENTS)
 
     def first_nonfinite(self) -> str | None:
         for name, p in self.module.named_parameters():
@@ -277,11 +272,15 @@ class TorchSession(Session):
 
     def drop_gradients(self, *, failed: bool) -> None:
         assert self.optimizer is not None
+        for check in self.events.before_drop:
+            check()
         if failed:
             self._reset_reducer()
         self.optimizer.zero_grad(set_to_none=True)
         for p in self.left_out:
             p.grad = None
+        for note in self.events.dropped:
+            note()
 
     def drop_foreign_gradients(self, *, in_window: bool) -> None:  # noqa: ARG002
         if self.left_out or self._has_any_grad():  # the check is cheaper than the optimizer's zero_grad
@@ -308,10 +307,6 @@ class TorchSession(Session):
             undo()
         if self.recorder is not None:
             self.recorder.close()
-        if self.optimizer is not None:
-            self._guard.remove()
-            for watch in self._watches:
-                watch.remove()
         for model in (self.model, self.module):
             model.__dict__.pop("zero_grad", None)
             model.__dict__.pop("no_sync", None)
@@ -325,12 +320,11 @@ class TorchSession(Session):
         """Whether the optimizer skips a step that is not finite by itself, so that nothing has to be read for it."""
         assert self.optimizer is not None
         looks = self._skips and self._scale is None and self.recorder is None
-        return looks and skips_by_found_inf(self.optimizer)
+        return looks and skips_by_found_inf(self.optimizer, self.own_step_hooks)
 
-    def _compare_steps(self) -> None:
-        """Call `on_average`, where all processes are about to average."""
-        if self.on_average is not None and self._reducer is not None and not self._reducer.is_joined:
-            self.on_average()
+    def _emit_averages(self, reducer: DdpReducer) -> None:
+        for check in self.events.averages if not reducer.is_joined else ():
+            check()
 
     def _reset_reducer(self) -> None:
         if self._reducer is not None:
@@ -356,17 +350,16 @@ class TorchSession(Session):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
-    """A hook that raises if a gradient is computed outside of the session's backward; it holds a weak reference.
+def _emit_gradient_outside(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
+    """Return a hook that emits `gradient_outside`; it runs for each parameter in each backward, so it is one function.
 
-    It runs for each parameter in each backward, so it is one function.
+    torch keeps the hook in C++, where Python's garbage collector cannot see it: its reference to the session is weak.
     """
 
-    def refuse(_: Tensor) -> None:
+    def emit(_: Tensor) -> None:
         session = reference()
-        if session is not None and not session._is_open:
-            if session.on_failure is not None:  # some of these gradients are already accumulated
-                session.on_failure()
-            raise LoopError(DIRECT_BACKWARD)
+        if session is not None and not session.is_in_backward:
+            for check in session.events.gradient_outside:
+                check()
 
-    return refuse
+    return emit

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,12 @@ from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy, describe_renormalizing
+from zero_plugin.strategies.events import Guard, subscribe
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
+from zero_plugin.strategies.guards.differing_steps import DifferingSteps
+from zero_plugin.strategies.guards.foreign_backward import ForeignBackward
+from zero_plugin.strategies.guards.foreign_gradients import ForeignGradients
+from zero_plugin.strategies.guards.foreign_steps import ForeignSteps
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import LossScale, autocast_as
 from zero_plugin.strategies.torch_optimizers import build_optimizer
@@ -29,6 +34,9 @@ from zero_plugin.strategies.torch_session import Recorder, TorchSession
 from zero_plugin.tensors.wrappers import compile_in_place, load_plain
 
 _log = logging.getLogger(__name__)
+
+# In the order in which they are called at an event that they share: the collective one comes last.
+GUARDS: Final[tuple[type[Guard], ...]] = (ForeignGradients, ForeignBackward, ForeignSteps, DifferingSteps)
 
 
 def convert_weights_to_fp32(request: SessionRequest) -> None:
@@ -152,6 +160,7 @@ class TorchStrategy(Strategy):
         assert isinstance(session, TorchSession)
         assert optimizer is not None, "the request is for one"
         session.train_with(optimizer)
+        subscribe(session, GUARDS, self.checks)
 
     def _session(
         self, model: nn.Module, request: SessionRequest, optimizer: Optimizer | None, recorder: Recorder | None = None
@@ -164,7 +173,7 @@ class TorchStrategy(Strategy):
         if resolved.precision == "fp16":
             factors = () if scaler is None else (scaler.growth_factor, scaler.backoff_factor)
             scale = LossScale(resolved.tree.section("fp16").nested(), *factors)
-        return TorchSession(
+        session = TorchSession(
             model,
             request.model,
             optimizer,
@@ -176,6 +185,9 @@ class TorchStrategy(Strategy):
             recorder=recorder,
             has_own_samples=resolved.facts.machine.shared_by == 1,
         )
+        if optimizer is not None:
+            subscribe(session, GUARDS, self.checks)
+        return session
 
 
 class SingleStrategy(TorchStrategy):

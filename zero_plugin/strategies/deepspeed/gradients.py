@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,31 +27,89 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dt
 from torch import Tensor, nn
 
 from zero_plugin.config.installed import replaced
+from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.deepspeed.guards.same_order import CollectiveOrder
+from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.precision import all_finite
+
+
+class StepAgreement:
+    """Has the processes confirm before a step that all of them apply its gradients, and none drops them.
+
+    A guard may add what it has seen to the same small collective.
+
+    Args:
+        device: the device of the comparison.
+
+    Attributes:
+        digest: a number of a guard that has to be equal on all processes too.
+        describe: returns the message of an error, for whether this process ends its window, and whether it drops
+            gradients. Collective.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_alone = dist.get_world_size() == 1
+        self.digest = 0
+        self.describe: Callable[[bool, bool], str] = _describe_drops
+
+    def confirm(self, *, ends: bool = False, drops: bool = False) -> None:
+        """Compare with the other processes. Collective.
+
+        Args:
+            ends: whether the window ends, which an error names.
+            drops: whether this process is about to drop the gradients instead of applying them.
+
+        Raises:
+            LoopError: on every process, if some drop what others apply, or their digests differ.
+        """
+        if self._is_alone:
+            return
+        # Hashes of integers are the same in every process; shifted, the number can be negated.
+        number = hash((self.digest, drops)) >> 1
+        both = torch.tensor([number, -number], device=self._device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        largest, negated_smallest = both.tolist()
+        if largest != -negated_smallest:
+            raise LoopError(self.describe(ends, drops))
+
+
+def _describe_drops(ends: bool, drops: bool) -> str:  # noqa: ARG001
+    return describe_drops(gather_values(drops))
+
+
+def describe_drops(drops: list[bool]) -> str:
+    """Return the message for processes that drop gradients which the others apply; `drops` has a value for each."""
+    return (
+        f"zero_grad() drops gradients on {sum(drops)} of {len(drops)} processes, e.g. on rank {drops.index(True)}, "
+        "which the others apply in step(). Where a batch decides whether to step, let all processes decide alike, by "
+        'what all of them know, as accelerator.reduce(loss, "mean").'
+    )
 
 
 class EngineGradients(ABC):
     """The operations of a session on the accumulated gradients. `finalize` and `norm` are collective."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, events: Events) -> None:
         self._engine = engine
         self._wrapper: Any = engine.optimizer
+        self._events = events
+
+    agreement: StepAgreement | None = None  # where gradients are reduced in the backwards
+
+    def emit_from_hooks(self) -> None:  # noqa: B027 - nothing to emit where gradients are reduced in `finalize`
+        """Emit `before_reduce` and `before_gather` from DeepSpeed's methods, if a guard has subscribed to them."""
+
+    def numbered_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the parameters by the ids of `before_reduce` and `before_gather`."""
+        return {}
 
     def before_backward(self, *, is_first: bool) -> None:  # noqa: B027 - nothing to do where the first one adds to None
         """Called before a backward of the window."""
 
-    def after_backward(self) -> None:  # noqa: B027 - nothing to do where gradients are reduced in `finalize`
-        """Called after a backward that reached the model. Collective.
-
-        Raises:
-            LoopError: on every process, if processes took different branches of the model.
-        """
-
-    @abstractmethod
     def has_reached(self, parameter: nn.Parameter) -> bool:
         """Whether a backward of the window gave the parameter a gradient on this process; before `finalize`."""
+        return parameter.grad is not None
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -61,11 +119,10 @@ class EngineGradients(ABC):
     def finalize(self) -> None:
         """Reduce the gradients that are not reduced yet, and move them to where the step reads them.
 
-        A parameter without a gradient on this process takes part with zeros, in the same order on every process. If
-        gradients were reduced during the backwards, the processes compare the order in which they were.
+        A parameter without a gradient on this process takes part with zeros, in the same order on every process.
 
         Raises:
-            LoopError: on every process, if processes took different branches of the model.
+            LoopError: on every process, if others drop the gradients; see `StepAgreement`.
         """
 
     @abstractmethod
@@ -99,15 +156,14 @@ class EngineGradients(ABC):
         """Clip the next steps at `max_norm`; 0 for no clipping."""
         self._wrapper.clip_grad = max_norm
 
-    def begin_window(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
-        """Called after the gradients were applied or dropped."""
-
-    def agree_to_drop(self) -> None:  # noqa: B027 - nothing to do where no process waits for another before the step
-        """Called before `drop` in place of `finalize`, if no backward has failed. Collective.
+    def agree_to_drop(self) -> None:
+        """Called before `drop` instead of `finalize`, if no backward has failed. Collective.
 
         Raises:
             LoopError: on every process, if others finalize the gradients.
         """
+        if self.agreement is not None:
+            self.agreement.confirm(drops=True)
 
     @abstractmethod
     def drop(self) -> None:
@@ -117,16 +173,17 @@ class EngineGradients(ABC):
         """After a failed backward and before `drop`, reset its unfinished reductions and gathers."""
 
 
-def engine_gradients(engine: Any) -> EngineGradients:
-    """The class for `engine.optimizer`."""
+def engine_gradients(engine: Any, events: Events) -> EngineGradients:
+    """Return an object of the class for `engine.optimizer`."""
     wrapper = engine.optimizer
+    kind: type[EngineGradients] = ReplicatedGradients
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        return Stage3Gradients(engine)
-    if isinstance(wrapper, BF16_Optimizer):
-        return Bf16Stage1Gradients(engine)
-    if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        return FlatGradients(engine)
-    return ReplicatedGradients(engine)
+        kind = Stage3Gradients
+    elif isinstance(wrapper, BF16_Optimizer):
+        kind = Bf16Stage1Gradients
+    elif isinstance(wrapper, DeepSpeedZeroOptimizer):
+        kind = FlatGradients
+    return kind(engine, events)
 
 
 @contextmanager
@@ -164,17 +221,11 @@ def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
     return measure.cache_clear
 
 
-def _order_of(engine: Any, numbers: dict[int, Tensor]) -> CollectiveOrder:
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    numbered = {number: names[id(p)] for number, p in numbers.items()}
-    return CollectiveOrder(numbered, engine.device, engine.zero_optimization_stage())
-
-
 class ReplicatedGradients(EngineGradients):
     """Stage 0: every process has all gradients, in `param.grad`."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, events: Events) -> None:
+        super().__init__(engine, events)
         groups = getattr(self._wrapper, "fp16_groups", None)
         if groups is None:  # torch's own optimizer in fp32, or none
             groups = [group["params"] for group in getattr(self._wrapper, "param_groups", ())]
@@ -182,9 +233,6 @@ class ReplicatedGradients(EngineGradients):
         self._measure = functools.cache(self._norm_of_gradients)
         engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = self._clip
-
-    def has_reached(self, parameter: nn.Parameter) -> bool:
-        return parameter.grad is not None
 
     def scale(self, factor: float) -> None:
         if gradients := self._gradients():
@@ -230,8 +278,8 @@ class ReplicatedGradients(EngineGradients):
 class Bf16Stage1Gradients(EngineGradients):
     """Stage 1 with bf16 weights and fp32 gradients: every process has the fp32 gradients of all parameters."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, events: Events) -> None:
+        super().__init__(engine, events)
         self._places = {id(p): (i, j) for i, group in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(group)}
         engine.enable_backward_allreduce = False
 
@@ -266,31 +314,31 @@ class Bf16Stage1Gradients(EngineGradients):
 class FlatGradients(EngineGradients):
     """Stages 1 and 2: each process has the reduced gradients of its flat partition, on the device or the CPU."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, events: Events) -> None:
+        super().__init__(engine, events)
         self._partitioned = bool(self._wrapper.partition_gradients)  # stage 2
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
             self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
-            self._order = _order_of(
-                engine, {self._wrapper.get_param_id(p): p for group in self._wrapper.bit16_groups for p in group}
-            )
-            self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._note)
+            self.agreement = StepAgreement(engine.device)
         else:
             engine.enable_backward_allreduce = False
         self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
 
+    def emit_from_hooks(self) -> None:
+        if self._partitioned and self._events.before_reduce:
+            self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._emit_before_reduce)
+
+    def numbered_parameters(self) -> dict[int, nn.Parameter]:
+        return {self._wrapper.get_param_id(p): p for group in self._wrapper.bit16_groups for p in group}
+
     def before_backward(self, *, is_first: bool) -> None:
-        if self._partitioned:
-            self._order.begin_backward()
         if not is_first and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._without_gradient():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        if self._partitioned:
-            return self._wrapper.get_param_id(parameter) in self._order.reduced
         return self._wrapper.get_gradient_for_reduction(parameter) is not None
 
     def scale(self, factor: float) -> None:
@@ -316,9 +364,8 @@ class FlatGradients(EngineGradients):
         wrapper = self._wrapper
         self._forget_norm()
         with _at_boundary(self._engine):
-            if self._partitioned:
-                self._order.compare(ends=True)
-                self._order.relax()
+            if self.agreement is not None:
+                self.agreement.confirm(ends=True)
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
                 self._fill_missing_with_zeros()
@@ -343,14 +390,6 @@ class FlatGradients(EngineGradients):
             return None
         gradient: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
         return gradient
-
-    def begin_window(self) -> None:
-        if self._partitioned:
-            self._order.begin_window()
-
-    def agree_to_drop(self) -> None:
-        if self._partitioned:
-            self._order.compare(drops=True)
 
     def drop(self) -> None:
         wrapper = self._wrapper
@@ -390,17 +429,19 @@ class FlatGradients(EngineGradients):
                 elif not kept_apart and p.grad is None:
                     p.grad = torch.zeros_like(p)
 
-    def _note(self, comm_dtype: Any = None) -> None:
+    def _emit_before_reduce(self, comm_dtype: Any = None) -> None:
         buckets = self._wrapper.ipg_buckets
         for dtype in sort_dtypes(buckets.keys()) if comm_dtype is None else [comm_dtype]:
-            self._order.note_reduction(number for _, _, number in buckets[dtype].params)
+            ids = [number for _, _, number in buckets[dtype].params]
+            for check in self._events.before_reduce:
+                check(ids)
 
 
 class Stage3Gradients(EngineGradients):
     """Stage 3: each process has its partition of every parameter's reduced gradient in one flat buffer."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, events: Events) -> None:
+        super().__init__(engine, events)
         self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
         self._forget_norm = _measure_norm_once(self._wrapper, "_get_norm_groups")
         self._own = {
@@ -409,36 +450,33 @@ class Stage3Gradients(EngineGradients):
             for p in group
             if p.requires_grad and p.partition_numel() * self._wrapper._get_param_partition_rank(p) < p.ds_numel
         }
+        self.agreement: StepAgreement = StepAgreement(engine.device)
 
-        self._order = _order_of(engine, {p.ds_id: p for p in engine.module.parameters()})
-        self._precede_collectives()
+    def emit_from_hooks(self) -> None:
+        wrapper = self._wrapper
+        if self._events.before_reduce:
+            method = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+            setattr(wrapper, method, preceded(getattr(wrapper, method), self._emit_before_reduce))
+        if self._events.before_gather:
+            coordinator = wrapper.parameter_offload.get_param_coordinator()
+            method = "_PartitionedParameterCoordinator__all_gather_params"
+            setattr(coordinator, method, preceded(getattr(coordinator, method), self._emit_before_gather))
+
+    def numbered_parameters(self) -> dict[int, nn.Parameter]:
+        return {p.ds_id: p for p in self._engine.module.parameters()}
 
     def before_backward(self, *, is_first: bool) -> None:
         # DeepSpeed counts a backward when the next forward starts: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = 0 if is_first else 1
-        self._order.begin_backward()
         if not is_first:
             self._clear_without_gradient()
-
-    def after_backward(self) -> None:
-        """See `EngineGradients.after_backward`: DeepSpeed has just waited for the device, so it costs little."""
-        try:
-            self._order.compare()
-        except LoopError:
-            # Processes in different branches have gathered parts of different weights, and small ones stay gathered.
-            self._wrapper.parameter_offload.partition_all_parameters()
-            raise
-        self._order.relax()
-
-    def has_reached(self, parameter: nn.Parameter) -> bool:
-        return parameter.ds_id in self._order.reduced  # type: ignore[attr-defined]
 
     def scale(self, factor: float) -> None:
         self._wrapper.grad_partitions_flat_buffer.mul_(factor)
 
     def finalize(self) -> None:
         wrapper = self._wrapper
-        self._order.compare(ends=True)  # with processes that drop these gradients
+        self.agreement.confirm(ends=True)
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:
@@ -458,12 +496,6 @@ class Stage3Gradients(EngineGradients):
         partitions: dict[int, Tensor] = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return partitions.get(getattr(parameter, "ds_id", -1))
 
-    def begin_window(self) -> None:
-        self._order.begin_window()
-
-    def agree_to_drop(self) -> None:
-        self._order.compare(drops=True)
-
     def drop(self) -> None:
         # The first backward of the next window overwrites the gradients that it computes, and the others are cleared.
         self._wrapper._offload_boundary_param_ids = set()
@@ -480,23 +512,15 @@ class Stage3Gradients(EngineGradients):
         wrapper.parameter_offload.release_backward_leftovers()
         wrapper.clear_backward_seen_flag()
 
-    def _precede_collectives(self) -> None:
-        """Wrap DeepSpeed's reduce and gather methods: each records what it is about to handle together."""
-        wrapper = self._wrapper
-        coordinator = wrapper.parameter_offload.get_param_coordinator()
+    def _emit_before_reduce(self, dtype: Any) -> None:
+        ids = [p.ds_id for p in self._wrapper.ipg_buckets[dtype].params]
+        for check in self._events.before_reduce:
+            check(ids)
 
-        def note_reduction(dtype: Any) -> None:
-            self._order.note_reduction(p.ds_id for p in wrapper.ipg_buckets[dtype].params)
-
-        def note_gathering(parameters: Any, *_: Any, **__: Any) -> None:
-            missing = ZeroParamStatus.NOT_AVAILABLE
-            self._order.note_gathering(p.ds_id for p in parameters if p.ds_status is missing)
-
-        for owner, name, note in (
-            (wrapper, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", note_reduction),
-            (coordinator, "_PartitionedParameterCoordinator__all_gather_params", note_gathering),
-        ):
-            setattr(owner, name, preceded(getattr(owner, name), note))
+    def _emit_before_gather(self, parameters: Iterable[Any], *_: Any, **__: Any) -> None:
+        ids = [p.ds_id for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        for check in self._events.before_gather if ids else ():
+            check(ids)
 
     def _clear_without_gradient(self) -> None:
         seen = self._wrapper._offload_boundary_param_ids

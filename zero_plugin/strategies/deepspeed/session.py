@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,26 +24,18 @@ from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import process_group
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import (
-    DIRECT_BACKWARD,
-    CopiedWeights,
-    Session,
-    describe_second_gradient,
-    release_failed_backward,
-)
-from zero_plugin.strategies.deepspeed import lifetime, partitioned_models, script_changes, states
+from zero_plugin.strategies.base import Session, release_failed_backward
+from zero_plugin.strategies.deepspeed import explanations, lifetime, partitioned_models, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
-from zero_plugin.strategies.deepspeed.guards.same_order import SecondGradientError
-from zero_plugin.strategies.deepspeed.guards.written_weights import WrittenWeights
-from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap, fix_swapping, remove_swap_folders
-from zero_plugin.strategies.optimizer_only import StepGuard, StepInParts, weakly
+from zero_plugin.strategies.deepspeed.master_weights import MasterWeights
+from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
+from zero_plugin.strategies.events import Events
+from zero_plugin.strategies.optimizer_only import StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
-# DeepSpeed's and Python's messages for a parameter that gets two gradients in one backward.
-_OF_SECOND_GRADIENTS = ("has already been reduced", "'NoneType' object has no attribute 'numel'")
 # Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.
 _GATHER_ELEMENTS = 2**26
 
@@ -58,6 +49,14 @@ class EngineSession(Session):
         scale: the loss scale of fp16; the engine's own does not move.
         swap_folders: the NVMe folders of this engine, which `close` removes.
         given: the script's optimizer, which may be another object than the engine's.
+
+    Attributes:
+        engine: the engine; None after `close`.
+        stage: the ZeRO stage.
+        gradients: the accumulated gradients in the engine.
+        masters: the fp32 master weights.
+        trained: the trained parameters.
+        steps_by_grad: whether the step applies `p.grad`.
     """
 
     unpartitioned_gradients = False
@@ -76,8 +75,10 @@ class EngineSession(Session):
         self.model = engine
         self.module: nn.Module = engine.module
         self.optimizer: Optimizer | None = engine.basic_optimizer
-        self._gradients = engine_gradients(engine)
-        self._trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
+        self.given = given
+        self.events = Events()
+        self.gradients = engine_gradients(engine, self.events)
+        self.trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
@@ -88,20 +89,21 @@ class EngineSession(Session):
         self._describe_states()
         # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
         # buffers of the engine.
-        stage = engine.zero_optimization_stage()
-        steps_by_grad = stage == 0 or not (
-            stage > 1 or getattr(wrapper, "overlap_comm", False) or getattr(wrapper, "use_grad_accum_attribute", True)
+        self.stage = engine.zero_optimization_stage()
+        self.steps_by_grad = self.stage == 0 or not (
+            self.stage > 1
+            or getattr(wrapper, "overlap_comm", False)
+            or getattr(wrapper, "use_grad_accum_attribute", True)
         )
-        self._hooked = [] if steps_by_grad else script_changes.names_with_hooks(self.module)
-        self._watch = script_changes.GradientWatch(
-            self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
-        )
-        if stage == 0 and not engine.has_moe_layers and self._trained:
-            self.copies = CopiedWeights(self._trained)
-        self._written = WrittenWeights(engine, self._trained, self._await_copy)
-        self.undo = self._written.watch()
-        self.undo += script_changes.refuse_rank_allocation(self.module)
-        self._guard_steps(given, stage)
+        self.partitioned = self.trained
+        if self.stage == 0 and not engine.has_moe_layers:
+            self.copies = self.trained
+        self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
+        self.undo = self.masters.watch()
+        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
+        if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            self._parts = StepInParts(self.optimizer)
+            self.undo.append(self._parts.remove)
         self._passed = False  # whether the running backward has reached the model's outputs
         self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
@@ -115,7 +117,6 @@ class EngineSession(Session):
         self._replace_calls()
         self._pass_scale()
         compute_in(engine, engine.get_data_types()[0])
-        self._watch_parameters()
         fix_swapping(engine)
         partitioned_models.fetch_empty(engine)
         if self._partitioned:
@@ -123,16 +124,6 @@ class EngineSession(Session):
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         lifetime.break_reference_cycles(engine)
-
-    def _guard_steps(self, given: Optimizer | None, stage: int) -> None:
-        """Have the optimizer, and the one that the script has given for it, step in a step of this session alone."""
-        runs = {id(o): o for o in (given, self.optimizer) if o is not None}
-        self._guard = StepGuard(runs.values(), self._trained)
-        self.undo.append(self._guard.remove)
-        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
-        if stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-            self._parts = StepInParts(self.optimizer)
-            self.undo.append(self._parts.remove)
 
     def _describe_states(self) -> None:
         """Where the optimizer's states are, and how they lie."""
@@ -159,7 +150,7 @@ class EngineSession(Session):
             # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
             # they are halved. The session moves it after the step, on every stage alike.
             engine.optimizer._update_scale = lambda *_: None
-        engine.backward, engine.step = script_changes.refuse_engine_backward, script_changes.refuse_engine_step
+        engine.backward, engine.step = explanations.refuse_engine_backward, explanations.refuse_engine_step
         engine.no_sync = nullcontext  # as the session's; the engine's own refuses stages 2 and 3
         engine.__deepcopy__ = functools.partial(partitioned_models.refuse_engine_copy, type(self.module).__name__)
         engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
@@ -177,24 +168,33 @@ class EngineSession(Session):
             fill_states(self.blocks(changing=True), given)
 
     def explain(self, error: BaseException) -> LoopError | None:
-        partitioned = self.engine.zero_optimization_partition_weights()
-        if partitioned and (explained := script_changes.explain_empty_weights(error, self.module)) is not None:
-            return explained
-        if (explained := explain_failed_swap(error, self._swap_folders)) is not None:
-            return explained
-        if _is_second_gradient(error):
-            # The loss of a backward that only runs others in its hook depends on no weight.
-            loss = self._loss()
-            is_nested = loss is not None and self._passed and not self._depends(loss)
-            why = "At ZeRO stages 2 and 3 only one of them would count"
-            return LoopError(describe_second_gradient(why, is_nested=is_nested))
-        return script_changes.explain_sparse_gradients(error, self.module)
+        # The loss of a backward that only runs others in its hook depends on no weight.
+        loss = self._loss()
+        is_nested = loss is not None and self._passed and not self._depends(loss)
+        return explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
+
+    def emit_from_hooks(self) -> None:
+        self.gradients.emit_from_hooks()
+        if not self.events.gradient_outside:
+            return
+        wrapper, emit = self.engine.optimizer, _emit_gradient_outside(weakref.ref(self))
+        if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
+            # DeepSpeed's own hook on each parameter calls this method first.
+            reenter = wrapper.reenter_backward_if_needed
+            wrapper.reenter_backward_if_needed = preceded(reenter, emit)
+            return
+        trained: list[Any] = self.trained
+        self.undo += [p.register_post_accumulate_grad_hook(emit).remove for p in trained]
+
+    def may_compute_gradients(self) -> bool:
+        return self.is_in_backward or explanations.runs_forward(self.engine)
 
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
-        if not is_first:
-            script_changes.refuse_hooks_on_sums(self.module, self._hooked)
+        for check in self.events.before_backward:
+            check(loss, is_first=is_first)
         self._passed, self._loss = False, weakref.ref(loss)  # the graph is not to outlive a failed backward
-        self._gradients.before_backward(is_first=is_first)
+        self.gradients.before_backward(is_first=is_first)
+        self.is_in_backward = True
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
         self._enter()
 
@@ -203,7 +203,7 @@ class EngineSession(Session):
 
     def _depends(self, loss: Tensor) -> bool:
         """Whether the graph of a loss shows that it depends on a trained parameter; a checkpoint may hide that."""
-        trained = {id(p) for p in self._trained}
+        trained = {id(p) for p in self.trained}
         return any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def close_backward(self, *, reached: bool) -> None:
@@ -215,18 +215,19 @@ class EngineSession(Session):
         engine.__dict__["inside_no_sync_ctxt"] = not reached
         try:
             self._leave()
-            if reached:
-                self._gradients.after_backward()
+            for check in self.events.after_backward if reached else ():
+                check()
         except BaseException:
             self.abandon_backward(reached=True)
             raise
         finally:
             engine.__dict__["inside_no_sync_ctxt"] = engine.__dict__["_running_engine_backward"] = False
+            self.is_in_backward = False
         if reached:
             engine.__dict__["_unmanaged_backward_count"] += 1
-            self._watch.note()
 
     def abandon_backward(self, *, reached: bool) -> bool:
+        self.is_in_backward = False
         self.engine.__dict__["_running_engine_backward"] = False
         if isinstance(self.engine.optimizer, ZeROOptimizer):
             self.engine.optimizer.exit_backward()
@@ -273,7 +274,7 @@ class EngineSession(Session):
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
                 "Pass model.parameters() of the prepared model."
             )
-        norm = self._gradients.norm()
+        norm = self.gradients.norm()
         if measured.limit != math.inf and torch.isfinite(norm):  # as in plain torch, where they are clipped already
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
@@ -284,7 +285,7 @@ class EngineSession(Session):
                     "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
                     "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
                 )
-            self._gradients.set_clipping(limit)
+            self.gradients.set_clipping(limit)
         return Measured(norm=norm, limit=limit)
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
@@ -297,78 +298,84 @@ class EngineSession(Session):
         engine.zero_grad = routed
 
     def scale_gradients(self, factor: float) -> None:
-        self._watch.warn_of_changed()
-        self._gradients.scale(factor)
-        self._watch.note_scaled()
+        for check in self.events.before_scaling:
+            check()
+        self.gradients.scale(factor)
+        for note in self.events.scaled:
+            note()
 
     def complete_gradients(self) -> Measured:
-        self._watch.refuse_lost(has_gradients=True)
-        script_changes.refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
-        self._watch.warn_of_changed()
+        for check in self.events.before_complete:
+            check()
         pass_together()
-        with self._thawed():
-            self._gradients.finalize()
-        self._watch.note_reduced()
-        if self.on_average is not None:  # after `finalize`, which names branches of the model that differ
-            self.on_average()
+        frozen = self._thaw()
+        try:
+            self.gradients.finalize()
+        finally:
+            _freeze(frozen)
+        for check in self.events.completed:
+            check()
+        for check in self.events.averages:  # after `finalize`, which names branches of the model that differ
+            check()
         return Measured()
 
     def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002 - the engine measures and clips itself
-        self._watch.refuse_lost(has_gradients=True)
         self._buffers.send()
-        self._written.follow()
-        self._written.warn_of_lost()
-        if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
+        self._follow_weights()
+        for check in self.events.before_step:
+            check()
+        self.masters.begin_step()
+        if self.engine.optimizer is self.optimizer and not self.gradients.are_finite():
             self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
-        if self.copies is not None:
-            self.copies.note()
-        self._guard.is_open = True
+        if self._parts is not None:
+            self._parts.begin()
+        frozen = self._thaw()
+        self.is_stepping = True
         try:
-            with self._thawed():
-                if self._parts is not None:
-                    self._parts.begin()
-                self._step()
+            self._step()
         finally:
-            self._guard.is_open = False
+            self.is_stepping = False
+            _freeze(frozen)
         applied = bool(self.engine.was_step_applied())
         if self._scale is not None:
             self._scale.update(skipped=not applied)
             self._pass_scale()
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
-            self._gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
+            self.gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
         self._begin_window()
+        for note in self.events.stepped:
+            note(applied)
         return applied
 
-    def copies_to_save(self) -> CopiedWeights | None:
+    def copies_to_save(self) -> Sequence[nn.Parameter]:
         """See `Session.copies_to_save`; at stages 1 and 2 too."""
-        has_copies = self.copies is None and self.engine.zero_optimization_stage() in (1, 2) and self._trained
-        return CopiedWeights(self._trained) if has_copies else self.copies
+        return self.trained if self.stage in (1, 2) else self.copies
 
     def take_written(self) -> dict[int, bool] | None:
-        self._written.follow()
-        return self._written.take_steps() if self.engine.zero_optimization_stage() > 0 else None
-
-    def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
-        self._watch.refuse_lost(has_gradients=False)
+        self._follow_weights()
+        return self.masters.take_steps() if self.stage > 0 else None
 
     def first_nonfinite(self) -> str | None:
-        return self._gradients.first_nonfinite()
+        return self.gradients.first_nonfinite()
 
     def agree_to_drop(self) -> None:
-        self._gradients.agree_to_drop()
+        self.gradients.agree_to_drop()
 
     def drop_gradients(self, *, failed: bool) -> None:
-        self._watch.warn_of_perturbed()
+        for check in self.events.before_drop:
+            check()
         if failed:
-            self._gradients.recover()
-        self._gradients.drop()
+            self.gradients.recover()
+        self.gradients.drop()
         self._begin_window()
+        for note in self.events.dropped:
+            note()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
-        self._refuse_lost_weights()
+        self._require_weights()
         batch: list[tuple[str, Tensor]] = []
         elements = 0
         for name, tensor in persistent_tensors(self.module, only):
@@ -380,35 +387,35 @@ class EngineSession(Session):
         yield from _gathered(batch)
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        self._refuse_lost_weights()
+        self._require_weights()
         states.refuse_unreachable(self.engine)
         return states.engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
         states.refuse_unreachable(self.engine)
-        self._written.follow()
+        self._follow_weights()
         return states.engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
-        self._written.follow()
+        self._follow_weights()
         return states.engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
         return states.fetched_weights(self.engine, fragments, changing=changing)
 
     def loading(self) -> AbstractContextManager[None]:
-        self._written.follow()  # now: at the next step it would overwrite what is loaded
+        self._follow_weights()  # now: at the next step it would overwrite what is loaded
         return states.loading_into_engine(self.engine)
 
     def update_master_weights(self) -> None:
-        self._written.copy_to_master_weights()
+        self.masters.copy_all()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        self._written.follow()  # earlier writes; at stage 3 they were into empty tensors
+        self._follow_weights()  # earlier writes; at stage 3 they were into empty tensors
         with partitioned_models.whole_weights(self.module):
             yield
-        self._written.note()
+        self.masters.note()
 
     def showing_weights(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dicts is None else self._state_dicts.showing(self.module, weights)
@@ -447,24 +454,27 @@ class EngineSession(Session):
                 dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
 
-    def _refuse_lost_weights(self) -> None:
-        """Raise if weights cannot be read: the group has ended, or the script has written into partitioned ones.
-
-        A step follows such writes.
-        """
+    def _require_weights(self) -> None:
+        """Raise if weights cannot be read, because the process group has ended. At stage 3, follow written weights."""
         if self.engine is None or not dist.is_initialized():
             raise LoopError(
                 "DeepSpeed needs the process group to read weights, and it has ended: by end_training(), or by this "
                 "script's torch.distributed.destroy_process_group().\nRead or save the weights before that."
             )
         if self._partitioned:
-            self._written.follow()
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """Copy to the master weights what the script has written into the weights since the last call."""
+        for check in self.events.before_weights:
+            check()
+        self.masters.follow()
 
     def _note_fetch(self, *_: Any) -> None:
         """Count a forward that has to gather all its weights, for which it needs the other processes."""
         self._renew_inferred()
         if self.optimizer is None:  # a teacher, which has no step that would notice
-            self._refuse_lost_weights()
+            self._require_weights()
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             pass_together()
 
@@ -480,17 +490,14 @@ class EngineSession(Session):
         if self.before_change is not None:
             self.before_change()
 
-    @contextmanager
-    def _thawed(self) -> Iterator[None]:
-        """Inside, parameters that were frozen after `prepare` require gradients, else DeepSpeed would skip them."""
-        frozen = [p for p in self._trained if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for p in frozen:
-                p.requires_grad_(False)
+    def _thaw(self) -> list[nn.Parameter]:
+        """Have parameters that were frozen after `prepare` require gradients, as DeepSpeed would skip them."""
+        frozen = []
+        for p in self.trained:
+            if not p.requires_grad:
+                p.requires_grad = True
+                frozen.append(p)
+        return frozen
 
     def _pass_outputs(self) -> None:
         """Replaces the engine's hook on all of the model's outputs together."""
@@ -512,7 +519,7 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
-            raise script_changes.second_backward(self.module)
+            raise explanations.second_backward(self.module)
         return gradient
 
     def _watch_fetches(self) -> None:
@@ -524,29 +531,31 @@ class EngineSession(Session):
         # A script may also call the module itself; a copy of the module is not to copy the engine.
         self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
-    def _watch_parameters(self) -> None:
-        """Make a backward that the session did not start raise at the first parameter that it reaches."""
-        wrapper = self.engine.optimizer
-        if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
-            # DeepSpeed's own hook on each parameter calls this method first.
-            wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
-            return
-        refuse = weakly(self._refuse_unopened)
-        trained: list[Any] = self._trained
-        self.undo += [p.register_post_accumulate_grad_hook(refuse).remove for p in trained]
-
-    def _refuse_unopened(self, *_: Tensor) -> None:
-        if not self.engine.__dict__["_running_engine_backward"] and not script_changes.runs_forward(self.engine):
-            if self.on_failure is not None:
-                self.on_failure()
-            raise LoopError(DIRECT_BACKWARD)
-
     def _begin_window(self) -> None:
         for p in self.left_out:
             p.grad = None
-        self._gradients.set_clipping(self._clipping)
-        self._gradients.begin_window()
-        self._watch.begin_window()
+        self.gradients.set_clipping(self._clipping)
+
+
+def _freeze(parameters: list[nn.Parameter]) -> None:
+    """Take back what `_thaw` has done."""
+    for p in parameters:
+        p.requires_grad = False
+
+
+def _emit_gradient_outside(reference: weakref.ref[EngineSession]) -> Callable[..., None]:
+    """Return a hook that emits `gradient_outside`; it runs for each parameter in each backward, so it is one function.
+
+    torch keeps the hook in C++, where Python's garbage collector cannot see it: its reference to the session is weak.
+    """
+
+    def emit(*_: Any) -> None:
+        session = reference()
+        if session is not None and not session.is_in_backward and not session.may_compute_gradients():
+            for check in session.events.gradient_outside:
+                check()
+
+    return emit
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -563,14 +572,6 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
         return engine
 
     return call
-
-
-def _is_second_gradient(error: BaseException) -> bool:
-    """Whether DeepSpeed raised `error` where a parameter got two gradients in one backward; a script's hook may too."""
-    if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
-        return isinstance(error, SecondGradientError)
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.")
 
 
 def _clips_steps(wrapper: Any) -> bool:

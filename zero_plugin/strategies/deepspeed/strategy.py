@@ -38,12 +38,15 @@ from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed import partitioned_models
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
+from zero_plugin.strategies.deepspeed.guards import GUARDS
 from zero_plugin.strategies.deepspeed.guards.group_shapes import refuse_groups_by_empty_shape
+from zero_plugin.strategies.deepspeed.guards.rank_allocation import refuse_rank_allocation
 from zero_plugin.strategies.deepspeed.lifetime import clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
 from zero_plugin.strategies.deepspeed.session import EngineSession
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
+from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
@@ -184,7 +187,8 @@ class DeepSpeedStrategy(Strategy):
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
-        session.undo += ties
+        session.undo += [*ties, *refuse_rank_allocation(engine.module)]
+        subscribe(session, GUARDS[resolved.zero_stage], self.checks)
         if states is not None:
             try:
                 session.load_given_states(states)

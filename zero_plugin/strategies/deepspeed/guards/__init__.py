@@ -1,1 +1,39 @@
-"""Checks beside the step of an engine: one file each, with one promise."""
+"""The guards of an engine's session, one file each with one promise, and their lists by ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from zero_plugin.strategies.deepspeed.guards.frozen_later import FrozenLater
+from zero_plugin.strategies.deepspeed.guards.hooks_on_sums import HooksOnSums
+from zero_plugin.strategies.deepspeed.guards.lost_gradients import LostGradients, PartialGradients
+from zero_plugin.strategies.deepspeed.guards.lost_weights import PartitionedWrites, UncountedWrites
+from zero_plugin.strategies.deepspeed.guards.same_order import SameOrder
+from zero_plugin.strategies.events import Guard
+from zero_plugin.strategies.guards.differing_steps import DifferingSteps
+from zero_plugin.strategies.guards.foreign_backward import ForeignBackward
+from zero_plugin.strategies.guards.foreign_steps import ForeignSteps
+
+# The order in which guards are called at an event they share: a mistake that a later guard would blame on something
+# else is looked for first. Guards that are collective come last, so that no process waits in them for one whose script
+# has a mistake of its own.
+GUARDS: Final[Mapping[int, tuple[type[Guard], ...]]] = {
+    # Gradients stay in `p.grad`, and are averaged in the step.
+    0: (ForeignBackward, ForeignSteps, LostGradients, FrozenLater, PartialGradients, UncountedWrites, DifferingSteps),
+    # In 16 bits, gradients are accumulated in buffers of the engine.
+    1: (
+        *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, PartialGradients, UncountedWrites),
+        DifferingSteps,
+    ),
+    # Gradients are reduced in each backward, in the order in which they are computed.
+    2: (
+        *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, UncountedWrites, SameOrder),
+        DifferingSteps,
+    ),
+    # Weights are partitioned too: what a script writes into an empty one is lost.
+    3: (
+        *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, PartitionedWrites, UncountedWrites),
+        *(SameOrder, DifferingSteps),
+    ),
+}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import describe_second_gradient
+from zero_plugin.strategies.base import SecondGradientError, describe_second_gradient
+from zero_plugin.strategies.deepspeed.gradients import describe_drops
+from zero_plugin.strategies.events import Guard, Sampling
+from zero_plugin.strategies.precision import FoundInf
 
 # Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of
 # different size would hang, or abort under gloo. Most models with branches take them from the start; afterwards the
@@ -20,7 +22,6 @@ from zero_plugin.strategies.base import describe_second_gradient
 _CAREFUL: Final = 10
 _COMPARED: Final = 5000
 _KEPT: Final = 5000  # notes, which name the first difference
-_DROPS: Final = (2**60,)  # the note of gradients that are dropped; no parameter has this number
 _SHOWN: Final = 4  # names in a message
 _OTHER_FORWARDS: Final = (
     " The cause may also be a forward that only some processes run, as an evaluation or generate() under "
@@ -28,126 +29,106 @@ _OTHER_FORWARDS: Final = (
 )
 
 
-class SecondGradientError(LoopError):
-    """A parameter got two gradients in one backward; the session, which knows the loss, explains it."""
-
-
-class CollectiveOrder:
+class SameOrder(Guard):
     """Checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
 
     At stages 2 and 3 DeepSpeed reduces gradients in the order in which they are computed. If processes take different
-    branches of the model, it would silently add up gradients of different parameters. A digest of the order is compared
-    in one small collective before a step, and in the first windows before each of DeepSpeed's collectives.
+    branches of the model, DeepSpeed would silently add up gradients of different parameters. A digest of the order is
+    compared in the session's collective before a step, and in the first windows before each of DeepSpeed's collectives.
 
     Mistake: only some processes have an image, an expert or another backward.
-    Cost: a hash for each collective of DeepSpeed; one small collective a step, at stage 3 one a backward.
-
-    Args:
-        names: the names of the parameters by DeepSpeed's ids, of frozen ones too.
-        device: the device of the comparison.
-        stage: the ZeRO stage, for messages.
-
-    Attributes:
-        reduced: ids of the parameters whose gradients were reduced since `begin_window`.
+    Cost: a hash for each collective of DeepSpeed; at stage 3 one small collective a backward.
     """
 
-    def __init__(self, names: Mapping[int, str], device: torch.device, stage: int) -> None:
-        self._names = names
-        self._device = device
-        self._stage = stage
-        self._is_alone = dist.get_world_size() == 1
+    def __init__(self, session: Any, sampling: Sampling) -> None:
+        super().__init__(session, sampling)
+        engine, gradients = session.engine, session.gradients
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._names = {number: names[id(p)] for number, p in gradients.numbered_parameters().items()}
+        self._agreement = gradients.agreement
+        self._agreement.describe = self._describe
+        self._stage = engine.zero_optimization_stage()
         self._careful = _CAREFUL
         self._compared = 0
-        self._digest = 0
         self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self._backwards = 0  # of the window
-        self.reduced: set[int] = set()
-        self._in_backward: set[int] = set()  # those of them that were reduced in this backward
+        self._in_backward: set[int] = set()  # parameters whose gradients were reduced in this backward
 
-    def begin_backward(self) -> None:
-        """Called before a backward."""
+    @classmethod
+    def is_needed(cls, session: Any) -> bool:
+        """Only where gradients are reduced in the backwards."""
+        return session.gradients.agreement is not None
+
+    def before_backward(self, loss: Tensor, *, is_first: bool) -> None:  # noqa: ARG002
+        """Count the backward."""
         self._in_backward.clear()
         self._backwards += 1
 
-    def note_reduction(self, numbers: Iterable[int]) -> None:
-        """Record that the gradients of these parameters are about to be reduced together.
+    def before_reduce(self, ids: Iterable[int]) -> None:
+        """Note that the gradients of these parameters are about to be reduced together.
 
         Raises:
             SecondGradientError: one of them was reduced in this backward already; stage 3 would overwrite its gradient.
         """
-        note = tuple(numbers)
+        note = tuple(ids)
         before = len(self._in_backward)
         self._in_backward.update(note)
         if len(self._in_backward) < before + len(note):
             raise SecondGradientError(
                 describe_second_gradient(f"At ZeRO stage {self._stage} only one of them would count")
             )
-        self.reduced.update(note)
-        self._note(note)
+        self._add(note)
 
-    def note_gathering(self, numbers: Iterable[int]) -> None:
-        """Record that the weights of these parameters are about to be gathered together."""
-        self._note(tuple(sorted(-1 - number for number in numbers)))
+    def before_gather(self, ids: Iterable[int]) -> None:
+        """Note that the weights of these parameters are about to be gathered together."""
+        self._add(tuple(sorted(-1 - number for number in ids)))
 
-    def relax(self) -> None:
-        """Count one of the first windows, or at stage 3 backwards, in which it compares before each collective."""
+    def after_backward(self) -> None:
+        """Compare, at stage 3. DeepSpeed has just waited for the device, so the comparison costs little. Collective."""
+        if self._stage < 3:
+            return
+        try:
+            self._agreement.confirm()
+        except LoopError:
+            # Processes in different branches have gathered parts of different weights, and small ones stay gathered.
+            self.session.engine.optimizer.parameter_offload.partition_all_parameters()
+            raise
+        self._relax()
+
+    def completed(self) -> None:
+        """Count one of the first windows, in which the order is compared before each collective."""
+        if self._stage < 3:
+            self._relax()
+
+    def stepped(self, applied: bool | FoundInf = False) -> None:  # noqa: ARG002
+        """Begin a window."""
+        self._notes.clear()
+        self._agreement.digest = self._backwards = 0
+
+    dropped = stepped
+
+    def _relax(self) -> None:
         self._careful = max(0, self._careful - 1)
 
-    def begin_window(self) -> None:
-        """Start again after a step, or after gradients were dropped."""
-        self.reduced.clear()
-        self._notes.clear()
-        self._digest = self._backwards = 0
-
-    def compare(self, *, ends: bool = False, drops: bool = False) -> None:
-        """Compare with the other processes, at least at the end of a window. Collective.
-
-        Args:
-            ends: whether the window ends, which an error names.
-            drops: whether this process is about to drop the gradients in place of a step.
-
-        Raises:
-            LoopError: on every process, if the orders differ, or some drop what others apply; it names the first
-                difference.
-        """
-        if drops:
-            self._add(_DROPS)
-        if self._is_alone:
-            return
-        both = torch.tensor([self._digest, -self._digest], device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        largest, negated_smallest = both.tolist()
-        if largest != -negated_smallest:
-            raise LoopError(self._describe(ends=ends))
-
-    def _note(self, note: tuple[int, ...]) -> None:
-        if not note:
-            return
-        self._add(note)
+    def _add(self, note: tuple[int, ...]) -> None:
+        agreement = self._agreement
+        # Hashes of integers are the same in every process.
+        agreement.digest = hash((agreement.digest, note))
+        self._notes.append(note)
         if self._careful and self._compared < _COMPARED:
             self._compared += 1
-            self.compare()
+            agreement.confirm()
 
-    def _add(self, note: tuple[int, ...]) -> None:
-        # Hashes of integers are the same in every process; shifted, it can be negated.
-        self._digest = hash((self._digest, note)) >> 1
-        self._notes.append(note)
-
-    def _describe(self, *, ends: bool) -> str:
-        gathered = gather_values([list(self._notes), self._backwards, ends])
-        everyone = [[tuple(note) for note in notes] for notes, _, _ in gathered]
-        dropping = [str(rank) for rank, notes in enumerate(everyone) if notes and notes[-1] == _DROPS]
-        if dropping:
-            return (
-                f"zero_grad() drops gradients on {len(dropping)} of {len(everyone)} processes, e.g. on rank "
-                f"{dropping[0]}, which the others apply in step(). Where a batch decides whether to step, let all "
-                'processes decide alike, by what all of them know, as accelerator.reduce(loss, "mean").'
-            )
+    def _describe(self, ends: bool, drops: bool) -> str:
+        gathered = gather_values([list(self._notes), self._backwards, ends, drops])
+        everyone = [[tuple(note) for note in notes] for notes, *_ in gathered]
+        if any(dropping := [drops for *_, drops in gathered]):
+            return describe_drops(dropping)
         differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
-        ended = {rank: backwards for rank, (_, backwards, is_ending) in enumerate(gathered) if is_ending}
+        ended = {rank: backwards for rank, (_, backwards, is_ending, _) in enumerate(gathered) if is_ending}
         if ended and len(ended) < len(gathered) and all(not differing[rank] for rank in ended):
             going = next(rank for rank in range(len(gathered)) if rank not in ended)
-            (rank, count), (_, going_count, _), note = next(iter(ended.items())), gathered[going], differing[going]
+            (rank, count), (_, going_count, *_), note = next(iter(ended.items())), gathered[going], differing[going]
             if going_count > count or (note and note[0] < 0):  # else a branch with more parameters
                 return self._describe_count(rank, count, going, going_count, note)
         alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zero_plugin.strategies.deepspeed.script_changes import runs_forward
+from zero_plugin.strategies.deepspeed.explanations import runs_forward
 
 
 class Engine:

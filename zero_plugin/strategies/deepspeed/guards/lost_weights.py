@@ -1,0 +1,185 @@
+"""Detects weights that a script writes where the write is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from zero_plugin.distributed.collectives import announce
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.gradients import preceded
+from zero_plugin.strategies.deepspeed.states import gathered_parts, own_part
+from zero_plugin.strategies.events import Guard, Sampling
+from zero_plugin.strategies.optimizer_only import weakly
+from zero_plugin.tensors.modules import names_of
+
+
+class PartitionedWrites(Guard):
+    """Refuses writes into partitioned parameters at stage 3, outside of `whole_weights`.
+
+    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed. The
+    version counts operations that change no value too, as those of a parametrization that every forward registers and
+    removes. So where a version has risen, the gathered values are compared with the partition.
+
+    Mistake: a script initialises, clamps or averages weights after `prepare`, while they are empty.
+    Cost: one comparison of integers for each parameter and step, and for each gather and release.
+    """
+
+    for_untrained = True
+
+    def __init__(self, session: Any, sampling: Sampling) -> None:
+        super().__init__(session, sampling)
+        self._engine = session.engine
+        self._watched: list[Any] = list(session.module.parameters())
+        self._versions: dict[int, int] = {}  # by the parameters' ids
+        self._lost: set[int] = set()  # ids of parameters that were written
+        self._undo: list[Callable[[], Any]] = []
+        self.weights_noted()
+        for p in self._watched:
+            self._watch(p)
+
+    @classmethod
+    def is_needed(cls, session: Any) -> bool:
+        """Only where parameters are partitioned."""
+        return bool(session.engine.zero_optimization_partition_weights())
+
+    def remove(self) -> None:
+        """Restore the methods of the parameters."""
+        for undo in self._undo:
+            undo()
+
+    def weights_noted(self) -> None:
+        """Note the versions after a write that is kept."""
+        self._versions = {id(p): p._version for p in self._watched}
+        self._lost.clear()
+
+    def before_weights(self) -> None:
+        """Check the weights.
+
+        Raises:
+            LoopError: the script has written into partitioned parameters since the last call.
+        """
+        rose = []
+        for p in self._watched:
+            if p._version != self._versions[id(p)]:
+                rose.append(p)  # noqa: PERF401 - a comprehension would be a further call in each step
+        if rose:
+            self._check_gathered(rose)
+            self._check_empty(rose)
+        if self._lost:
+            lost = [p for p in self._watched if id(p) in self._lost]
+            self.weights_noted()
+            _refuse(self.session.module, lost)
+
+    def _watch(self, parameter: Any) -> None:
+        """Compare versions where DeepSpeed gathers and releases the parameter, by the methods that it calls of it."""
+        for name, check in (
+            ("all_gather", self._check_empty),
+            ("all_gather_coalesced", self._check_empty),
+            ("partition", self._check_gathered),
+        ):
+            method, check_those = getattr(parameter, name), weakly(check)
+
+            def precede(*args: Any, own: Any = check_those, **kwargs: Any) -> None:
+                own(args[0] if args else kwargs.get("param_list") or kwargs.get("params") or [parameter])
+
+            setattr(parameter, name, preceded(method, precede))
+            self._undo.append(partial(setattr, parameter, name, method))
+        parameter.set_ = _ignoring_itself(parameter)
+        self._undo.append(partial(parameter.__dict__.pop, "set_", None))
+
+    def _check_empty(self, parameters: Iterable[Any]) -> None:
+        """Note parameters that were written since they are empty, before they are gathered: those values are lost."""
+        for p in parameters:
+            if p._version != self._versions.get(id(p), p._version) and p.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                self._lost.add(id(p))
+
+    def _check_gathered(self, parameters: Iterable[Any]) -> None:
+        """Note parameters whose gathered values were changed, before they are released: the partition has the old ones.
+
+        Each process compares only its own partition, so a write in one partition is found by one process.
+        """
+        for p in parameters:
+            if p._version == self._versions.get(id(p), p._version) or p.ds_status is not ZeroParamStatus.AVAILABLE:
+                continue
+            if id(p) not in self._lost and self._has_own_values(p):
+                self._versions[id(p)] = p._version
+            else:
+                self._lost.add(id(p))
+
+    def _has_own_values(self, parameter: Any) -> bool:
+        values, partition = own_part(parameter)
+        # What is on NVMe is not in memory, and what is quantized for the gather differs from the partition.
+        is_comparable = values.shape == partition.shape and not self._engine.zero_quantized_weights()
+        return is_comparable and torch.equal(values, partition.to(values.device))
+
+
+class UncountedWrites(Guard):
+    """Warns once if the script has written weights past autograd, as `p.data` does.
+
+    Mistake: `p.data.clamp_(…)`, as in WGAN and many recipes: ZeRO updates the fp32 master weights or the partitions,
+    and the write is lost in the next step.
+    Cost: in the sampled steps one comparison of all weights of this process.
+    """
+
+    def __init__(self, session: Any, sampling: Sampling) -> None:
+        super().__init__(session, sampling)
+        self._is_partitioned = session.engine.zero_optimization_partition_weights()
+        self._has_warned = False
+
+    def before_step(self) -> None:
+        """Compare, in the sampled steps, the weights with what the step will update."""
+        if not self.sampling.is_due() or self._has_warned or not self.session.masters.are_rounded:
+            return
+        if lost := [name for name, wanted, weight in self._kept() if not torch.equal(wanted, weight)]:
+            self._has_warned = True
+            outside = "" if self._is_partitioned else "under torch.no_grad() into the parameter itself, or "
+            announce(
+                f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
+                f"{lost[0]}: ZeRO updates {'partitions' if self._is_partitioned else 'fp32 master weights'}, so that "
+                f"what was written is lost. Write {outside}inside `with accelerator.whole_weights(model):`.",
+                by_each=True,
+            )
+
+    def _kept(self) -> Iterable[tuple[str, Tensor, Tensor]]:
+        """Return the name of each weight, the values that it should have, and those that it has."""
+        session = self.session
+        if self._is_partitioned:
+            # What is empty now cannot be seen, nor what differs from its partition by being quantized for the gather.
+            if session.engine.zero_quantized_weights():
+                return ()
+            parts = gathered_parts(session.module, recurse=True)
+            in_memory = (part for part in parts if part[1].shape == part[2].shape)  # not on NVMe
+            return ((part, partition.to(values), values) for part, values, partition in in_memory)
+        if not session.masters.are_reachable:
+            return ()
+        # After a step every weight equals its rounded master weight.
+        return ((name, master.to(weight.dtype), weight) for name, master, weight in session.masters.with_weights())
+
+
+def _ignoring_itself(parameter: Tensor) -> Callable[..., Tensor]:
+    """Return the parameter's `set_`, which ignores the parameter itself.
+
+    `torch.nn.utils.parametrize` calls it so: autograd counts it as a write, which an empty parameter cannot have.
+    """
+
+    def set_to(*args: Any, **kwargs: Any) -> Tensor:
+        is_itself = len(args) == 1 and args[0] is parameter and not kwargs
+        return parameter if is_itself else torch.Tensor.set_(parameter, *args, **kwargs)
+
+    return set_to
+
+
+def _refuse(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
+    """Raise for parameters that the script has written; the error names one of them."""
+    found = names_of(module, written)
+    raise LoopError(
+        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
+        "ZeRO stage 3 has partitioned: what was written is lost.\n"
+        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
+    )
