@@ -195,6 +195,10 @@ DAILY: dict[str, tuple[str, ...] | None] = {
 }
 
 
+WITHOUT_CHECKS = ".off"  # after the name of a case that runs with `checks: off`
+WITHOUT_CHECKS_DAILY = "bf16-accumulate-clip"  # the case that runs daily so; the others in `make campaign`
+
+
 def is_daily(path: str, name: str) -> bool:
     """Whether a case runs daily on a path of `DAILY`."""
     names = DAILY[path]

@@ -12,7 +12,19 @@ import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
-from cases import DAILY, PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, is_daily, pairs_of
+from cases import (
+    DAILY,
+    PAIRWISE,
+    PATHS,
+    WITHOUT_CHECKS,
+    WITHOUT_CHECKS_DAILY,
+    case_for,
+    cases_for,
+    cover_pairs,
+    every_pair,
+    is_daily,
+    pairs_of,
+)
 from device import DEVICE, ON_GPU
 from reference import run_reference
 
@@ -102,12 +114,49 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
         assert difference < (2.5e-2 if half else 1e-4), f"{key}: off by {difference:.2e}"
 
 
+def _marks_of_checks(device: str, path: str, name: str) -> list[pytest.MarkDecorator]:
+    runs_daily = path in DAILY and DEVICE == device == "cpu" and name == WITHOUT_CHECKS_DAILY
+    return [] if runs_daily else [pytest.mark.campaign]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("device", "path", "name"),
+    [
+        pytest.param(device, path, name, marks=_marks_of_checks(device, path, name))
+        for device, path in RUNS
+        for name in cases_for(path, device)
+    ],
+)
+def test_guards_change_no_number(device: str, path: str, name: str, results: Callable[[str, str], Path]) -> None:
+    """With `checks: off` losses, norms, learning rates and final weights are the same to the last bit."""
+    guarded, bare = (torch.load(results(device, path) / f"{name}{suffix}.pt") for suffix in ("", WITHOUT_CHECKS))
+    assert "error" not in guarded, guarded["error"]
+    assert "error" not in bare, bare["error"]
+    for what in ("losses", "norms", "rates", "scales"):
+        assert repr(bare[what]) == repr(guarded[what]), what
+    assert bare["state"].keys() == guarded["state"].keys()
+    for key, value in guarded["state"].items():
+        assert torch.equal(bare["state"][key], value), key
+
+
 def _chosen_cases(request: pytest.FixtureRequest, device: str, path: str) -> list[str]:
     """The cases of a path that the session asks for by name; all, where it asks for `test_path_runs` alone."""
     items = request.session.items if request.config.getoption("--unpooled") is None else [request.node]
     asked = [getattr(item, "callspec", None) for item in items if item.path == Path(__file__)]
-    here = [call.params for call in asked if call and (call.params["device"], call.params["path"]) == (device, path)]
-    return [params["name"] for params in here if "name" in params] or cases_for(path, device)
+    here = [
+        (item, call.params)
+        for item, call in zip(items, asked, strict=True)
+        if call and (call.params["device"], call.params["path"]) == (device, path)
+    ]
+    chosen = [params["name"] for _, params in here if "name" in params]
+    chosen += [
+        f"{params['name']}{WITHOUT_CHECKS}"
+        for item, params in here
+        if item.name.startswith(test_guards_change_no_number.__name__)
+    ]
+    return list(dict.fromkeys(chosen)) or cases_for(path, device)
 
 
 def _assert_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:

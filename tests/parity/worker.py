@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from cases import EPOCHS, PATHS, Case, case_for, width_for
+from cases import EPOCHS, PATHS, WITHOUT_CHECKS, Case, case_for, width_for
 from line_contexts import enter_context
 from model import code_schedule, make_loader, make_model, parameter_groups
 
@@ -51,11 +51,12 @@ def make_real_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optim
     return kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
 
 
-def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
+def run(device: str, path: str, case: Case, nvme: str, checks: str) -> dict[str, Any]:
     """Losses and applied learning rates by step, the norms, and the final weights."""
     training = PATHS[path][1]
     world, zero = dist.get_world_size(), bool(training)
     config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps"}
+    config["checks"] = checks
     kind = "MULTI_CPU" if device == "cpu" else "MULTI_GPU"
     config["distributed_type"] = "DEEPSPEED" if zero else kind if world > 1 else "NO"
     config["use_cpu"] = device == "cpu"
@@ -149,7 +150,11 @@ def main() -> None:
         gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
         enter_context(f"{name} on {device} {path}")
         try:
-            result = run(device, path, case_for(path, name), nvme)
+            case, checks = (
+                case_for(path, name.removesuffix(WITHOUT_CHECKS)),
+                "off" if name.endswith(WITHOUT_CHECKS) else "all",
+            )
+            result = run(device, path, case, nvme, checks)
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"}
             import traceback

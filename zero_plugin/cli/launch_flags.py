@@ -31,7 +31,7 @@ _PANELS: Final[Mapping[str, str]] = {
         network""",
     "ZeRO and the loop": """use_deepspeed deepspeed_config_file prefer sequence_parallel_size
         offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model
-        deepspeed_moe_layer_cls_names""",
+        deepspeed_moe_layer_cls_names checks""",
     "Compilation": """dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic
         dynamo_use_regional_compilation""",
     "Program": "module no_python main_training_function model sequence_length",
