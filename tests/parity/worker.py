@@ -150,11 +150,8 @@ def main() -> None:
         gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
         enter_context(f"{name} on {device} {path}")
         try:
-            case, checks = (
-                case_for(path, name.removesuffix(WITHOUT_CHECKS)),
-                "off" if name.endswith(WITHOUT_CHECKS) else "all",
-            )
-            result = run(device, path, case, nvme, checks)
+            case = case_for(path, name.removesuffix(WITHOUT_CHECKS))
+            result = run(device, path, case, nvme, "off" if name.endswith(WITHOUT_CHECKS) else "all")
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"}
             import traceback

@@ -226,9 +226,9 @@ class Run(ProcessCalls):
             if line not in self._logged:
                 self._logged.add(line)
                 _log.info(line)
-        if (line := _WITHOUT_CHECKS.get(self.strategy.checks)) is not None and line not in self._logged:
-            self._logged.add(line)
-            _log.warning(line)
+        if self.strategy.checks == "off" and _WITHOUT_CHECKS not in self._logged:
+            self._logged.add(_WITHOUT_CHECKS)
+            _log.warning(_WITHOUT_CHECKS)
         self._loading.close()
         self._loading.enter_context(self.strategy.load_pretrained())
         if not self.strategy.partitions_parameters or launch_settings(document).zero3_init_flag is False:
@@ -342,13 +342,11 @@ def _refused_sequences(document: Document, message: str, fix: str) -> ConfigErro
     return ConfigError([Problem(document.place(("deepspeed", SEQUENCE_KEY)), SEQUENCE_KEY, message, fix)])
 
 
-_WITHOUT_CHECKS: Final = {
-    "off": (
-        "`checks` is off. Silent mistakes of a script are not found: gradients, weights or learning rates that differ "
-        "between the processes, branches of the model that only some processes take, gradients and weights that the "
-        "script writes and no step applies, loss.backward() instead of accelerator.backward(loss). Write checks: all."
-    ),
-}
+_WITHOUT_CHECKS: Final = (
+    "`checks` is off. Silent mistakes of a script are not found: gradients, weights or learning rates that differ "
+    "between the processes, branches of the model that only some processes take, gradients and weights that the script "
+    "writes and no step applies, loss.backward() instead of accelerator.backward(loss). Write checks: all."
+)
 
 # ---- the global batch size -------------------------------------------------------------------------------------------
 
