@@ -246,3 +246,50 @@ def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (where, "grad"), None if p.grad is None else p.grad.shape
         hooks = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
         yield (where, "hooks"), [len(of or ()) for of in hooks]
+
+
+@on_paths(*ALL, daily="zero1")
+def test_an_optimizer_is_prepared_again(path: str) -> None:
+    """Where its states stay its own, it trains on; where ZeRO has partitioned them, an error asks for a new one."""
+    with running(path) as accelerator:
+        net = make_net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            model, optimizer = accelerator.prepare(net, sgd)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.free_memory()
+            if path.startswith("zero") and path != "zero0":
+                raised(LoopError, "Build a new optimizer", by=lambda: accelerator.prepare(net, sgd))
+                return
+
+
+@on_paths(*ALL, daily="zero2")
+def test_a_loss_from_before(path: str) -> None:
+    """A backward of it names what has ended, and the next training is right."""
+    if not path.startswith("zero"):
+        return  # torch's own error
+    with running(path) as accelerator:
+        net = make_net()
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loss = loss_of(model, own_batch(0))
+        accelerator.free_memory()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        raised(LoopError, "before free_memory()", by=lambda: accelerator.backward(loss))
+        optimizer.zero_grad()
+
+
+@on_paths("zero3", daily="zero3")
+def test_a_model_of_processes_that_have_ended(path: str) -> None:
+    """Its partitions belong to a group that is gone, as after `end_training`: an error says to build it again."""
+    with running(path) as accelerator:
+        net = make_net()
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.free_memory()
+        group = dist.new_group()
+        for p in net.parameters():
+            p.ds_process_group = group
+        dist.destroy_process_group(group)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        raised(LoopError, "Build the model again", by=lambda: accelerator.prepare(net, sgd))

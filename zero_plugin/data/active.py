@@ -117,6 +117,9 @@ class _Seen:
     encloses: bool = False
 
 
+_UNSEEN = _Seen()  # of a loop that no micro-batch has seen; nobody changes it
+
+
 class LoaderProgress:
     """Where a window's micro-batches are in the running loops over prepared loaders, of which one ends windows.
 
@@ -187,13 +190,19 @@ class LoaderProgress:
         if leader is not None:
             _, self._fetches_ahead = self._look_ahead(leader)
             self._leader = leader
-        self._seen = {loader.loop: self._of(loader) for loader in loaders}
-        self.is_own = self._dropped > 0 or all(seen.encloses for seen in self._seen.values())
-        self._dropped = max(0, self._dropped - 1)
+        before, self._seen = self._seen, {}
+        all_enclose = True
         for loader in loaders:
             loader.trains = True
+            seen = self._seen[loader.loop] = before.get(loader.loop) or _Seen()
+            all_enclose = all_enclose and seen.encloses
+        self.is_own = self._dropped > 0 or all_enclose
+        self._dropped = max(0, self._dropped - 1)
+        for loader in loaders:
             seen = self._seen[loader.loop]
-            if loader.position > seen.position or seen.ahead:
+            if loader.position == seen.position + 1 and not seen.ahead:  # most loops: a micro-batch for each batch
+                seen.position, seen.rests, self.is_own = loader.position, 0, True
+            elif loader.position > seen.position or seen.ahead:
                 seen.ahead, _ = self._look_ahead(loader)
                 seen.position, seen.rests, self.is_own = loader.position, 0, True
             else:
@@ -216,7 +225,7 @@ class LoaderProgress:
             )
 
     def _of(self, loader: DataLoaderStateMixin) -> _Seen:
-        return self._seen.get(loader.loop) or _Seen()
+        return self._seen.get(loader.loop) or _UNSEEN
 
     def _look_ahead(self, loader: DataLoaderStateMixin) -> tuple[int, bool]:
         """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
@@ -224,7 +233,7 @@ class LoaderProgress:
         If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
         some micro-batches. If it keeps jumping, the loop skips batches.
         """
-        seen = self._of(loader)
+        seen = self._seen.get(loader.loop) or _UNSEEN
         fetched = loader.position - seen.position
         if fetched < 1:
             return max(0, seen.ahead - 1), seen.ahead > 0

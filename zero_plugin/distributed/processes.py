@@ -617,3 +617,14 @@ class ProcessCalls:
             LoopError: it cannot be divided, or the values of a dict differ in length.
         """
         yield split(inputs, self.process_index, self.num_processes, padded_on=self.device if apply_padding else None)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group still exists: `destroy_process_group` has not ended it."""
+    if not dist.is_initialized():
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from zero_plugin.data.active import GradientState
     from zero_plugin.loop.scheduler import AcceleratedScheduler
     from zero_plugin.loop.state import AcceleratorState
+
+
+_ENDED: Final = "this optimizer's training has ended (end_training() or free_memory() was called)"
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -95,7 +98,7 @@ class AcceleratedOptimizer(Optimizer):
     def optimizer(self) -> Optimizer:
         """The torch optimizer that runs."""
         if self.session.optimizer is None:
-            raise LoopError("this optimizer's training has ended (end_training() or free_memory() was called)")
+            raise LoopError(_ENDED)
         return self.session.optimizer
 
     @property
@@ -188,19 +191,24 @@ class AcceleratedOptimizer(Optimizer):
         """
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
-        _ = self.optimizer  # raises once training has ended
-        self.settle()
-        kept = self.window.describe_kept_gradients()
-        self.acted = self.window.count_step(has_stepped=self.applied_steps > 0)
+        window = self.window
+        session = window.session
+        if session.optimizer is None:
+            raise LoopError(_ENDED)
+        if self._uncounted is not None:
+            self.settle()
+        kept = window.describe_kept_gradients()
+        self.acted = window.count_step(has_stepped=self._applied_steps > 0)
         if not self.acted:
             return
         if kept is not None:
             self._mention_once(f"{kept}. Call optimizer.zero_grad() after each step().")
-        last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
+        last_chance = self._skipped_in_a_row + 1 == session.most_skips
         try:
-            culprit = self.window.first_nonfinite() if last_chance else None
-            self._await_copy()
-            if self._pre_hooks and not self.session.unpartitioned_gradients:
+            culprit = window.first_nonfinite() if last_chance else None
+            if session.before_change is not None:
+                session.before_change()
+            if self._pre_hooks and not session.unpartitioned_gradients:
                 self._mention_once(
                     "a step_pre_hook runs before ZeRO has put the gradients together: p.grad in the optimizer's groups "
                     "is None, or that of this process alone. To change gradients, use p.register_hook(lambda gradient: "
@@ -212,7 +220,7 @@ class AcceleratedOptimizer(Optimizer):
         except BaseException:
             self.window.fail()
             raise
-        self._uncounted = self.window.apply()
+        self._uncounted = window.apply()
         if isinstance(self._uncounted, FoundInf) and not (last_chance or self._after_step):
             return  # reading it now would wait for the device
         self.settle(culprit)

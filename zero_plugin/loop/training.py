@@ -6,6 +6,7 @@ ones: then its configuration is resolved again. A checkpoint has its `record`: c
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -95,6 +96,12 @@ class Training:
 
     def __post_init__(self) -> None:
         self.ids = frozenset(map(id, self.parameters))
+
+    @functools.cached_property
+    def _typed_clipping(self) -> Any:
+        """The `gradient_clipping` that the user has typed; None if it is open."""
+        entry = self.resolved.tree.get("gradient_clipping")
+        return entry.value if entry is not None and entry.origin.typed_by_user else None
 
     def is_of_model(self, model: Any) -> bool:
         """Whether `model` is the prepared model or the user's own module."""
@@ -251,6 +258,7 @@ class Training:
     def _use(self, run: Run, facts: Facts, resolved: Resolved) -> None:
         before = self.resolved.logged
         self.facts, self.resolved = facts, resolved
+        self.__dict__.pop("_typed_clipping", None)
         _log_resolved(resolved, run, before)
 
     @property
@@ -344,13 +352,13 @@ class Training:
             if not counted:
                 return None
             only = None if counted == len(stepped) else list(given)
-        self._refuse_other_clipping(max_norm)
+        if self._typed_clipping not in (None, max_norm) and max_norm != float("inf"):
+            self._refuse_other_clipping(max_norm)
         return self.window.clip(max_norm, norm_type=norm_type, only=only)
 
     def _refuse_other_clipping(self, max_norm: float) -> None:
         entry = self.resolved.tree.get("gradient_clipping")
-        if entry is None or not entry.origin.typed_by_user or max_norm in (float("inf"), entry.value):
-            return
+        assert entry is not None, "the user has typed it"
         where = f"clip_grad_norm_(max_norm={max_norm})"
         message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
         fix = "Write the same value in both, or auto in the file."

@@ -86,9 +86,9 @@ class TrainingLoop:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`; see `Accelerator.backward`."""
-        _check_loss(loss, has_gradient=any(kwargs.get(name) is not None for name in ("gradient", "grad_tensors")))
         if "gradient" in kwargs:  # its name in torch.autograd.backward
             kwargs["grad_tensors"] = kwargs.pop("gradient")
+        _check_loss(loss, has_gradient=kwargs.get("grad_tensors") is not None)
         prepared, first_steps = self._prepared, self._prepared.first_steps
         if not prepared.trained and first_steps.allows_plain_backward(
             self._run.strategy, self._run.processes.world_size
@@ -96,7 +96,7 @@ class TrainingLoop:
             prepared.window = prepared.untrained_windows[-1]
             run_plain_backward(prepared.untrained_windows, loss, **kwargs)
             return
-        if first_steps.is_due():
+        if self._run.strategy.checks != "off" and first_steps.is_due():
             self._refuse_other_start()
             first_steps.check(loss, prepared.waiting)
         if self._run.sequence is not None:

@@ -115,6 +115,7 @@ class Window:
         progress: where the loop is in the epochs of the prepared loaders.
 
     Attributes:
+        session: the given session; there is none if the window only counts.
         steps: micro-batches per optimizer step, from the next window on.
         plans_ahead: whether losses are divided by the actual size, if it is known, outside `accumulate()` too. False
             with several models: there it is known only after the backward whose micro-batch it was.
@@ -131,6 +132,8 @@ class Window:
         self.steps = steps
         self.plans_ahead = True
         self._given = session
+        if session is not None:
+            self.session: Session | UnpreparedOptimizer = session
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self._measured = Measured()  # of the gradients, once they are COMPLETE
@@ -157,12 +160,6 @@ class Window:
         """Whether an optimizer is stepped where the window ends; False where it only counts."""
         return self._given is not None
 
-    @property
-    def session(self) -> Session | UnpreparedOptimizer:
-        """What computes and applies the gradients."""
-        assert self._given is not None, "a window without a session only counts"
-        return self._given
-
     # ---- micro-batches -----------------------------------------------------------------------------------------------
 
     @property
@@ -183,6 +180,8 @@ class Window:
         Raises:
             LoopError: they are of windows that need different factors.
         """
+        if not self._other_micro_batches:
+            return self._own.divisor / self._own.count if self._own.count else 1.0
         known = [(of.correction, multiplied) for of, multiplied in self._other_micro_batches.items()]
         factors = [correction / multiplied for correction, multiplied in known if correction is not None]
         if self._own.count:
@@ -340,7 +339,8 @@ class Window:
         self.ends_here |= not self.in_context
 
     def _open(self) -> None:
-        self._forget_batches()
+        self.backwards = 0
+        self._own = MicroBatches(self.steps, self.steps)
         self._by_context = False
         self.ends_here &= self.is_decided
 
@@ -420,7 +420,8 @@ class Window:
             LoopError: see `count_backward`, `open_backward` and `close_backward`.
         """
         session = self._trained
-        self.refuse_failed()
+        if self.phase is Phase.FAILED:  # before the micro-batch is counted
+            raise LoopError(FAILED_BACKWARD)
         self.count_backward()
         loss = loss if self.divisor == 1 else loss / self.divisor
         is_first = self.open_backward(loss, ends_window=self.ends_here)
@@ -447,7 +448,8 @@ class Window:
             LoopError: the model has gradients of another backward, or of one that failed.
         """
         session = self._trained
-        self.refuse_failed()
+        if self.phase is Phase.FAILED:
+            raise LoopError(FAILED_BACKWARD)
         is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
         if self._gradients_kept is None and self.phase is Phase.APPLIED:
             self._gradients_kept = session.drop_applied()
@@ -637,7 +639,8 @@ class Window:
             self._complete()
 
     def _complete(self) -> None:
-        self.refuse_failed()
+        if self.phase is Phase.FAILED:
+            raise LoopError(FAILED_BACKWARD)
         if self.phase not in (Phase.EMPTY, Phase.ACCUMULATED):
             return
         try:

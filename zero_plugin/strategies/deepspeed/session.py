@@ -57,6 +57,7 @@ class EngineSession(Session):
         masters: the fp32 master weights.
         trained: the trained parameters.
         steps_by_grad: whether the step applies `p.grad`.
+        at_end: what `close` calls when the engine is destroyed.
     """
 
     unpartitioned_gradients = False
@@ -100,6 +101,7 @@ class EngineSession(Session):
             self.copies = self.trained
         self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
         self.undo = self.masters.watch()
+        self.at_end: list[Callable[[], None]] = []
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
@@ -449,6 +451,8 @@ class EngineSession(Session):
         self.model = self.module
         self.optimizer = None
         self.engine = None
+        for release in self.at_end:
+            release()
         if self._swap_folders:
             if dist.is_initialized():
                 dist.barrier()  # another process may still be writing the last step's states
@@ -501,6 +505,11 @@ class EngineSession(Session):
 
     def _pass_outputs(self) -> None:
         """Replaces the engine's hook on all of the model's outputs together."""
+        if self.engine is None:
+            raise LoopError(
+                f"the loss of this backward() was computed by a {type(self.module).__name__} before free_memory() or "
+                "end_training().\nCall the model again, as the last prepare() has returned it."
+            )
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
                 pass_together()

@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import deepspeed
 import torch
@@ -31,8 +33,8 @@ from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import BUCKET_CEILING, expected_precision
 from zero_plugin.config.tree import AUTO, Tree
-from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import ConfigError, MachineError, Problem
+from zero_plugin.distributed.processes import Processes, is_registered
+from zero_plugin.errors import ConfigError, LoopError, MachineError, Problem
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
@@ -143,6 +145,7 @@ class DeepSpeedStrategy(Strategy):
         """
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
+        _refuse_ended(request)
         refuse_unfit(request)
         if resolved.zero_stage == 3:
             refuse_groups_by_empty_shape(request.optimizer, request.model)
@@ -182,11 +185,14 @@ class DeepSpeedStrategy(Strategy):
                     del given.state[p]  # else each process would keep unpartitioned ones
         if given is not None and optimizer is not None:
             given.state = optimizer.state  # what the script does with its own one counts, if a kernel replaces that
+        groups = [] if given is None else [list(group["params"]) for group in given.param_groups]
         engine = self._initialize(request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
+        if given is not None and (resolved.zero_stage > 0 or resolved.precision != "no"):
+            session.at_end.append(partial(_release_optimizer, given, groups))
         session.undo += [*ties, *refuse_rank_allocation(engine.module)]
         subscribe(session, GUARDS[resolved.zero_stage], self.checks)
         if states is not None:
@@ -341,6 +347,37 @@ class DeepSpeedStrategy(Strategy):
             how = "gathered and reduced with all its experts" if at_stage3 else "reduced with all its experts"
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
         return undo
+
+
+_RELEASED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
+
+
+def _release_optimizer(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
+    """Give an optimizer its own parameters back, whose partitions it has stepped. Its states ended with the engine."""
+    for group, parameters in zip(optimizer.param_groups, groups, strict=False):
+        group["params"] = parameters
+    _RELEASED.add(optimizer)
+
+
+def _refuse_ended(request: SessionRequest) -> None:
+    """Refuse an optimizer, or a partitioned model, whose earlier training under ZeRO has ended.
+
+    Raises:
+        LoopError: the states of the optimizer, or the process group that has the partitions, are gone.
+    """
+    if isinstance(request.optimizer, Optimizer) and request.optimizer in _RELEASED:
+        raise LoopError(
+            f"prepare() got the {type(request.optimizer).__name__} of a training that has ended: its states were "
+            "partitioned, and were released by free_memory() or end_training().\nBuild a new optimizer."
+        )
+    for p in request.model.parameters():
+        group = getattr(p, "ds_process_group", None)
+        if group is not None and not is_registered(group):
+            raise LoopError(
+                f"prepare() got a {type(request.model).__name__} that ZeRO stage 3 has partitioned over the processes "
+                "of a training that has ended.\nBuild the model again, with the weights that were saved before "
+                "end_training(). To train on in the same run, call free_memory() instead of end_training()."
+            )
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
