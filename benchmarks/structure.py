@@ -176,6 +176,9 @@ _WALKS: dict[str, dict[str, Any]] = {
     "DDP": {"config": {"distributed_type": "MULTI_CPU", "use_cpu": True}},
     "ZeRO-2": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": 2}}}},
     "ZeRO-3": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": 3}}}},
+    "one device, off": {"config": {"distributed_type": "NO", "use_cpu": True, "checks": "off"}},
+    "ZeRO-2, off": {"config": {**_ENGINE, "checks": "off", "deepspeed_config": {"zero_optimization": {"stage": 2}}}},
+    "ZeRO-3, off": {"config": {**_ENGINE, "checks": "off", "deepspeed_config": {"zero_optimization": {"stage": 3}}}},
     "stage: auto": {"config": {**_ENGINE, "deepspeed_config": {"zero_optimization": {"stage": "auto"}}}},
 }
 

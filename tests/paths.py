@@ -62,7 +62,12 @@ def is_zero(path: str) -> bool:
 
 
 def start(
-    path: str, *, deepspeed: dict[str, Any] | None = None, counts: str = "steps", **arguments: Any
+    path: str,
+    *,
+    deepspeed: dict[str, Any] | None = None,
+    counts: str = "steps",
+    checks: str = "all",
+    **arguments: Any,
 ) -> Accelerator:
     """An Accelerator on `path`.
 
@@ -70,11 +75,13 @@ def start(
         path: one of those above.
         deepspeed: merged into the DeepSpeed part of the configuration.
         counts: `scheduler_counts`.
+        checks: as in a launch config.
         **arguments: Accelerator's.
     """
     section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
     kind = distributed_type(path)
-    config = {"distributed_type": kind, "use_cpu": not ON_GPU, "scheduler_counts": counts, "deepspeed_config": section}
+    config = {"distributed_type": kind, "use_cpu": not ON_GPU, "scheduler_counts": counts, "checks": checks}
+    config["deepspeed_config"] = section
     return Accelerator(config=config, **arguments)
 
 

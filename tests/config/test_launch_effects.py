@@ -65,6 +65,7 @@ FOLLOWED_BY_RUNS: Final[Mapping[str, tuple[str, Any]]] = {
     "prefer": ("Accelerator(), for arguments that differ", "code"),
     "main_training_function": ("a launch on a TPU, which calls it", "train"),
     "scheduler_counts": ("accelerator.prepare(), for schedules", "steps"),
+    "checks": ("accelerator.prepare(), for its guards", "start"),
     "deepspeed_moe_layer_cls_names": ("accelerator.prepare() with ZeRO", "Block"),
     "gpu_memory": ("the plan of stage auto", "20GiB"),
     "host_memory": ("the plan of stage auto", "64GiB"),
@@ -197,6 +198,7 @@ def test_no_kind_of_launch_passes_over_a_key(key: str, launch: str) -> None:
     {
         "auto_resume": set(LAUNCHES),
         "scheduler_counts": set(LAUNCHES),
+        "checks": set(LAUNCHES),
         "main_training_function": {"a TPU"},
         "deepspeed_moe_layer_cls_names": {"stage 2", "stage 3", "a plan", "pdsh", "nossh"},
         "zero3_init_flag": {"stage 3", "a plan"},

@@ -38,11 +38,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 from zero_plugin import Accelerator, DeepSpeedPlugin
 from zero_plugin.config import installed
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.guards.group_shapes import refuse_groups_by_empty_shape
 
 
 class Plain(nn.Module):
@@ -304,3 +307,25 @@ def test_offloaded_parameters(folder: Path) -> None:
         wanted = train_plain(reference, sgd(reference))
         model, optimizer = accelerator.prepare(model, sgd(model))
         assert_losses(train(accelerator, model, optimizer), wanted)
+
+
+@in_processes(2)
+def test_the_groups_of_the_trainer_pass(tmp_path: Path) -> None:
+    """The guard of groups by shape accepts what the `Trainer` of transformers makes, with LoRA too.
+
+    A Llama has no trained vector without decay besides its norms, so with LoRA one group of the Trainer is empty.
+    """
+    with running("zero3") as accelerator:
+        for adapts in (False, True):
+            torch.manual_seed(0)
+            with accelerator.init_model():
+                sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+                net: Any = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+            if adapts:
+                peft = pytest.importorskip("peft")
+                net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+            trainer = Trainer(net, TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True, report_to="none"))
+            optimizer = trainer.create_optimizer()
+            empty = [group for group in optimizer.param_groups if not group["params"]]
+            assert bool(empty) is adapts
+            refuse_groups_by_empty_shape(optimizer, net)

@@ -188,7 +188,7 @@ class LoaderProgress:
         loaders, leader = self._running.loaders, self._find_leader()
         self._was_left = leader is not None and leader is self._leader and leader.loop not in self._seen
         if leader is not None:
-            _, self._fetches_ahead = self._look_ahead(leader)
+            self._fetches_ahead = self._look_ahead(leader)[1]
             self._leader = leader
         before, self._seen = self._seen, {}
         all_enclose = True

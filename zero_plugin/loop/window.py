@@ -22,6 +22,7 @@ FAILED_BACKWARD = (
     "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
     "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
 )
+_ONLY_TRAINED: Final = "only models that are prepared are trained by their windows"
 CLIP_NORM: Final = "clip_grad_norm_()"
 CLIP_VALUE: Final = "clip_grad_value_()"
 # Why no backward may follow one of the script's calls that complete the gradients of a step, before that step.
@@ -180,8 +181,6 @@ class Window:
         Raises:
             LoopError: they are of windows that need different factors.
         """
-        if not self._other_micro_batches:
-            return self._own.divisor / self._own.count if self._own.count else 1.0
         known = [(of.correction, multiplied) for of, multiplied in self._other_micro_batches.items()]
         factors = [correction / multiplied for correction, multiplied in known if correction is not None]
         if self._own.count:
@@ -351,10 +350,6 @@ class Window:
         if self.in_context:
             self._plan()
 
-    def _forget_batches(self) -> None:
-        self.backwards = 0
-        self._own = MicroBatches(self.steps, self.steps)
-
     def _plan(self) -> None:
         """Set the divisor to the number of micro-batches that the epoch still has for this window, if it is known."""
         if (self.plans_ahead or self.in_context) and self.steps > 1 and (left := self._progress.left) is not None:
@@ -364,7 +359,7 @@ class Window:
         own, progress = self._own, self._progress
         if is_new:
             progress.advance(accumulates=self.steps > 1)
-            if own.count == 0:
+            if own.count == 0 and self.steps > 1:
                 self._plan()
         if own.count:
             progress.warn_if_left(own.count, own.divisor)
@@ -419,11 +414,13 @@ class Window:
         Raises:
             LoopError: see `count_backward`, `open_backward` and `close_backward`.
         """
-        session = self._trained
+        session = self.session
+        assert isinstance(session, Session), _ONLY_TRAINED
         if self.phase is Phase.FAILED:  # before the micro-batch is counted
             raise LoopError(FAILED_BACKWARD)
         self.count_backward()
-        loss = loss if self.divisor == 1 else loss / self.divisor
+        if self._own.divisor != 1:
+            loss = loss / self._own.divisor
         is_first = self.open_backward(loss, ends_window=self.ends_here)
         try:
             torch.autograd.backward(session.scale_loss(loss), **kwargs)
@@ -447,7 +444,8 @@ class Window:
         Raises:
             LoopError: the model has gradients of another backward, or of one that failed.
         """
-        session = self._trained
+        session = self.session
+        assert isinstance(session, Session), _ONLY_TRAINED
         if self.phase is Phase.FAILED:
             raise LoopError(FAILED_BACKWARD)
         is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
@@ -462,7 +460,8 @@ class Window:
         Raises:
             LoopError: it has reached the model between `clip` and `step`; or see `Session.close_backward`.
         """
-        session = self._trained
+        session = self.session
+        assert isinstance(session, Session), _ONLY_TRAINED
         try:
             session.close_backward(reached=reached)
             if not reached:
@@ -567,7 +566,7 @@ class Window:
         self._enter(Phase.APPLIED)
         self.backwards = 0
         if not self.in_context:  # there the next accumulate() opens a window; a second step is of the same micro-batch
-            self._forget_batches()
+            self._own = MicroBatches(self.steps, self.steps)
         return applied
 
     def zero_grad(self) -> None:
@@ -621,7 +620,7 @@ class Window:
 
     @property
     def _trained(self) -> Session:
-        assert isinstance(self._given, Session), "only models that are prepared are trained by their windows"
+        assert isinstance(self._given, Session), _ONLY_TRAINED
         return self._given
 
     def refuse_failed(self) -> None:
@@ -677,7 +676,12 @@ class Window:
         )
 
     def _settle_correction(self) -> float:
-        """The correction of the step; that of another model's window that is still open has to come out as this one."""
+        """Return the correction of the step.
+
+        The correction of another model's window that is still open has to come out as this one.
+        """
+        if not self._other_micro_batches and self._own.expected is None:
+            return self._own.divisor / self._own.count if self._own.count else 1.0
         correction, own = self.correction, self._own
         if own.count and own.expected is not None and not math.isclose(own.expected, own.divisor / own.count):
             raise LoopError(self._describe_used_gradients())

@@ -30,7 +30,9 @@ class MasterWeights:
         before_change: called before master weights change.
 
     Attributes:
-        are_rounded: whether each weight is the rounding of its master weight, unless the script has written it.
+        steps: the number of steps.
+        set_after: the last step after which the script has set master weights. Until the next step, a weight need not
+            be the rounding of its master weight.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class MasterWeights:
         self.are_reachable = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
         self._is_written = False  # whether the master weights have to be updated before they are used
         self._versions: list[int] = []  # below stage 3
-        self._steps = 0
+        self.steps = 0
+        self.set_after = -1
         self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
-        self.are_rounded = True
         self._note_versions()
 
     def watch(self) -> list[Callable[[], Any]]:
@@ -74,8 +76,12 @@ class MasterWeights:
         for call in self._events.weights_noted:
             call()
 
-    def follow(self) -> None:
-        """Update the master weights with what the script has written since the last call."""
+    def follow(self, *, begins_step: bool = False) -> None:
+        """Update the master weights with what the script has written since the last call.
+
+        Args:
+            begins_step: whether a step follows.
+        """
         if not self._is_partitioned:
             for p, version in zip(self._trained, self._versions, strict=True):
                 if p._version != version:
@@ -84,11 +90,7 @@ class MasterWeights:
                     break
         if self._is_written:
             self._copy_written()
-
-    def begin_step(self) -> None:
-        """Count a step; after it every weight is the rounding of its master weight."""
-        self._steps += 1
-        self.are_rounded = True
+        self.steps += begins_step
 
     def take_steps(self) -> dict[int, bool]:
         """See `Session.take_written`."""
@@ -125,12 +127,12 @@ class MasterWeights:
         self._before_change()
         self._is_written = False
         # A weight that equals its rounded master weight was not written: the master weight keeps its precision.
-        has_changed = self._written_before.get(self._steps, False)
+        has_changed = self._written_before.get(self.steps, False)
         for _, master, weight in self.with_weights():
             is_same = master.to(weight.dtype) == weight
             has_changed = has_changed or not bool(is_same.all())
             master.copy_(torch.where(is_same, master, weight.to(master.dtype)))
-        self._written_before[self._steps] = has_changed
+        self._written_before[self.steps] = has_changed
 
     def _note_versions(self) -> None:
         self._versions = [] if self._is_partitioned else [p._version for p in self._trained]
@@ -143,4 +145,4 @@ class MasterWeights:
 
     def _note_set_master_weights(self, *_: Any, **__: Any) -> None:
         self._before_change()
-        self.are_rounded = False  # until the next step
+        self.set_after = self.steps

@@ -20,13 +20,13 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.distributed.collective_check import pass_together
+from zero_plugin.distributed.collective_check import own_progress
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import process_group
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session, release_failed_backward
 from zero_plugin.strategies.deepspeed import explanations, lifetime, partitioned_models, states
-from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon, preceded
+from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon
 from zero_plugin.strategies.deepspeed.master_weights import MasterWeights
 from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
 from zero_plugin.strategies.events import Events
@@ -61,7 +61,6 @@ class EngineSession(Session):
     """
 
     unpartitioned_gradients = False
-    _has_warned = False  # of clipping
 
     def __init__(
         self,
@@ -88,6 +87,8 @@ class EngineSession(Session):
         self.leaves_files = bool(swap_folders)
         wrapper = engine.optimizer
         self._describe_states()
+        self._clips_steps = _clips_steps(wrapper)
+        self._progress = own_progress()  # as `pass_together`, without its call in each step
         # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
         # buffers of the engine.
         self.stage = engine.zero_optimization_stage()
@@ -179,13 +180,13 @@ class EngineSession(Session):
         self.gradients.emit_from_hooks()
         if not self.events.gradient_outside:
             return
-        wrapper, emit = self.engine.optimizer, _emit_gradient_outside(weakref.ref(self))
+        wrapper, reference = self.engine.optimizer, weakref.ref(self)
         if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
             # DeepSpeed's own hook on each parameter calls this method first.
-            reenter = wrapper.reenter_backward_if_needed
-            wrapper.reenter_backward_if_needed = preceded(reenter, emit)
+            wrapper.reenter_backward_if_needed = _emit_gradient_outside(reference, wrapper.reenter_backward_if_needed)
             return
         trained: list[Any] = self.trained
+        emit = _emit_gradient_outside(reference, lambda *_: None)
         self.undo += [p.register_post_accumulate_grad_hook(emit).remove for p in trained]
 
     def may_compute_gradients(self) -> bool:
@@ -281,8 +282,8 @@ class EngineSession(Session):
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
         if max_norm != math.inf:
-            if not self._has_warned and _clips_steps(self.engine.optimizer):
-                self._has_warned = True
+            if self._clips_steps:
+                self._clips_steps = False  # it is warned of once
                 announce(
                     "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
                     "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
@@ -309,12 +310,13 @@ class EngineSession(Session):
     def complete_gradients(self) -> Measured:
         for check in self.events.before_complete:
             check()
-        pass_together()
+        self._progress.passes += 1
         frozen = self._thaw()
         try:
             self.gradients.finalize()
         finally:
-            _freeze(frozen)
+            if frozen:
+                _freeze(frozen)
         for check in self.events.completed:
             check()
         for check in self.events.averages:  # after `finalize`, which names branches of the model that differ
@@ -323,10 +325,9 @@ class EngineSession(Session):
 
     def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002 - the engine measures and clips itself
         self._buffers.send()
-        self._follow_weights()
+        self._follow_weights(begins_step=True)
         for check in self.events.before_step:
             check()
-        self.masters.begin_step()
         if self.engine.optimizer is self.optimizer and not self.gradients.are_finite():
             self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
@@ -338,7 +339,8 @@ class EngineSession(Session):
             self._step()
         finally:
             self.is_stepping = False
-            _freeze(frozen)
+            if frozen:
+                _freeze(frozen)
         applied = bool(self.engine.was_step_applied())
         if self._scale is not None:
             self._scale.update(skipped=not applied)
@@ -468,11 +470,11 @@ class EngineSession(Session):
         if self._partitioned:
             self._follow_weights()
 
-    def _follow_weights(self) -> None:
+    def _follow_weights(self, *, begins_step: bool = False) -> None:
         """Copy to the master weights what the script has written into the weights since the last call."""
         for check in self.events.before_weights:
             check()
-        self.masters.follow()
+        self.masters.follow(begins_step=begins_step)
 
     def _note_fetch(self, *_: Any) -> None:
         """Count a forward that has to gather all its weights, for which it needs the other processes."""
@@ -480,7 +482,7 @@ class EngineSession(Session):
         if self.optimizer is None:  # a teacher, which has no step that would notice
             self._require_weights()
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
-            pass_together()
+            self._progress.passes += 1
 
     def _renew_inferred(self, *_: Any) -> None:
         """Release the weights that a forward inside `torch.inference_mode` gathered: autograd cannot save them."""
@@ -512,7 +514,7 @@ class EngineSession(Session):
             )
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
-                pass_together()
+                self._progress.passes += 1
             self._passed = True
         elif torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():
             raise LoopError(
@@ -552,17 +554,20 @@ def _freeze(parameters: list[nn.Parameter]) -> None:
         p.requires_grad = False
 
 
-def _emit_gradient_outside(reference: weakref.ref[EngineSession]) -> Callable[..., None]:
-    """Return a hook that emits `gradient_outside`; it runs for each parameter in each backward, so it is one function.
+def _emit_gradient_outside(reference: weakref.ref[EngineSession], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that emits `gradient_outside`, and then calls a method with the same arguments.
+
+    It runs for each parameter in each backward, so it is one function.
 
     torch keeps the hook in C++, where Python's garbage collector cannot see it: its reference to the session is weak.
     """
 
-    def emit(*_: Any) -> None:
+    def emit(*args: Any) -> Any:
         session = reference()
         if session is not None and not session.is_in_backward and not session.may_compute_gradients():
             for check in session.events.gradient_outside:
                 check()
+        return method(*args)
 
     return emit
 

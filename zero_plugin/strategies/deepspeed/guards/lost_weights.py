@@ -134,7 +134,8 @@ class UncountedWrites(Guard):
 
     def before_step(self) -> None:
         """Compare, in the sampled steps, the weights with what the step will update."""
-        if not self.sampling.is_due() or self._has_warned or not self.session.masters.are_rounded:
+        masters = self.session.masters
+        if not self.sampling.is_due() or self._has_warned or masters.set_after == masters.steps - 1:
             return
         if lost := [name for name, wanted, weight in self._kept() if not torch.equal(wanted, weight)]:
             self._has_warned = True
