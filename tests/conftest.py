@@ -260,7 +260,7 @@ def run_in_group(
 
     def run() -> None:
         item = request.node
-        is_alone = request.config.getoption("--unpooled") is not None
+        is_alone = item.function.is_alone or request.config.getoption("--unpooled") is not None
         key = item.nodeid if is_alone else _group_of(item)
         together = [item] if is_alone else [other for other in request.session.items if _group_of(other) == key]
         groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=run_processes, key=key)

@@ -81,17 +81,3 @@ def forks(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> Iterator
     forks = Forks(tmp_path_factory.mktemp("forks"))
     yield forks
     forks.end()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 24 MB, in memory."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(place)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a file system takes root's rights: {mounted.stderr.strip() or os.geteuid()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
