@@ -42,49 +42,6 @@ _LONGEST = (
     "launch/test_loopback.py",
     "faults/test_interruptions.py",
 )
-# What they show is how programs start, end, fail and talk, so that each starts some anew, for seconds of a processor:
-# `make test-programs`. All others are `make test`.
-_PROGRAMS = (
-    "checkpoint/test_disk.py",
-    "checkpoint/test_kill.py",
-    "checkpoint/test_locks.py",
-    "checkpoint/test_system_calls.py",
-    "cli/test_config.py",
-    "cli/test_demo.py",
-    "cli/test_main.py",
-    "cli/test_selftest_command.py",
-    "data/test_processes.py",
-    "demo/test_train.py",
-    "distributed/test_agreement.py",
-    "distributed/test_dies.py",
-    "docs/test_pages.py",
-    "faults",
-    "foreign",
-    "launch/test_code_and_file.py",
-    "launch/test_engine.py",
-    "launch/test_fewer.py",
-    "launch/test_foreign.py",
-    "launch/test_launchers.py",
-    "launch/test_loopback.py",
-    "launch/test_namespaces.py",
-    "launch/test_notebook.py",
-    "launch/test_on_hosts.py",
-    "launch/test_out_of_memory.py",
-    "launch/test_ray.py",
-    "launch/test_under_load.py",
-    "launch/test_worker.py",
-    "loop/test_long_work.py",
-    "loop/test_out_of_memory.py",
-    "migration",
-    "strategies/test_build_lock.py",
-    "strategies/test_end.py",
-    "strategies/test_processes.py",
-    "test_accelerator.py",
-    "test_architecture.py",
-    "test_errors.py",
-    "test_examples.py",
-    "test_forked_workers.py",
-)
 _LARGEST_GROUP = 400  # daily tests that share processes; more of them would be the last to end
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -139,10 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     that run in the same processes.
     """
     here = Path(__file__).parent
-    programs = {here / name for name in _PROGRAMS}
-    assert all(place.exists() for place in programs)
     for item in items:
-        if programs.intersection((item.path, *item.path.parents)):
+        if item.path == here / "test_architecture.py":  # until that file says so itself, as all others do
             item.add_marker(pytest.mark.programs)
     if (seed := config.getoption("--unpooled")) is not None:
         random.Random(seed).shuffle(items)

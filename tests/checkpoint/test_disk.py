@@ -25,6 +25,8 @@ from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 from zero_plugin.loop import checkpoints
 
+pytestmark = pytest.mark.programs
+
 ROWS = [
     row("zero3", 2, "full", "without-reserving", daily=False),
     row("ddp", 2, "full", "asynchronously", daily=True),

@@ -17,6 +17,8 @@ from zero_plugin.checkpoint.load import find_differences
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
 
+pytestmark = pytest.mark.programs
+
 PHASES = ("write", "fsync", "rename", "rotate")
 LAYOUTS = [(2, "zero2"), (2, "zero3"), (1, "single"), (2, "ddp"), (1, "zero3")]  # processes, path
 NAMINGS = ["automatic", "fixed", "numbered"]

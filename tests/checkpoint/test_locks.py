@@ -23,6 +23,8 @@ from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_
 from zero_plugin.checkpoint.locks import claim, give_up, lock_of
 from zero_plugin.errors import CheckpointError
 
+pytestmark = pytest.mark.programs
+
 JOB = """
 import os, sys
 import torch

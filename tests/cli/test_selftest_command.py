@@ -15,7 +15,7 @@ import pytest
 
 from zero_plugin.cli.selftest import STEPS
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "disagree.py"
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True)

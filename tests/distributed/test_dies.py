@@ -19,7 +19,7 @@ WORLD = 3
 BOUND_S = 10.0  # on a machine that does nothing else
 WAITED_S = 60.0
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 # Of a loop and of a save; process 0 holds the store. "prepare" is before the first tick of the dying process, which
 # nobody noticed while a process published its id at its first tick.

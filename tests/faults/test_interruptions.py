@@ -20,6 +20,7 @@ from workers import BOUND_S, Workers, finish
 from zero_plugin.machine.hardware import port_is_free
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),

@@ -16,6 +16,7 @@ import pytest
 from workers import Workers, finish
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),

@@ -22,7 +22,7 @@ from zero_plugin.config.document import ENVIRONMENT_VARIABLE
 from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.machine.hardware import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from zero_plugin.machine.hardware import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_fewer.py")
 Start = Callable[..., "subprocess.Popen[str]"]

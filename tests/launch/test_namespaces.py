@@ -20,7 +20,7 @@ import pytest
 
 from zero_plugin.launch.rendezvous import store_command
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_machines.py")
 PORT = "29533"

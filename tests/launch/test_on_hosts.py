@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 # Plain DDP: no process pays for DeepSpeed's import; which strategy follows is not the launcher's matter.

@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("built_ops")]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.usefixtures("built_ops")]
 
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 

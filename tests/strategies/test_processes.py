@@ -18,6 +18,8 @@ from zero_plugin.distributed.processes import Processes, refuse_shared_gpu
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.loop.state import PartialState
 
+pytestmark = pytest.mark.programs
+
 ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
 
 
