@@ -13,14 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from device import place_process
+from device import process_group
 from paths import ZERO, loss_of, own_batch
 from torch import nn
 
@@ -187,13 +186,8 @@ def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
 def main() -> None:
     """Train in a process group."""
     store, rank, world, board, arguments = sys.argv[1:]
-    os.environ.update(place_process(rank, world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    run(np.memmap(board, np.int64, "r+").reshape(int(world), -1), **json.loads(arguments))
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(store, rank, world):
+        run(np.memmap(board, np.int64, "r+").reshape(int(world), -1), **json.loads(arguments))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import tolerance_of
 from safetensors.torch import load_file
 
 from zero_plugin.checkpoint.folders import find_damage
@@ -176,8 +177,7 @@ def check_continuation(pair: Pair, folder: Path) -> None:
     went_on, whole = (json.loads((folder / name / "result.json").read_text()) for name in (name_of(pair), str(pair[0])))
     assert went_on["problems"] == whole["problems"] == []
     assert went_on["lrs"] == pytest.approx(whole["lrs"], rel=1e-12)
-    by_kernel = any(run.layout.endswith(("-cpu", "-nvme")) for run in pair)
-    tolerance = 1e-2 if pair[0].precision == "bf16" else 1e-4 if by_kernel else 1e-6
+    tolerance = tolerance_of(*(run.layout for run in pair), half=pair[0].precision == "bf16", exact=1e-6)
     assert went_on["losses"] == pytest.approx(whole["losses"], rel=tolerance)
     if pair[0] == pair[1]:
         assert went_on["losses"] == whole["losses"]
