@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from device import ON_GPU
 from forked import SERVER, ForkServer
-from on_paths import Groups, group_of
+from on_paths import Groups, group_of, run_here
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
@@ -47,9 +47,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option by which tests that share processes show that they do not need each other."""
+    """Options of tests that run in a group of processes."""
     parser.addoption(
-        "--unpooled", type=int, metavar="SEED", help="each check in processes of its own, in an order drawn by SEED"
+        "--unpooled", type=int, metavar="SEED", help="each test in processes of its own, in an order drawn by SEED"
+    )
+    parser.addoption(
+        "--here", action="store_true", help="run process 0 of a test in pytest's own process, for a debugger"
     )
 
 
@@ -211,11 +214,12 @@ def run_in_group(
     """Fail unless this test, which a decorator of on_paths.py has made, passed on each process of its group."""
 
     def run() -> None:
-        item = request.node
-        is_alone = item.function.is_alone or request.config.getoption("--unpooled") is not None
+        item, is_here = request.node, request.config.getoption("--here")
+        is_alone = is_here or item.function.is_alone or request.config.getoption("--unpooled") is not None
         key = item.nodeid if is_alone else _group_of(item)
         together = [item] if is_alone else [other for other in request.session.items if _group_of(other) == key]
-        groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=run_processes, key=key)
+        start = run_here if is_here else run_processes
+        groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=start, key=key)
 
     return run
 

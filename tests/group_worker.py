@@ -34,6 +34,9 @@ from line_contexts import enter_context
 from on_paths import SKIPPED
 from torch.nn.parallel import DistributedDataParallel
 
+PATIENCE = "ZERO_PLUGIN_TESTS_PATIENCE"
+"""Variable: seconds for which a process waits in a collective."""
+
 
 def follow_models() -> weakref.WeakSet[torch.nn.Module]:
     """The engines and DDP wrappers that exist, from now on."""
@@ -97,7 +100,7 @@ def main() -> None:
         run_body(body, request, Path(output, "0"), rank=int(rank), store=f"file://{store}")
         Path(output, f"rank-{rank}.json").write_text(json.dumps({request["id"]: "ok"}))
         return
-    with process_group(store, rank, world):
+    with process_group(store, rank, world, seconds=float(os.environ.get(PATIENCE, "120"))):
         outcomes = {}
         alive = follow_models()
         gc.collect()

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -144,11 +146,38 @@ def request_of(item: Any) -> dict[str, Any]:
     }
 
 
+def run_here(script: Path, world: int, requests: Path, folder: Path) -> list[str]:
+    """Run a test with process 0 in this process, so that `breakpoint()` in its body stops here.
+
+    The processes wait for an hour in a collective. The others ignore breakpoints. What they print is returned after "".
+    """
+    import group_worker
+    from launching import start_script, wait_for_ends
+
+    store = folder / "store"
+    variables = {group_worker.PATIENCE: "3600", "PYTHONBREAKPOINT": "0"}
+    arguments = [(store, rank, world, requests, folder) for rank in range(world)]
+    logs = [folder / f"{rank}.log" for rank in range(world)]
+    others = [start_script(script, *arguments[rank], log=logs[rank], variables=variables) for rank in range(1, world)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in group_worker.place_process("0", str(world)):
+            patch.setenv(name, "")
+        patch.setenv(group_worker.PATIENCE, "3600")
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments[0])])
+        try:
+            group_worker.main()
+        finally:
+            deadline = time.monotonic() + 10
+            wait_for_ends(others, lambda _: time.monotonic() > deadline)
+    return [log.read_text() if log.exists() else "" for log in logs]
+
+
 class Groups:
     """The groups of processes of this session, each with the folder of its outcomes."""
 
     def __init__(self) -> None:
         self._outcomes: dict[Any, Path] = {}
+        self._outputs: dict[Any, list[str]] = {}
 
     def run(self, item: Any, *, together: Iterable[Any], folder: Path, start: Callable[..., Any], key: Any) -> None:
         """Fail unless a test passed on each process of its group, which is started if it has not run yet.
@@ -157,7 +186,7 @@ class Groups:
             item: the test.
             together: the tests of its group.
             folder: an empty folder, for a new group.
-            start: runs a script in several processes.
+            start: runs a script in several processes, and returns what each has printed.
             key: what names the group.
         """
         world = item.callspec.params["world"]
@@ -165,11 +194,20 @@ class Groups:
             self._outcomes[key] = folder
             requests = folder / "requests.json"
             requests.write_text(json.dumps([request_of(other) for other in together]))
-            start(Path(__file__).with_name("group_worker.py"), world, requests, folder)
+            self._outputs[key] = start(Path(__file__).with_name("group_worker.py"), world, requests, folder)
         outcomes = [json.loads(file.read_text()) for file in sorted(self._outcomes[key].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of this group did not run to their end"
         found = [outcome[item.nodeid] for outcome in outcomes]
         if all(text.startswith(SKIPPED) for text in found):
             pytest.skip(found[0].removeprefix(SKIPPED))
-        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
+        failures = [
+            f"--- process {rank}\n{printed_by(output, item.nodeid) or text}"
+            for rank, (text, output) in enumerate(zip(found, self._outputs[key], strict=True))
+            if text != "ok"
+        ]
         assert not failures, "\n".join(failures)
+
+
+def printed_by(output: str, name: str) -> str:
+    """What a test has printed, and its traceback, out of all that a process of its group has printed."""
+    return output.partition(f"=== {name}\n")[2].partition("\n=== ")[0]
