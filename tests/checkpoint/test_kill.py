@@ -126,13 +126,13 @@ class Story:
         self._saves = saved > 0
         return outcome if killed else None
 
-    def check_losses(self, wanted: list[str]) -> None:
+    def assert_losses(self, wanted: list[str]) -> None:
         """Every step of every continuation had the loss of the run that was not interrupted, to the last bit."""
         lines = [line.split() for line in (self._folder / "losses.txt").read_text().splitlines()]
         assert {int(step) for step, _ in lines} == set(range(STEPS))
         assert [(step, loss) for step, loss in lines if loss != wanted[int(step)]] == []
 
-    def check_nothing_left(self) -> None:
+    def assert_nothing_left(self) -> None:
         """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again.
 
         The number of a save that never ended is not used again, since it might be another run's that still writes.
@@ -212,8 +212,8 @@ def kill_runs(
                 landed[outcome.phase(victim)] += 1
             else:
                 assert story.go_on() is None
-            story.check_losses(whole_losses(world, path))
-            story.check_nothing_left()
+            story.assert_losses(whole_losses(world, path))
+            story.assert_nothing_left()
         row["right message"] = row["tried"]  # the losses are those of a run that was not killed
         return landed
 
