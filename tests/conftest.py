@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
 from device import ON_GPU
-from forked import ALONE, FORKS, SERVER, Fork, ForkServer, forks_of
-from on_paths import Groups, group_of
+from forked import SERVER, ForkServer
+from on_paths import Groups, group_of, run_here
 from tried import pytest_terminal_summary, tried  # noqa: F401 - a hook and a fixture
 
 from zero_plugin.distributed.messages import show_messages
+
+pytest_plugins = ("launching",)  # its fixtures
 
 # Files and folders of the half with several processes that take a minute of two processors, the longest first.
 _LONGEST = (
@@ -42,49 +39,6 @@ _LONGEST = (
     "launch/test_loopback.py",
     "faults/test_interruptions.py",
 )
-# What they show is how programs start, end, fail and talk, so that each starts some anew, for seconds of a processor:
-# `make test-programs`. All others are `make test`.
-_PROGRAMS = (
-    "checkpoint/test_disk.py",
-    "checkpoint/test_kill.py",
-    "checkpoint/test_locks.py",
-    "checkpoint/test_system_calls.py",
-    "cli/test_config.py",
-    "cli/test_demo.py",
-    "cli/test_main.py",
-    "cli/test_selftest_command.py",
-    "data/test_processes.py",
-    "demo/test_train.py",
-    "distributed/test_agreement.py",
-    "distributed/test_dies.py",
-    "docs/test_pages.py",
-    "faults",
-    "foreign",
-    "launch/test_code_and_file.py",
-    "launch/test_engine.py",
-    "launch/test_fewer.py",
-    "launch/test_foreign.py",
-    "launch/test_launchers.py",
-    "launch/test_loopback.py",
-    "launch/test_namespaces.py",
-    "launch/test_notebook.py",
-    "launch/test_on_hosts.py",
-    "launch/test_out_of_memory.py",
-    "launch/test_ray.py",
-    "launch/test_under_load.py",
-    "launch/test_worker.py",
-    "loop/test_long_work.py",
-    "loop/test_out_of_memory.py",
-    "migration",
-    "strategies/test_build_lock.py",
-    "strategies/test_end.py",
-    "strategies/test_processes.py",
-    "test_accelerator.py",
-    "test_architecture.py",
-    "test_errors.py",
-    "test_examples.py",
-    "test_forked_workers.py",
-)
 _LARGEST_GROUP = 400  # daily tests that share processes; more of them would be the last to end
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -93,9 +47,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option by which tests that share processes show that they do not need each other."""
+    """Options of tests that run in a group of processes."""
     parser.addoption(
-        "--unpooled", type=int, metavar="SEED", help="each check in processes of its own, in an order drawn by SEED"
+        "--unpooled", type=int, metavar="SEED", help="each test in processes of its own, in an order drawn by SEED"
+    )
+    parser.addoption(
+        "--here", action="store_true", help="run process 0 of a test in pytest's own process, for a debugger"
     )
 
 
@@ -139,11 +96,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     that run in the same processes.
     """
     here = Path(__file__).parent
-    programs = {here / name for name in _PROGRAMS}
-    assert all(place.exists() for place in programs)
-    for item in items:
-        if programs.intersection((item.path, *item.path.parents)):
-            item.add_marker(pytest.mark.programs)
     if (seed := config.getoption("--unpooled")) is not None:
         random.Random(seed).shuffle(items)
         return
@@ -259,22 +211,14 @@ def run_in_group(
     """Fail unless this test, which a decorator of on_paths.py has made, passed on each process of its group."""
 
     def run() -> None:
-        item = request.node
-        is_alone = request.config.getoption("--unpooled") is not None
+        item, is_here = request.node, request.config.getoption("--here")
+        is_alone = is_here or item.function.is_alone or request.config.getoption("--unpooled") is not None
         key = item.nodeid if is_alone else _group_of(item)
         together = [item] if is_alone else [other for other in request.session.items if _group_of(other) == key]
-        groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=run_processes, key=key)
+        start = run_here if is_here else run_processes
+        groups.run(item, together=together, folder=tmp_path_factory.mktemp("group"), start=start, key=key)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
-    """The lines that programs print, but for those of torch 2.9's gloo, which says there whom it is connected to.
-
-    It does so in pieces, between which another process' come.
-    """
-    return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -302,135 +246,3 @@ def ends_processes() -> Iterator[None]:
         PartialState().destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()
-
-
-class StandStill:
-    """Tells when processes have done nothing for so long: a limit that a busy machine, six times slower, does not meet.
-
-    Args:
-        seconds: in which they, and those that they have started, have to use a second of a processor, or to end.
-    """
-
-    def __init__(self, *pids: int, seconds: float) -> None:
-        self._pids, self._seconds = pids, seconds
-        self._used, self._since = 0.0, time.monotonic()
-
-    def __bool__(self) -> bool:
-        used = 0.0
-        waiting, seen = [*self._pids], set[int]()
-        while waiting:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(waiting.pop())
-                for one in (process, *process.children(recursive=True)):
-                    if one.pid in seen:
-                        continue
-                    seen.add(one.pid)
-                    waiting += forks_of(one.pid)
-                    with contextlib.suppress(psutil.Error):
-                        used += sum(one.cpu_times()[:4])
-        if abs(used - self._used) >= 1:  # less, where one has ended that its parent has not waited for
-            self._used, self._since = used, time.monotonic()
-        return time.monotonic() - self._since > self._seconds
-
-
-@pytest.fixture
-def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a launcher (torchrun, `zero-plugin launch`) to its end; where all stand still it is told to stop.
-
-    Killing it, as `subprocess.run` would, leaves the workers, which are sessions of their own.
-    """
-
-    def run(command: Sequence[str | Path], *, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, **pipes, **options) as launcher:
-            stuck = StandStill(launcher.pid, seconds=seconds)
-            while True:
-                try:
-                    output, errors = launcher.communicate(timeout=5)
-                    break
-                except subprocess.TimeoutExpired:
-                    if not stuck:
-                        continue
-                launcher.terminate()
-                output, errors = launcher.communicate(timeout=60)
-                pytest.fail(f"stood still for {seconds} s:\n{output}\n{errors}")
-        return subprocess.CompletedProcess(command, launcher.returncode, output, errors)
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def forked_workers() -> dict[str, str]:
-    """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
-
-    Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
-    where there is no Linux.
-    """
-    import torch
-
-    return {} if torch.cuda.is_available() or SERVER not in os.environ else {FORKS: os.environ[SERVER]}
-
-
-@pytest.fixture(scope="session")
-def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
-    """Variables of a Python that is to be a fork, while those that it starts are none.
-
-    For a launcher whose workers' start or end is what a test is about, and for a program that only has to run.
-    """
-    return dict.fromkeys([ALONE], forked_workers[FORKS]) if forked_workers else {}
-
-
-@pytest.fixture
-def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
-    """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
-
-    STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
-    outlives the call, which fails where all stand still for so many seconds. The processes are forks, whose imports
-    are done; where a start or an end is what a test is about, it starts Python itself.
-    """
-
-    def run(script: str | Path, world: int, *args: object, seconds: float = 180) -> list[str]:
-        store = tmp_path / f"store-{time.monotonic_ns()}"
-        logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        workers: list[Fork | subprocess.Popen[bytes]] = []
-        try:
-            for rank, log in enumerate(logs):
-                command = [str(script), str(store), str(rank), str(world), *map(str, args)]
-                with log.open("wb") as output:
-                    workers.append(start_script(command, environment, output.fileno()))
-            stuck, looked = StandStill(*(worker.pid for worker in workers), seconds=seconds), time.monotonic()
-            while None in (codes := [worker.poll() for worker in workers]) and not any(codes):
-                time.sleep(0.02)
-                if time.monotonic() - looked > 5:
-                    looked = time.monotonic()
-                    if stuck:
-                        break
-        finally:
-            codes = [worker.poll() for worker in workers]
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        outputs = [log.read_text() if log.exists() else "" for log in logs]
-        assert codes == [0] * world, "\n".join(
-            f"--- process {rank}: {'still running' if codes[rank] is None else codes[rank]}\n{output}"
-            for rank, output in enumerate(outputs)
-        )
-        return outputs
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def start_fork() -> Callable[[list[str], dict[str, str], int], Any]:
-    """Start a script as a fork whose imports are done: see `start_script`."""
-    return start_script
-
-
-def start_script(command: list[str], environment: dict[str, str], output: int) -> Fork | subprocess.Popen[bytes]:
-    """A process of a script, whose folder of helpers this one is."""
-    if SERVER in os.environ:
-        return Fork(os.environ[SERVER], command, environment, output)
-    environment = {**environment, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{environment['PYTHONPATH']}"}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    return subprocess.Popen([sys.executable, *command], env=environment, **quiet)

@@ -5,7 +5,11 @@ There all processes of a group share the GPU, over gloo: NCCL takes one process 
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Final
 
 DEVICE: Final = os.environ.get("ZERO_PLUGIN_TEST_DEVICE", "cpu")
@@ -23,6 +27,26 @@ def place_process(rank: str, world: str) -> dict[str, str]:
         "MASTER_PORT": "0",
         "DS_ACCELERATOR": DEVICE,
     }
+
+
+@contextmanager
+def process_group(store: str, rank: str, world: str, *, backend: str = "gloo", seconds: float = 120) -> Iterator[None]:
+    """The process group of a script that `launching.ProcessGroup` has started, with the arguments that it gives."""
+    import torch.distributed as dist
+
+    os.environ.update(place_process(rank, world))
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=seconds),
+    )
+    yield
+    gc.unfreeze()
+    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def distributed_type(path: str) -> str:

@@ -1,6 +1,7 @@
 """Runs the bodies of tests in one group of processes: STORE RANK WORLD REQUESTS FOLDER; see on_paths.py.
 
-REQUESTS is a file that names the tests. Each process writes the outcome of each test into FOLDER: "ok" or a traceback.
+REQUESTS is a file that names the tests. Each process writes the outcome of each test into FOLDER: "ok", a traceback, or
+why the test is skipped.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from device import DEVICE, ON_GPU, place_process
+from device import DEVICE, ON_GPU, place_process, process_group
 
 os.environ["DS_ACCELERATOR"] = DEVICE
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,7 +31,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from line_contexts import enter_context
+from on_paths import SKIPPED
 from torch.nn.parallel import DistributedDataParallel
+
+PATIENCE = "ZERO_PLUGIN_TESTS_PATIENCE"
+"""Variable: seconds for which a process waits in a collective."""
 
 
 def follow_models() -> weakref.WeakSet[torch.nn.Module]:
@@ -67,13 +71,13 @@ def load(file: str) -> types.ModuleType:
     return module
 
 
-def run_body(body: Callable[..., None], request: dict[str, Any], folder: Path) -> None:
+def run_body(body: Callable[..., None], request: dict[str, Any], folder: Path, **own: Any) -> None:
     """Run a test; on a GPU again, with its own models and tensors made there, if it gave a model there CPU tensors."""
 
     def run(place: Path) -> None:
         place.mkdir(exist_ok=True)
-        own = {"rank": dist.get_rank(), "folder": place}
-        body(**request["arguments"], **{name: own[name] for name in request["takes"]})
+        given = {**own, "folder": place}
+        body(**request["arguments"], **{name: given[name] for name in request["takes"]})
 
     try:
         run(folder)
@@ -87,42 +91,44 @@ def run_body(body: Callable[..., None], request: dict[str, Any], folder: Path) -
 def main() -> None:
     """Run every requested test."""
     store, rank, world, requests, output = sys.argv[1:6]
-    os.environ.update(place_process(rank, world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    outcomes = {}
-    alive = follow_models()
     asked = json.loads(Path(requests).read_text())
     bodies = [getattr(load(request["file"]), request["function"]).body for request in asked]
-    gc.collect()
-    for index, (request, body) in enumerate(zip(asked, bodies, strict=True)):
-        gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
-        name = request["id"]
-        torch.manual_seed(0)
-        dist.barrier()
-        print(f"=== {name}", flush=True)
-        enter_context(name)
-        try:
-            run_body(body, request, Path(output, str(index)))
-            if ON_GPU:
-                time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
-            gc.collect()
-            for _ in range(2):  # what autograd's objects hold, in C++, is garbage only when these are gone
-                if alive:
-                    gc.collect()
-            assert not alive, f"the test leaves {[type(model).__name__ for model in alive]}"
-            alive.clear()
-            outcomes[name] = "ok"
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - one failing test must not hide the others
-            outcomes[name] = traceback.format_exc()
-            print(outcomes[name], flush=True)
-            alive.clear()
-    Path(output, f"rank-{rank}.json").write_text(json.dumps(outcomes))
-    gc.unfreeze()
-    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
-    dist.barrier()
-    dist.destroy_process_group()
+    if "store" in asked[0]["takes"]:  # the test makes its own group, and ends it
+        os.environ.update(place_process(rank, world))
+        request, body = asked[0], bodies[0]
+        enter_context(request["id"])
+        run_body(body, request, Path(output, "0"), rank=int(rank), store=f"file://{store}")
+        Path(output, f"rank-{rank}.json").write_text(json.dumps({request["id"]: "ok"}))
+        return
+    with process_group(store, rank, world, seconds=float(os.environ.get(PATIENCE, "120"))):
+        outcomes = {}
+        alive = follow_models()
+        gc.collect()
+        for index, (request, body) in enumerate(zip(asked, bodies, strict=True)):
+            gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+            name = request["id"]
+            torch.manual_seed(0)
+            dist.barrier()
+            print(f"=== {name}", flush=True)
+            enter_context(name)
+            try:
+                run_body(body, request, Path(output, str(index)), rank=int(rank))
+                if ON_GPU:
+                    time.sleep(0.05)  # autograd's thread of the GPU lets go of a graph after the backward has returned
+                gc.collect()
+                for _ in range(2):  # what autograd's objects hold, in C++, is garbage only when these are gone
+                    if alive:
+                        gc.collect()
+                assert not alive, f"the test leaves {[type(model).__name__ for model in alive]}"
+                alive.clear()
+                outcomes[name] = "ok"
+            except pytest.skip.Exception as skip:
+                outcomes[name] = f"{SKIPPED}{skip}"
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001 - one failing test must not hide the others
+                outcomes[name] = traceback.format_exc()
+                print(outcomes[name], flush=True)
+                alive.clear()
+        Path(output, f"rank-{rank}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 pytest collects such a test as any other, once per path: `pytest tests/strategies/test_loop.py::test_name[zero2]` runs
 one. The body does not run in pytest's process. All tests of a folder with the same number of processes share one group
-of processes, in which `group_worker.py` runs their bodies one after the other. With `--unpooled SEED` each test has a
-group of its own.
+of processes, in which `group_worker.py` runs their bodies one after the other. A test that is `alone` has a group of
+its own; with `--unpooled SEED` each test has.
 
 A body takes what it needs of: `path`, the name of the path; `rank` and `world`, of its process group; `folder`, an
 empty folder that all processes share; and the arguments of its `pytest.mark.parametrize`: strings, numbers or None.
-Another test can call the body: `test_name.body(…)`.
+A body that takes `store` runs in processes of its own that have no process group yet: `store` is an `init_method` at
+which they can meet. Its processes must exit with 0. Another test can call the body: `test_name.body(…)`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,12 +29,18 @@ ALL: Final = (*LOOP, "zero1-cpu", "zero3-cpu", "zero3-gathered")
 """All paths that need neither a GPU nor NVMe."""
 EVERY_DAY: Final = frozenset(("single", "ddp", "zero2", "zero2-one-process", "zero3", "zero3-gathered"))
 """The paths on which a test runs daily. On other paths it runs in `make campaign`, unless its decorator names them."""
+SKIPPED: Final = "skipped: "
+"""The beginning of the outcome of a test whose body has called `pytest.skip`."""
 _ALONE: Final = "-one-process"
-_OF_GROUPS: Final = ("path", "world", "rank", "folder")
+_OF_GROUPS: Final = ("path", "world", "rank", "folder", "store")
 
 
 def on_paths(
-    *paths: str, daily: str | Iterable[str] = (), rare: str | Iterable[str] = (), processes: Iterable[int] = ()
+    *paths: str,
+    daily: str | Iterable[str] = (),
+    rare: str | Iterable[str] = (),
+    processes: Iterable[int] = (),
+    alone: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on each of `paths`.
 
@@ -41,6 +50,7 @@ def on_paths(
         daily: those of them that run daily in addition to `EVERY_DAY`: they run code that no other daily test runs.
         rare: those of `EVERY_DAY` that do not run daily.
         processes: the numbers of processes, if they are others.
+        alone: whether the test has processes of its own, because it changes them.
     """
     also, not_daily = _listed(daily), _listed(rare)
     assert also | not_daily <= set(paths), f"{(also | not_daily) - set(paths)} are not among the paths"
@@ -49,7 +59,7 @@ def on_paths(
         for path in paths
         for world in processes or ([1] if path == "single" or path.endswith(_ALONE) else [2])
     ]
-    return lambda body: _grouped(body, rows)
+    return lambda body: _grouped(body, rows, alone=alone)
 
 
 def _listed(names: str | Iterable[str]) -> set[str]:
@@ -62,31 +72,40 @@ def in_processes(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda body: _grouped(body, rows)
 
 
-def on_rows(names: Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_rows(
+    names: Sequence[str], rows: Iterable[Any], *, alone: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test once for each row.
 
     Args:
         names: the arguments of the test in the rows, after `path` and `world`.
         rows: of `pytest.param(path, world, *arguments)`, by `row`.
+        alone: whether each row has processes of its own.
     """
-    return lambda body: _grouped(body, rows, names)
+    return lambda body: _grouped(body, rows, names, alone=alone)
 
 
 def row(path: str, world: int, *arguments: str | float | None, daily: bool) -> Any:
-    """A row of `on_rows`: a path, a number of processes, the test's arguments, and whether it runs daily."""
-    name = "-".join(map(str, (path, *arguments, *([world] if world > 2 else []))))
-    if world == 1 and path != "single":
-        name += _ALONE
+    """A row of `on_rows`: a path or "", a number of processes, the test's arguments, and whether it runs daily."""
+    if not path:
+        name = "-".join(map(str, (f"{world}-processes", *arguments)))
+    else:
+        name = "-".join(map(str, (path, *arguments, *([world] if world > 2 else []))))
+        if world == 1 and path != "single":
+            name += _ALONE
     return pytest.param(path, world, *arguments, id=name, marks=[] if daily else [pytest.mark.campaign])
 
 
-def _grouped(body: Callable[..., None], rows: Iterable[Any], given: Sequence[str] = ()) -> Callable[..., None]:
+def _grouped(
+    body: Callable[..., None], rows: Iterable[Any], given: Sequence[str] = (), *, alone: bool = False
+) -> Callable[..., None]:
     """The test that pytest collects in place of `body`."""
 
     def test(run_in_group: Callable[[], None], **_: Any) -> None:
         run_in_group()
 
-    own = [name for name in inspect.signature(body).parameters if name not in _OF_GROUPS]
+    parameters = inspect.signature(body).parameters
+    own = [name for name in parameters if name not in _OF_GROUPS]
     names = ("run_in_group", "path", "world", *own)
     test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
@@ -96,6 +115,7 @@ def _grouped(body: Callable[..., None], rows: Iterable[Any], given: Sequence[str
         *(body.__doc__, body.__module__),
     )
     test.body = body  # type: ignore[attr-defined]
+    test.is_alone = alone or "store" in parameters  # type: ignore[attr-defined]
     test.pytestmark = list(getattr(body, "pytestmark", ()))  # type: ignore[attr-defined]
     for mark in (
         pytest.mark.processes,
@@ -107,8 +127,8 @@ def _grouped(body: Callable[..., None], rows: Iterable[Any], given: Sequence[str
 
 
 def group_of(item: pytest.Item) -> tuple[str, int] | None:
-    """The folder and the number of processes of the group that runs a test; None for a test without a decorator."""
-    if not hasattr(getattr(item, "function", None), "body"):
+    """The folder and the number of processes of the group that runs a test; None for a test that shares no group."""
+    if getattr(getattr(item, "function", None), "is_alone", True):
         return None
     return item.path.parent.name, item.callspec.params["world"]  # type: ignore[attr-defined]
 
@@ -122,8 +142,34 @@ def request_of(item: Any) -> dict[str, Any]:
         "file": str(item.path),
         "function": item.originalname,
         "arguments": {name: given[name] for name in parameters if name in given},
-        "takes": [name for name in ("rank", "folder") if name in parameters],
+        "takes": [name for name in ("rank", "folder", "store") if name in parameters],
     }
+
+
+def run_here(script: Path, world: int, requests: Path, folder: Path) -> list[str]:
+    """Run a test with process 0 in this process, so that `breakpoint()` in its body stops here.
+
+    The processes wait for an hour in a collective. The others ignore breakpoints. What they print is returned after "".
+    """
+    import group_worker
+    from launching import start_script, wait_for_ends
+
+    store = folder / "store"
+    variables = {group_worker.PATIENCE: "3600", "PYTHONBREAKPOINT": "0"}
+    arguments = [(store, rank, world, requests, folder) for rank in range(world)]
+    logs = [folder / f"{rank}.log" for rank in range(world)]
+    others = [start_script(script, *arguments[rank], log=logs[rank], variables=variables) for rank in range(1, world)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in group_worker.place_process("0", str(world)):
+            patch.setenv(name, "")
+        patch.setenv(group_worker.PATIENCE, "3600")
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments[0])])
+        try:
+            group_worker.main()
+        finally:
+            deadline = time.monotonic() + 10
+            wait_for_ends(others, lambda _: time.monotonic() > deadline)
+    return [log.read_text() if log.exists() else "" for log in logs]
 
 
 class Groups:
@@ -131,6 +177,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._outcomes: dict[Any, Path] = {}
+        self._outputs: dict[Any, list[str]] = {}
 
     def run(self, item: Any, *, together: Iterable[Any], folder: Path, start: Callable[..., Any], key: Any) -> None:
         """Fail unless a test passed on each process of its group, which is started if it has not run yet.
@@ -139,7 +186,7 @@ class Groups:
             item: the test.
             together: the tests of its group.
             folder: an empty folder, for a new group.
-            start: runs a script in several processes.
+            start: runs a script in several processes, and returns what each has printed.
             key: what names the group.
         """
         world = item.callspec.params["world"]
@@ -147,9 +194,20 @@ class Groups:
             self._outcomes[key] = folder
             requests = folder / "requests.json"
             requests.write_text(json.dumps([request_of(other) for other in together]))
-            start(Path(__file__).with_name("group_worker.py"), world, requests, folder)
+            self._outputs[key] = start(Path(__file__).with_name("group_worker.py"), world, requests, folder)
         outcomes = [json.loads(file.read_text()) for file in sorted(self._outcomes[key].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of this group did not run to their end"
         found = [outcome[item.nodeid] for outcome in outcomes]
-        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
+        if all(text.startswith(SKIPPED) for text in found):
+            pytest.skip(found[0].removeprefix(SKIPPED))
+        failures = [
+            f"--- process {rank}\n{printed_by(output, item.nodeid) or text}"
+            for rank, (text, output) in enumerate(zip(found, self._outputs[key], strict=True))
+            if text != "ok"
+        ]
         assert not failures, "\n".join(failures)
+
+
+def printed_by(output: str, name: str) -> str:
+    """What a test has printed, and its traceback, out of all that a process of its group has printed."""
+    return output.partition(f"=== {name}\n")[2].partition("\n=== ")[0]

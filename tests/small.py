@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from paths import assert_near, weights
+from paths import assert_near, assert_numbers, weights
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -142,7 +142,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, steps: int = 3) -> list[
 
 def assert_losses(got: list[float], wanted: list[float]) -> None:
     """Equal within the tolerance of fp32."""
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=1e-5, rtol=0)
+    assert_numbers("losses", got, wanted)
 
 
 def assert_trains_alike(accelerator: Any, model: Any, reference: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from zero_plugin import Accelerator
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
 IMPORTS = """
 import os, sys

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.programs  # it starts programs as a user does
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zero_plugin"
 DOCUMENT = ROOT / "docs" / "architecture.md"

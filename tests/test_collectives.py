@@ -42,12 +42,12 @@ def test_gather(rank: int, world: int) -> None:
     assert got["same"].tolist() == [r for r in range(world) for _ in range(2)]
     assert got["nothing"].shape == (0, 3)
     assert collectives.reduce(Plain(a=torch.ones(1)), "sum")["a"].tolist() == [world]
-    check_graphs(world)
+    assert_graphs(world)
     transposed = torch.arange(6).view(2, 3).t() + rank
     assert collectives.gather(transposed)[:3].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def check_graphs(world: int) -> None:
+def assert_graphs(world: int) -> None:
     """One process keeps its graph in what it gathers and reduces; of several, matrices with one are warned of."""
     leaf = torch.ones(2, 2, requires_grad=True)
     told: list[str] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 WRONG = """
 from zero_plugin import Accelerator
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Each example's measure of what it has learned, as the largest part of its first value that the last one may be.
 FALLS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
 SCRIPT = """
 import json, os, sys, time

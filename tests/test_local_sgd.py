@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from on_paths import in_processes
+from paths import listening
 from torch import nn
 
-from zero_plugin import Accelerator, PartialState
+from zero_plugin import Accelerator
 from zero_plugin.errors import LoopError
 from zero_plugin.local_sgd import LocalSGD
 
@@ -31,13 +31,9 @@ def replay(world: int, *, enabled: bool) -> tuple[list[list[float]], float]:
     return seen, sum(weights) / world
 
 
-def main(store: str, rank: str, world: str) -> None:
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    PartialState(cpu=True, init_method=f"file://{store}")
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zero_plugin").addHandler(listener)
+@in_processes(1, 2)
+def test_weights_are_averaged_every_few_steps(rank: int, world: int, folder: Path) -> None:
+    """Between averages each process has its own weights, after them and at the end all have the mean."""
     for enabled in (True, False):
         accelerator = Accelerator(cpu=True)
         plain = nn.Linear(1, 1, bias=False)
@@ -46,30 +42,23 @@ def main(store: str, rank: str, world: str) -> None:
         seen = []
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=EVERY, enabled=enabled) as local:
             for step in range(STEPS):
-                loss = (model(torch.ones(1, 1)) - (int(rank) + step)).square().sum() / 2
+                loss = (model(torch.ones(1, 1)) - (rank + step)).square().sum() / 2
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
                 seen.append(accelerator.gather(plain.weight.detach().flatten()).tolist())
-        expected, last = replay(int(world), enabled=enabled)
+        expected, last = replay(world, enabled=enabled)
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
         torch.testing.assert_close(plain.weight.item(), last, rtol=1e-5, atol=1e-6)
-        said.clear()
-        accelerator.save_state(f"{store}-saved")
+        with listening() as said:
+            accelerator.save_state(folder / f"saved-{enabled}")
         own_states = "each process has an optimizer state of its own"
-        assert any(own_states in line for line in said) == (enabled and world != "1" and rank == "0")
+        assert any(own_states in line for line in said) == (enabled and world > 1 and rank == 0)
         accelerator.free_memory()
     with pytest.raises(LoopError, match="local_sgd_steps is 0"):
         LocalSGD(accelerator, model, 0)
     accelerator.end_training()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2])
-def test_weights_are_averaged_every_few_steps(run_processes, world: int) -> None:
-    """Between averages each process has its own weights, after them and at the end all have the mean."""
-    run_processes(__file__, world)
 
 
 def test_under_deepspeed_is_an_error() -> None:
@@ -82,7 +71,3 @@ def test_under_deepspeed_is_an_error() -> None:
     with pytest.raises(LoopError, match="under DeepSpeed"):
         LocalSGD(accelerator, model, 2)
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:4])

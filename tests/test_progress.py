@@ -3,12 +3,11 @@
 import io
 import re
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from on_paths import in_processes
 from rich.console import Console
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -184,30 +183,15 @@ def test_quiet_leaves_the_line_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(20, Console(file=io.StringIO()), seconds=0) == ""
 
 
-TWO_PROCESSES = """
-import io, sys, time, torch
-from rich.console import Console
-from torch import distributed
-from zero_plugin.loop.progress import Progress
-
-store, rank, world = sys.argv[1], *map(int, sys.argv[2:])
-distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-console = Console(file=io.StringIO())
-with Progress(total=30, seconds=0.02, console=console) as progress:
-    for step in range(1, 31):
-        time.sleep(0.002 * (1 + 4 * rank))  # unequal clocks must not make the processes report at different steps
-        progress.update(step, loss=torch.tensor(1.0 + 2.0 * rank), lr=1e-3, units=10)
-shown = console.file.getvalue()
-assert bool(shown) == (rank == 0), shown
-assert rank or all("loss 2.000" in line for line in shown.splitlines()), shown
-distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.processes
-def test_two_processes_report_together_and_the_first_speaks(
-    run_processes: Callable[..., list[str]], tmp_path: Path
-) -> None:
+@in_processes(2)
+def test_two_processes_report_together_and_the_first_speaks(rank: int) -> None:
     """The loss is the mean over processes, only rank 0 writes, and unequal speeds do not hang."""
-    (tmp_path / "reports.py").write_text(TWO_PROCESSES)
-    run_processes(tmp_path / "reports.py", 2)
+    console = Console(file=io.StringIO())
+    with Progress(total=30, seconds=0.02, console=console) as progress:
+        for step in range(1, 31):
+            time.sleep(0.002 * (1 + 4 * rank))  # unequal clocks must not make the processes report at different steps
+            progress.update(step, loss=torch.tensor(1.0 + 2.0 * rank), lr=1e-3, units=10)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert bool(shown) == (rank == 0), shown
+    assert all("loss 2.000" in line for line in shown.splitlines()), shown

@@ -6,33 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-import torch
+from one_weight import Loop
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler
-from zero_plugin.loop.window import Window
-from zero_plugin.strategies.torch_session import TorchSession
-
-
-class Loop:
-    """One weight of 1.0 on one device, with the window and the session that the facade would give it."""
-
-    def __init__(self, steps: int = 1, lr: float = 0.5) -> None:
-        self.weight = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.ones_(self.weight.weight)
-        self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
-        self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
-        self.window = Window(steps, self.session)
-        self.optimizer = AcceleratedOptimizer(self.sgd)
-        self.optimizer.run_in(self.window)
-
-    def backward(self, gradient: float = 1.0) -> None:
-        self.window.backward(self.weight(torch.tensor([gradient])).sum())
-
-    @property
-    def value(self) -> float:
-        return float(self.weight.weight.detach())
 
 
 def run(scheduler: Any, loop: Loop, times: int, steps: int) -> list[float]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes
 
 from zero_plugin.config.choices import RNGType
+from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.distributed.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 from zero_plugin.errors import LoopError
 
@@ -68,21 +67,13 @@ def test_a_generator_that_is_not_here_is_named() -> None:
         synchronize_rng_states(["torch", "xla"])
 
 
-@pytest.mark.processes
-def test_processes_draw_alike_when_synchronised(run_processes, lines_of) -> None:
+@in_processes(2)
+def test_processes_draw_alike_when_synchronised(rank: int) -> None:
     """The CPU's generator and one of the script's; others keep their own draws."""
-    outputs = [json.loads("".join(lines_of(output.splitlines()))) for output in run_processes(__file__, 2)]
-    assert outputs[0]["torch"] == outputs[1]["torch"]
-    assert outputs[0]["generator"] == outputs[1]["generator"]
-    assert outputs[0]["python"] != outputs[1]["python"]
-
-
-if __name__ == "__main__":
-    store, rank, world = sys.argv[1:]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     set_seed(0, device_specific=True)
-    generator = torch.Generator().manual_seed(int(rank))
+    generator = torch.Generator().manual_seed(rank)
     synchronize_rng_states([RNGType.TORCH, "generator"], generator)
-    own = torch.rand(3, generator=generator).tolist()
-    print(json.dumps({"torch": torch.rand(3).tolist(), "generator": own, "python": random.random()}))
-    dist.destroy_process_group()
+    own = torch.rand(3).tolist(), torch.rand(3, generator=generator).tolist(), random.random()
+    first, second = gather_object([own])
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]

@@ -12,17 +12,16 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from device import process_group
 from paths import own_batch, running
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -189,21 +188,14 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Run every case, in one group of processes."""
     store, rank, world, folder, cases = sys.argv[1:6]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    deepspeed.init_distributed("gloo")
-    for number, case in enumerate(json.loads(cases)):
-        print(f"=== {case}", flush=True)
-        run_case(case, Path(folder) / case["name"])
-        if number == 0:
-            gc.collect()
-            gc.freeze()  # else every end_training() walks all that the imports made
-    gc.unfreeze()
-    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(store, rank, world):
+        deepspeed.init_distributed("gloo")
+        for number, case in enumerate(json.loads(cases)):
+            print(f"=== {case}", flush=True)
+            run_case(case, Path(folder) / case["name"])
+            if number == 0:
+                gc.collect()
+                gc.freeze()  # else every end_training() walks all that the imports made
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from device import process_group
 from offloading import files_of
 from paths import global_batch, loss_of, running
 from safetensors.torch import load_file
@@ -250,20 +249,13 @@ def digest(tensor: Tensor) -> str:
 def main() -> None:
     """Run every task, in one group of processes."""
     store, rank, world, folder, tasks = sys.argv[1:6]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    for number, task in enumerate(json.loads(tasks)):
-        print(f"=== {task}", flush=True)
-        run_task(task, Path(folder))
-        if number == 0:
-            gc.collect()
-            gc.freeze()  # else every end_training() walks all that the imports made
-    gc.unfreeze()
-    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(store, rank, world):
+        for number, task in enumerate(json.loads(tasks)):
+            print(f"=== {task}", flush=True)
+            run_task(task, Path(folder))
+            if number == 0:
+                gc.collect()
+                gc.freeze()  # else every end_training() walks all that the imports made
 
 
 if __name__ == "__main__":

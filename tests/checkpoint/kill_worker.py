@@ -1,21 +1,25 @@
-"""A job for the fork server: trains, saves every other step, and goes on from what an earlier run of it has left.
+"""Trains, saves every other step, and goes on from what an earlier run has left: STORE RANK WORLD BOARD ARGUMENTS.
 
-It tells on the board in which phase of saving it is, and dwells there, so that it can be killed there.
+BOARD is a file with a row of numbers for each process: its phase (index into PHASES), how often it has been in each,
+and its steps from SAVED on. The process dwells in each phase, so that it can be killed there. ARGUMENTS is JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from fork_server import FREE, PHASES
+from device import process_group
 from paths import ZERO, loss_of, own_batch
 from torch import nn
 
@@ -25,7 +29,8 @@ from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 
-SAVED, REACHED = FREE, FREE + 1  # steps that the last finished save had; steps taken
+PHASES = ("none", "write", "fsync", "rename", "rotate")
+SAVED, REACHED = 8, 9  # steps that the last finished save had; steps taken
 
 
 def run(
@@ -45,7 +50,7 @@ def run(
     """Train.
 
     Args:
-        board: of the fork server.
+        board: see above.
         folder: where checkpoints and `losses.txt` are.
         path: see `paths`.
         naming: of the checkpoints: `automatic`, `numbered`, or `fixed`, always the same folder.
@@ -176,3 +181,14 @@ def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
     wrap(folders, "exchange", lambda *_: "rename")
     wrap(os, "unlink", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")  # as rmtree calls it
     wrap(os, "rmdir", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")
+
+
+def main() -> None:
+    """Train in a process group."""
+    store, rank, world, board, arguments = sys.argv[1:]
+    with process_group(store, rank, world):
+        run(np.memmap(board, np.int64, "r+").reshape(int(world), -1), **json.loads(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import tolerance_of
 from safetensors.torch import load_file
 
 from zero_plugin.checkpoint.convert import open_source
@@ -97,7 +98,7 @@ def result_of(finished: Path, name: str) -> dict[str, Any]:
 def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> None:
     """The imported checkpoint goes on elsewhere with the losses of the engine that wrote it."""
     result = result_of(finished, case["name"])
-    tolerance = 1e-2 if case["precision"] == "bf16" else 1e-4 if "cpu" in case["name"] else 1e-6
+    tolerance = tolerance_of(case["name"], half=case["precision"] == "bf16", exact=1e-6)
     assert result["imported"] == pytest.approx(result["engine"], rel=tolerance)
     assert result["notes"] == []
     assert result["not_restored"] == ["random states: there are none in the checkpoint"]
@@ -135,5 +136,5 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
 def test_an_engine_goes_on_from_the_universal_export(name: str, stage: int, finished: Path) -> None:
     """DeepSpeed's own loader takes it at another stage, with the same losses."""
     result = result_of(finished, name)
-    tolerance = 1e-2 if "bf16" in name else 1e-4 if "cpu" in name else 1e-6
+    tolerance = tolerance_of(name, half="bf16" in name, exact=1e-6)
     assert result["universal"][str(stage)] == pytest.approx(result["engine"], rel=tolerance)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import tolerance_of
 from safetensors.torch import load_file
 
 from zero_plugin.checkpoint.folders import find_damage
@@ -134,7 +135,7 @@ def test_goes_on_as_if_uninterrupted(pair: Pair, finished: Path) -> None:
 
     On the same layout they are bitwise its own, and so are the weights in the end.
     """
-    check_continuation(pair, finished)
+    assert_continuation(pair, finished)
 
 
 @pytest.mark.campaign
@@ -143,14 +144,14 @@ def test_goes_on_as_if_uninterrupted(pair: Pair, finished: Path) -> None:
 @pytest.mark.parametrize("pair", ALL, ids=name_of)
 def test_every_layout_goes_on_in_every_layout(pair: Pair, campaign: Path) -> None:
     """The same, for all pairs of layouts."""
-    check_continuation(pair, campaign)
+    assert_continuation(pair, campaign)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_holds_no_pickle(finished: Path) -> None:
     """Every file is safetensors or JSON, and the manifest names them all."""
-    check_files(finished, {source for source, _ in THIRTEEN})
+    assert_files(finished, {source for source, _ in THIRTEEN})
 
 
 @pytest.mark.campaign
@@ -158,7 +159,7 @@ def test_holds_no_pickle(finished: Path) -> None:
 @pytest.mark.timeout(7200)
 def test_no_layout_writes_pickle(campaign: Path) -> None:
     """The same, of every checkpoint of the campaign."""
-    check_files(campaign, {source for source, _ in ALL})
+    assert_files(campaign, {source for source, _ in ALL})
 
 
 def test_rotation_is_complete() -> None:
@@ -171,20 +172,19 @@ def test_rotation_is_complete() -> None:
             assert {run.precision for run in runs} == {"no", "bf16"}
 
 
-def check_continuation(pair: Pair, folder: Path) -> None:
+def assert_continuation(pair: Pair, folder: Path) -> None:
     """See the tests."""
     went_on, whole = (json.loads((folder / name / "result.json").read_text()) for name in (name_of(pair), str(pair[0])))
     assert went_on["problems"] == whole["problems"] == []
     assert went_on["lrs"] == pytest.approx(whole["lrs"], rel=1e-12)
-    by_kernel = any(run.layout.endswith(("-cpu", "-nvme")) for run in pair)
-    tolerance = 1e-2 if pair[0].precision == "bf16" else 1e-4 if by_kernel else 1e-6
+    tolerance = tolerance_of(*(run.layout for run in pair), half=pair[0].precision == "bf16", exact=1e-6)
     assert went_on["losses"] == pytest.approx(whole["losses"], rel=tolerance)
     if pair[0] == pair[1]:
         assert went_on["losses"] == whole["losses"]
         assert went_on["digests"] == whole["digests"]
 
 
-def check_files(folder: Path, sources: Iterable[Run]) -> None:
+def assert_files(folder: Path, sources: Iterable[Run]) -> None:
     """See the tests."""
     for source in sources:
         checkpoint = folder / str(source) / "checkpoint"

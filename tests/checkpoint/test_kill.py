@@ -4,34 +4,103 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
 import random
+import signal
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from launching import ProcessGroup, wait_for_ends
 
 from zero_plugin.checkpoint.folders import choose_checkpoint, find_damage, numbered_checkpoints, read_manifest
 from zero_plugin.checkpoint.load import find_differences
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
 
-PHASES = ("write", "fsync", "rename", "rotate")
+pytestmark = pytest.mark.programs
+
+WORKER = Path(__file__).parent / "kill_worker.py"
+PHASES = ("write", "fsync", "rename", "rotate")  # from 1 on; 0 is none of them
+ROW = 16  # numbers of a process on the board
 LAYOUTS = [(2, "zero2"), (2, "zero3"), (1, "single"), (2, "ddp"), (1, "zero3")]  # processes, path
 NAMINGS = ["automatic", "fixed", "numbered"]
 STEPS = 8  # and a save every other
 PER_STORY = 3  # kills of one run, before it may run to its end
-SAVED, REACHED = 0, 1
+SAVED, REACHED = 8, 9  # as in kill_worker.py
 
 Kills = Callable[..., Counter[str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run's processes.
+
+    Attributes:
+        codes: exit codes; None where the time was over.
+        board: a row of numbers for each process, see kill_worker.py.
+        logs: what they printed.
+    """
+
+    codes: list[int | None]
+    board: list[list[int]]
+    logs: str
+
+    def phase(self, rank: int) -> str:
+        """In which phase a process has ended."""
+        return ("none", *PHASES)[self.board[rank][0]]
+
+
+def run_worker(folder: Path, world: int, kill: dict[str, Any] | None = None, /, **arguments: Any) -> Outcome:
+    """Run the worker to its end, or kill some of its processes.
+
+    Args:
+        folder: for the processes' logs.
+        world: how many processes.
+        kill: `ranks` get SIGKILL when process `watch` comes into its `count`-th `phase`, or `after` seconds. The others
+            have `grace` seconds then, before a launcher would kill them.
+        **arguments: of the worker.
+    """
+    board_file = folder / f"board-{time.monotonic_ns()}"
+    board_file.write_bytes(bytes(8 * ROW * world))
+    board = np.memmap(board_file, np.int64, "r+").reshape(world, ROW)
+    group = ProcessGroup(WORKER, world, board_file, json.dumps(arguments), folder=folder)
+    began, waits = time.monotonic(), kill is not None
+    deadline = began + 60
+
+    def is_due(kill: dict[str, Any]) -> bool:
+        if "after" in kill:
+            return time.monotonic() - began >= kill["after"]
+        phase = 1 + PHASES.index(kill["phase"])
+        row = board[kill["watch"]]
+        return bool(row[0] == phase and row[phase] >= kill["count"])
+
+    def is_over(ended: Mapping[int, float]) -> bool:
+        nonlocal deadline, waits
+        if kill is not None and waits and is_due(kill):
+            for rank in set(kill["ranks"]) - ended.keys():
+                os.kill(group.processes[rank].pid, signal.SIGKILL)
+            deadline, waits = time.monotonic() + kill["grace"], False
+        failed = [ended[rank] + 20 for rank in ended if group.processes[rank].returncode == 1]
+        time.sleep(0.0002 if waits else 0.005)
+        return time.monotonic() > min([deadline, *failed])
+
+    ended = wait_for_ends(group.processes, is_over, every=0)
+    in_time = time.monotonic() <= began + 60
+    codes = [process.returncode if in_time or rank in ended else None for rank, process in enumerate(group.processes)]
+    return Outcome(codes, board.tolist(), "\n".join(group.outputs()))
 
 
 class Story:
     """One run and its continuations, in a folder of their own."""
 
-    def __init__(self, forks: Any, folder: Path, world: int, path: str, naming: str, **arguments: Any) -> None:
-        self._forks = forks
+    def __init__(self, folder: Path, world: int, path: str, naming: str, **arguments: Any) -> None:
         self._folder = folder
         self._world = world
         self._naming = naming
@@ -41,31 +110,29 @@ class Story:
 
     def uninterrupted(self) -> list[str]:
         """The losses of a run that neither saves nor ends early."""
-        outcome = self._forks.run("kill_worker", self._world, **self._arguments, saves=False)
+        outcome = run_worker(self._folder, self._world, **self._arguments, saves=False)
         assert outcome.codes == [0] * self._world, outcome.logs
         return [line.split()[1] for line in (self._folder / "losses.txt").read_text().splitlines()]
 
     def go_on(self, kill: dict[str, Any] | None = None, **arguments: Any) -> Any:
         """Start the run anew, kill it, and look at what it has left; None where it has come to its end."""
         must_load = self._floor > 0
-        outcome = self._forks.run(
-            "kill_worker", self._world, kill=kill, **self._arguments, **arguments, must_load=must_load
-        )
+        outcome = run_worker(self._folder, self._world, kill, **self._arguments, **arguments, must_load=must_load)
         killed = kill is not None and any(outcome.codes[rank] == -9 for rank in kill["ranks"])
         assert killed or outcome.codes == [0] * self._world, outcome.logs
-        saved = max(outcome.told(rank, SAVED) for rank in range(self._world))
-        reached = max(outcome.told(rank, REACHED) for rank in range(self._world))
+        saved = max(outcome.board[rank][SAVED] for rank in range(self._world))
+        reached = max(outcome.board[rank][REACHED] for rank in range(self._world))
         self._look(max(saved, self._floor), max(reached, self._floor))
         self._saves = saved > 0
         return outcome if killed else None
 
-    def check_losses(self, wanted: list[str]) -> None:
+    def assert_losses(self, wanted: list[str]) -> None:
         """Every step of every continuation had the loss of the run that was not interrupted, to the last bit."""
         lines = [line.split() for line in (self._folder / "losses.txt").read_text().splitlines()]
         assert {int(step) for step, _ in lines} == set(range(STEPS))
         assert [(step, loss) for step, loss in lines if loss != wanted[int(step)]] == []
 
-    def check_nothing_left(self) -> None:
+    def assert_nothing_left(self) -> None:
         """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again.
 
         The number of a save that never ended is not used again, since it might be another run's that still writes.
@@ -103,20 +170,20 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def whole_losses(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[str]]:
+def whole_losses(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> Callable[[int, str], list[str]]:
     """What the uninterrupted run of a layout gives."""
 
     @functools.cache
     def losses(world: int, path: str) -> list[str]:
         folder = tmp_path_factory.mktemp("whole") / "run"
-        return Story(forks, folder, world, path, "automatic").uninterrupted()
+        return Story(folder, world, path, "automatic").uninterrupted()
 
     return losses
 
 
 @pytest.fixture
 def kill_runs(
-    forks: Any, whole_losses: Callable[[int, str], list[str]], tmp_path: Path, tried: Callable[..., dict[str, Any]]
+    whole_losses: Callable[[int, str], list[str]], tmp_path: Path, tried: Callable[..., dict[str, Any]]
 ) -> Kills:
     """Kill so many runs at random instants, and count in which phases the killed processes were."""
 
@@ -130,7 +197,7 @@ def kill_runs(
             world, path = LAYOUTS[number % len(LAYOUTS)]
             naming = NAMINGS[number % len(NAMINGS)]
             folder = tmp_path / f"story-{number}"
-            story = Story(forks, folder, world, path, naming, asynchronous=asynchronous, swaps=number % 2 == 0)
+            story = Story(folder, world, path, naming, asynchronous=asynchronous, swaps=number % 2 == 0)
             for _ in range(PER_STORY):
                 rarest = min((*PHASES, "none"), key=lambda phase: landed[phase])
                 kill = plan_kill(draw, world, rarest)
@@ -145,8 +212,8 @@ def kill_runs(
                 landed[outcome.phase(victim)] += 1
             else:
                 assert story.go_on() is None
-            story.check_losses(whole_losses(world, path))
-            story.check_nothing_left()
+            story.assert_losses(whole_losses(world, path))
+            story.assert_nothing_left()
         row["right message"] = row["tried"]  # the losses are those of a run that was not killed
         return landed
 
@@ -196,9 +263,9 @@ def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> 
         ),
     ],
 )
-def test_the_others_end(path: str, asynchronous: bool, forks: Any, tmp_path: Path) -> None:
+def test_the_others_end(path: str, asynchronous: bool, tmp_path: Path) -> None:
     """Where one process is killed while all save, the others end by themselves, long before the group's time-out."""
-    story = Story(forks, tmp_path / "run", 2, path, "automatic", asynchronous=asynchronous)
+    story = Story(tmp_path / "run", 2, path, "automatic", asynchronous=asynchronous)
     kill = {"watch": 1, "phase": "write", "count": 5, "ranks": [1], "grace": 25}
     outcome = story.go_on(kill, dwell=0.001)
     assert outcome.codes == [1, -9], outcome.logs

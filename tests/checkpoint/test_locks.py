@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from zero_plugin.checkpoint import locks
 from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_draft
 from zero_plugin.checkpoint.locks import claim, give_up, lock_of
 from zero_plugin.errors import CheckpointError
+
+pytestmark = pytest.mark.programs
 
 JOB = """
 import os, sys
@@ -53,21 +55,15 @@ Start = Callable[[str, Path], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(forked_alone: dict[str, str]) -> Iterator[Start]:
+def start(forked_alone: dict[str, str], start_program: Callable[..., subprocess.Popen[str]]) -> Start:
     """Starts a job that saves when it is told to, in a folder that another may have."""
-    started: list[subprocess.Popen[str]] = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **forked_alone}
 
     def start(how: str, folder: Path) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
         command = [sys.executable, "-c", JOB, how, str(folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **forked_alone}
-        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
-        return started[-1]
+        return start_program(command, env=environment, stdin=subprocess.PIPE)
 
-    yield start
-    for job in started:
-        job.kill()
-        job.communicate()
+    return start
 
 
 def process_of(job: subprocess.Popen[str]) -> int:

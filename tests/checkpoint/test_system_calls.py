@@ -17,6 +17,7 @@ from zero_plugin.checkpoint.folders import choose_checkpoint, read_manifest
 from zero_plugin.checkpoint.load import find_differences
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace"),

@@ -1,10 +1,12 @@
 """What tests of commands share."""
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from zero_plugin.cli.main import main
 from zero_plugin.distributed import messages
 
 
@@ -21,3 +23,22 @@ def messages_as_before() -> Iterator[None]:
         vars(handler).update(attributes)
     logger.setLevel(level)
     messages._own_level = own_level
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `zero-plugin …` in this process; exit code, output, errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zero-plugin", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run

@@ -12,8 +12,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from zero_plugin.cli.main import main
-
 Check = Callable[..., tuple[int, str, str]]
 ZERO = "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
 FILES = {
@@ -25,20 +23,12 @@ FILES = {
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Check) -> Check:
     """Runs the command in a folder with FILES; returns exit code, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["zero-plugin", "check", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+    return lambda *arguments: run_command("check", *arguments)
 
 
 def test_good_files_are_said_to_be_good(check: Check) -> None:

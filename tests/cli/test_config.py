@@ -26,6 +26,8 @@ from zero_plugin.config.commented import key_comments
 from zero_plugin.config.read import read_document
 from zero_plugin.machine.hardware import Machine
 
+pytestmark = pytest.mark.programs
+
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "configs"
 
 

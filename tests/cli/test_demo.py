@@ -11,6 +11,8 @@ import pytest
 
 from zero_plugin.machine.hardware import count_gpus
 
+pytestmark = pytest.mark.programs
+
 
 def dry_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zero_plugin", "demo", "--dry_run", *arguments]

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from zero_plugin.cli.main import main
 from zero_plugin.plan import run_plan
 
 ZERO3 = """\
@@ -53,24 +52,13 @@ Explain = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Explain:
+def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Explain) -> Explain:
     """Run the command in a folder with `zero3.yaml`; exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
     (tmp_path / "zero3.yaml").write_text(ZERO3)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["zero-plugin", "explain", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return lambda *arguments: run_command("explain", *arguments)
 
 
 def lines(output: str) -> dict[str, list[str]]:

@@ -12,6 +12,8 @@ import pytest
 
 import zero_plugin
 
+pytestmark = pytest.mark.programs
+
 
 def run(
     *arguments: str, folder: Path, code: str | None = None, columns: str = "60", **variables: str

@@ -30,21 +30,10 @@ PlanCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> PlanCommand:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: PlanCommand) -> PlanCommand:
     """Run the command in an empty folder; exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["zero-plugin", "plan", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return lambda *arguments: run_command("plan", *arguments)
 
 
 def test_the_table(plan: PlanCommand) -> None:

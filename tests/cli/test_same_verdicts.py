@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from zero_plugin import Accelerator
-from zero_plugin.cli.main import main
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping, read_document
@@ -28,20 +27,17 @@ WHERE = "Accelerator(config=…)"
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+) -> Command:
     """Runs a command of zero-plugin in this process: its exit code, and what it says on standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "train.py").write_text("print(1)\n")
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["zero-plugin", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        return code, capsys.readouterr().err
+        code, _, errors = run_command(*arguments)
+        return code, errors
 
     return run
 

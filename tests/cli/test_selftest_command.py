@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ends_of
 
 from zero_plugin.cli.selftest import STEPS
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -106,7 +107,7 @@ def test_what_this_machine_lacks_is_told_with_its_remedy(
 
 
 @pytest.mark.campaign
-def test_two_machines(tmp_path: Path) -> None:
+def test_two_machines(tmp_path: Path, start_program: Callable[..., subprocess.Popen[str]]) -> None:
     """Started on each, it shows the same table on each; the checkpoint is tried in a folder of both."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -115,17 +116,12 @@ def test_two_machines(tmp_path: Path) -> None:
     started = []
     for machine in ("0", "1"):
         arguments = (*meeting, "--cpu", "--num_processes", "2", "--machine_rank", machine, "--folder", "shared")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command(*arguments), cwd=tmp_path, env=environment(tmp_path), **pipes))
-    try:
-        outputs = [process.communicate(timeout=150) for process in started]
-    finally:
-        for process in started:
-            process.terminate()
-            process.wait(60)
-    assert [process.returncode for process in started] == [0, 0], outputs
+        added = environment(tmp_path)
+        started.append(start_program(command(*arguments), gently=True, cwd=tmp_path, env=added))
+    done = ends_of(*started, seconds=150)
+    assert [code for code, _, _ in done] == [0, 0], done
     tables = [
-        {row["check"]: (row["result"], row["said"]) for row in json.loads(output)["checks"]} for output, _ in outputs
+        {row["check"]: (row["result"], row["said"]) for row in json.loads(output)["checks"]} for _, output, _ in done
     ]
     assert tables[0] == tables[1]
     assert tables[0]["checkpoint"][0] == "ok"

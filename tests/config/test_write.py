@@ -28,7 +28,7 @@ def values(tree: Tree) -> dict[Any, Any]:
     return {path: (repr(entry.value), entry.value) for path, entry in tree.entries.items()}
 
 
-def check_round_trips(document: Document, folder: Path) -> None:
+def assert_round_trips(document: Document, folder: Path) -> None:
     file = folder / "written.yaml"
     file.write_text(document.to_accelerate_yaml(), encoding="utf-8")
     again = read_document(file)
@@ -48,7 +48,7 @@ def check_round_trips(document: Document, folder: Path) -> None:
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
 def test_our_files(file: Path, tmp_path: Path) -> None:
     """Every file that is shipped comes back equal, as YAML and, its training part, as JSON."""
-    check_round_trips(read_document(file), tmp_path)
+    assert_round_trips(read_document(file), tmp_path)
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="the published configuration files are not beside this checkout")
@@ -64,7 +64,7 @@ def test_published_files(tmp_path: Path) -> None:
             with pytest.raises(ConfigError):
                 document.to_accelerate_yaml()
         else:
-            check_round_trips(document, tmp_path)
+            assert_round_trips(document, tmp_path)
             whole += 1
     assert whole > 70
 
@@ -175,7 +175,7 @@ def test_any_document(
 ) -> None:
     """A document that was made in code comes back equal through either file; what it holds need not be legal."""
     document = document_from_mapping({**launch, "deepspeed_config": deepspeed}, "code")
-    check_round_trips(document, tmp_path_factory.getbasetemp())
+    assert_round_trips(document, tmp_path_factory.getbasetemp())
 
 
 def test_layout() -> None:
@@ -215,7 +215,7 @@ def test_zero_without_a_stage_stays_what_deepspeed_runs(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
     launch = tmp_path / "launch.yaml"
     launch.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
-    check_round_trips(read_document(launch), tmp_path)
+    assert_round_trips(read_document(launch), tmp_path)
     path = ("distributed_type",)
     by_flag = read_document(tmp_path / "ds.json").overlay("flag", {path: ("--use_deepspeed", "DEEPSPEED")})
     launch.write_text(by_flag.to_accelerate_yaml())

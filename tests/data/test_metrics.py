@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_paths import in_processes, on_rows, row
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zero_plugin.data.batches import gather_for_metrics
@@ -16,7 +15,13 @@ from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
 
+# Numbers of samples, and batch sizes. "short" runs daily.
 SIZES = {"short": ((2, 7, 12), (1, 3)), "full": (range(1, 41), range(1, 10))}
+ROWS = [
+    row("", world, extent, daily=extent == "short")
+    for extent, first in (("short", 2), ("full", 1))
+    for world in range(first, 4)
+]
 
 
 class Stream(IterableDataset):
@@ -90,9 +95,11 @@ def kept(samples: int, batch: int, *, even: bool, drop_last: bool) -> int:
     return full * batch * world + tail
 
 
-def check_every_sharing(samples: int, batch: int) -> None:
+@on_rows(("extent",), ROWS)
+def test_every_sharing(extent: str) -> None:
     """Map-style data and a stream, alike: the data set in order, once each, or as much of it as was asked for."""
-    for even, drop_last, split in product((True, False), repeat=3):
+    sizes, batches = SIZES[extent]
+    for samples, batch, even, drop_last, split in product(sizes, batches, *[(True, False)] * 3):
         expected = list(range(kept(samples, batch, even=even, drop_last=drop_last)))
         for data in (range(samples), Stream(samples)):
             loader = DataLoader(data, batch_size=batch * (num_processes() if split else 1), drop_last=drop_last)
@@ -100,19 +107,24 @@ def check_every_sharing(samples: int, batch: int) -> None:
             assert found == (expected, -(-len(expected) // batch)), (samples, batch, even, drop_last, split, data)
 
 
-def check_divided_by_others(samples: int, batch: int) -> None:
+@on_rows(("extent",), ROWS)
+def test_data_that_others_divide(extent: str) -> None:
     """A DistributedSampler, a `shard` method, a stream divided by rank: each sample once, though parts differ."""
-    sampler = DistributedSampler(range(samples), num_processes(), process_index(), shuffle=False)
-    by_sampler = DataLoader(range(samples), batch_size=batch, sampler=sampler)
-    by_method = prepared(DataLoader(Sharded(samples), batch_size=batch))
-    by_rank = prepared(DataLoader(DividedByRank(samples), batch_size=batch), shard_iterable="never")
-    for loader in (prepared(by_sampler), by_method, by_rank):
-        if samples >= num_processes():  # without any sample a process has nothing to go on with
+    sizes, batches = SIZES[extent]
+    for samples, batch in product(sizes, batches[:2]):
+        if samples < num_processes():  # a process without any sample cannot go on
+            continue
+        sampler = DistributedSampler(range(samples), num_processes(), process_index(), shuffle=False)
+        by_sampler = DataLoader(range(samples), batch_size=batch, sampler=sampler)
+        by_method = prepared(DataLoader(Sharded(samples), batch_size=batch))
+        by_rank = prepared(DataLoader(DividedByRank(samples), batch_size=batch), shard_iterable="never")
+        for loader in (prepared(by_sampler), by_method, by_rank):
             found, _ = collect(loader)
             assert sorted(found) == list(range(samples)), (samples, batch, loader.dataset)
 
 
-def check_uncounted() -> None:
+@in_processes(2, 3)
+def test_batches_that_nobody_counts() -> None:
     """Batches that the data set or a batch sampler makes: dealt out whole, repeated ones left out."""
     ready = [torch.arange(n) + 10 * n for n in (1, 2, 3, 4, 5, 6, 7)]
     assert collect(prepared(DataLoader(ready, batch_size=None))) == (torch.cat(ready).tolist(), 7)
@@ -120,49 +132,17 @@ def check_uncounted() -> None:
     assert collect(prepared(DataLoader(range(9), batch_sampler=varying))) == (list(range(9)), 5)
 
 
-def check_refusal_of_unseen_repeats() -> None:
+@in_processes(2, 3)
+def test_repeats_that_nobody_sees_are_refused() -> None:
     """A sampler of unknown habits that gives each process its part may repeat samples: an error, at the first batch."""
-    if num_processes() == 1:
-        return
     loader = prepared(DataLoader(range(7), batch_size=2, sampler=RankSampler(7)))
     for batch in loader:
         with pytest.raises(LoopError, match="RankSampler shares the samples"):
             gather_for_metrics(batch, loader)
 
 
-def run_checks(extent: str) -> None:
-    sizes, batches = SIZES[extent]
-    for samples, batch in product(sizes, batches):
-        check_every_sharing(samples, batch)
-    for samples, batch in product(sizes, batches[:2]):
-        check_divided_by_others(samples, batch)
-    check_uncounted()
-    check_refusal_of_unseen_repeats()
-
-
 def test_gathering_is_exact_on_one_process() -> None:
-    """Without other processes it is the loader's own samples."""
-    run_checks("short")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
-def test_gathering_is_exact(run_processes, world: int) -> None:
-    """A few numbers of samples, two batch sizes, every way of sharing."""
-    run_processes(__file__, world, "short")
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gathering_is_exact_for_every_size(run_processes, world: int) -> None:
-    """1 … 40 samples, batch sizes 1 … 9, every way of sharing."""
-    run_processes(__file__, world, "full", seconds=2500)
-
-
-if __name__ == "__main__":
-    store, rank, world, extent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    run_checks(extent)
-    dist.barrier()
-    dist.destroy_process_group()
+    """Without a process group it is the loader's own samples."""
+    test_every_sharing.body("short")
+    test_data_that_others_divide.body("short")
+    test_batches_that_nobody_counts.body()

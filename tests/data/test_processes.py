@@ -30,6 +30,8 @@ from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import gather, gather_object
 from zero_plugin.errors import LoopError
 
+pytestmark = pytest.mark.programs
+
 
 class PythonShuffle(Sampler):
     """A user's sampler that draws from Python's generator, which nobody seeds alike on the processes."""

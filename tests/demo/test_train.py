@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from zero_plugin.demo import train
 from zero_plugin.demo.train import GPT, Blocks, GPTConfig, next_byte_loss, read_text
 
+pytestmark = pytest.mark.programs
+
 SMALL = ["--steps=12", "--batch_size=32", "--block=32", "--width=32", "--layers=1", "--heads=2", "--sample=8"]
 DEMO = ["-m", "zero_plugin", "demo"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(train.__file__)]

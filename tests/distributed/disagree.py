@@ -1,15 +1,9 @@
-"""Training scripts of two processes that do not agree: FOLDER PATH:HOW… SECONDS.
-
-Python, torch and DeepSpeed start once; every process of every script is forked off there. The output of each goes to
-FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
-"""
+"""A process of a training script of two processes that do not agree: FOLDER PATH:HOW RANK."""
 
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -22,11 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from forked import IMPORTED_BEFORE
 from torch.utils import cpp_extension
 
 from zero_plugin import Accelerator, DistributedDataParallelKwargs
@@ -281,47 +273,6 @@ class Notes(GeneralTracker):
         self.file.write_text("finished")
 
 
-def fork(folder: Path, path: str, how: str, rank: int) -> int:
-    """The process id of one process of a script, which ends as Python does: with atexit, and its exit code."""
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(folder / f"{path}-{how}-{rank}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    script(folder, path, how, rank)
-    sys.exit(0)
-
-
-def main() -> None:
-    """Start all, wait for all, and end whatever is left when the time is over."""
-    folder, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[-1])
-    for module in IMPORTED_BEFORE:
-        importlib.import_module(module)
-    gc.freeze()  # else every end_training() walks all that the imports made
-    scripts = sorted(sys.argv[2:-1], key=lambda name: not name.endswith(":overdue"))
-    running = {}
-    for name in scripts:
-        path, how = name.split(":")
-        started = {fork(folder, path, how, rank): f"{path}-{how}-{rank}" for rank in range(2)}
-        running.update(started)
-        # Its time-out is short from the beginning: what the others load must not make its first calls late.
-        while how == "overdue" and time.monotonic() < deadline:
-            if all((folder / f"{process}.trained").exists() for process in started.values()):
-                break
-            time.sleep(0.05)
-    codes: dict[str, int | None] = dict.fromkeys(running.values())
-    while running and time.monotonic() < deadline:
-        for child in list(running):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    for child in running:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    (folder / "codes.json").write_text(json.dumps(codes))
-
-
 if __name__ == "__main__":
-    main()
+    script(Path(sys.argv[1]), *sys.argv[2].split(":"), int(sys.argv[3]))
+    sys.exit(0)

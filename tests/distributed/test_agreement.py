@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launching import start_script, wait_for_ends, wait_until
 
 SCRIPT = Path(__file__).parent / "disagree.py"
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,21 @@ class Ended:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts of all tests that are asked for run once, at the same time."""
     folder = tmp_path_factory.mktemp("agreement")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     here = [item for item in request.session.items if item.path == Path(__file__)]
-    scripts = sorted({item.callspec.params["script"] for item in here})
-    subprocess.run([sys.executable, SCRIPT, folder, *scripts, "400"], env=environment, check=True, timeout=550)
+    scripts = sorted({item.callspec.params["script"] for item in here}, key=lambda name: not name.endswith(":overdue"))
+    processes: dict[str, Any] = {}
+    deadline = time.monotonic() + 400
+    for script in scripts:
+        names = [f"{script.replace(':', '-')}-{rank}" for rank in range(2)]
+        for rank, name in enumerate(names):
+            processes[name] = start_script(SCRIPT, folder, script, rank, log=folder / f"{name}.log")
+        if script.endswith(":overdue"):
+            # Its time-out is short from the beginning: what the others load must not make its first calls late.
+            wait_until(lambda names=names: all((folder / f"{name}.trained").exists() for name in names), seconds=120)
+    started = list(processes.values())
+    ended = wait_for_ends(started, lambda _: time.monotonic() > deadline)
+    codes = [process.returncode if index in ended else None for index, process in enumerate(started)]
+    (folder / "codes.json").write_text(json.dumps(dict(zip(processes, codes, strict=True))))
     return folder
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from launching import find_free_port, start_script, wait_for_ends
 
 SCRIPT = Path(__file__).parent / "dies.py"
 WORLD = 3
 BOUND_S = 10.0  # on a machine that does nothing else
 WAITED_S = 60.0
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 # Of a loop and of a save; process 0 holds the store. "prepare" is before the first tick of the dying process, which
 # nobody noticed while a process published its id at its first tick.
@@ -46,38 +45,20 @@ class Survivor(NamedTuple):
     output: str
 
 
-Start = Callable[[list[str], dict[str, str], int], Any]
-
-
-def free_port() -> int:
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-
-
-def die(start: Start, folder: Path, path: str, place: str, victim: int, seconds: int) -> list[Survivor]:
+def die(folder: Path, path: str, place: str, victim: int, seconds: int) -> list[Survivor]:
     """Start the processes, wait for the death, and see how the others end."""
     folder.mkdir()
     group = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **group, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes, ended = [], dict[int, float]()
-    for rank in range(WORLD):
-        command = [str(SCRIPT), path, place, str(folder / "project"), str(victim), str(seconds)]
-        with (folder / f"{rank}.log").open("wb") as log:
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(start(command, own, log.fileno()))
+    group["MASTER_PORT"] = str(find_free_port())
+    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
+    processes = []
+    for rank, log in enumerate(logs):
+        own = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments = (path, place, folder / "project", victim, seconds)
+        processes.append(start_script(SCRIPT, *arguments, log=log, variables=own))
     began = time.monotonic()
-    while len(ended) < WORLD and time.monotonic() - ended.get(victim, began + 200) < WAITED_S:
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic()
-        time.sleep(0.02)
-    for process in processes:
-        process.kill()
-        process.wait()
-    outputs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
+    ended = wait_for_ends(processes, lambda ended: time.monotonic() - ended.get(victim, began + 200) >= WAITED_S)
+    outputs = [log.read_text() for log in logs]
     assert processes[victim].returncode == -signal.SIGKILL, outputs[victim]
     return [
         Survivor(ended[rank] - ended[victim] if rank in ended else None, processes[rank].returncode, outputs[rank])
@@ -98,14 +79,14 @@ def cases() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def survivors(
-    request: pytest.FixtureRequest, start_fork: Start, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, int, int], list[Survivor]]:
     """Of all deaths that are asked for, a few at a time: mostly the processes wait."""
     folder = tmp_path_factory.mktemp("dies")
     here = [item for item in request.session.items if item.path == Path(__file__)]
     asked = sorted({item.callspec.params["case"] for item in here})
     with ThreadPoolExecutor(3) as pool:
-        ended = pool.map(lambda one: die(start_fork, folder / "-".join(map(str, one)), *one), asked)
+        ended = pool.map(lambda one: die(folder / "-".join(map(str, one)), *one), asked)
         return dict(zip(asked, ended, strict=True))
 
 

@@ -10,6 +10,8 @@ import pytest
 from pages import PAGES, ROOT, blocks_of, commands_of, missing_lines
 from tables import BEFORE, CAMPAIGN, CANNOT_RUN, COMPARED_ELSEWHERE, ENDLESS, EXIT_CODES, SECOND_MACHINE, SHORTER, Row
 
+pytestmark = pytest.mark.programs
+
 PLAYED = [str(page.relative_to(ROOT)) for page in PAGES if blocks_of(page)]
 LATER = sorted({page for page, _ in CAMPAIGN})
 

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import BOUND_S, Workers, finish
+from launching import BOUND_S, Workers, needs_proc, wait_until
 
 from zero_plugin.machine.hardware import port_is_free
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
+    needs_proc,
 ]
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -67,7 +68,7 @@ def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, sec
             launcher.terminate()
         else:
             os.kill(found[rank][0], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-    errors = finish(launcher, workers, {int(environment["MASTER_PORT"]) for _, environment in found.values()})
+    errors = workers.finish(launcher, {int(environment["MASTER_PORT"]) for _, environment in found.values()})
     assert launcher.returncode == CODES[fault], errors
     assert {
         "kill": f"rank {rank} was ended by signal 9 (SIGKILL)",
@@ -105,7 +106,7 @@ class Training:
 
     def finish(self, launcher: subprocess.Popen[str]) -> tuple[int, str]:
         """Exit code, and what was printed to stderr."""
-        errors = finish(launcher, self.workers, set())
+        errors = self.workers.finish(launcher)
         return launcher.returncode, errors
 
     def result(self) -> Any:
@@ -191,17 +192,15 @@ def test_a_machine_that_is_lost_and_comes_back(
 ) -> None:
     """Of two launchers one is killed and started again: the other waits for it, and both go on from the checkpoint."""
     training = Training(start, tmp_path, 0)
-    endpoint = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    endpoint = f"127.0.0.1:{port}"
     flags = ("--num_machines", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--max_restarts", "2")
 
     def join() -> subprocess.Popen[str]:
         return training.start(*flags, pause=0.5)
 
     stays = join()
-    deadline = time.monotonic() + 60
-    while port_is_free(int(endpoint.rpartition(":")[2])):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not port_is_free(port))
     lost = join()
     assert lost.stdout is not None
     assert lost.stdout.readline() == "started at 0\n"

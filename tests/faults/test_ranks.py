@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers, finish
+from launching import Workers, needs_proc
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
+    needs_proc,
 ]
 
 SCRIPT = Path(__file__).parent / "disturbed.py"
@@ -82,7 +83,7 @@ def test_a_rank(
     )
     ports = {int(environment["MASTER_PORT"]) for _, environment in workers.wait_for(2, launcher).values()}
     began = time.monotonic()
-    errors = finish(launcher, workers, ports)
+    errors = workers.finish(launcher, ports)
     row["ended in time"], row["slowest s"] = 1, time.monotonic() - began
     code, *words = FAULTS[fault]
     assert (launcher.returncode, any(said.format(rank=rank) in errors for said in words)) == (code, True), errors

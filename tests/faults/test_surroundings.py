@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import Workers, finish
+from launching import Workers, needs_proc
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.processes,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
+    needs_proc,
 ]
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -51,7 +52,7 @@ def expect(
 ) -> tuple[str, float]:
     """The end of a run, with what must be true of it; what it printed to stderr, and the seconds."""
     began = time.monotonic()
-    errors = finish(launcher, workers, set())
+    errors = workers.finish(launcher)
     row["ended in time"], row["slowest s"] = 1, time.monotonic() - began
     assert launcher.returncode == code, errors
     for text in words:
@@ -108,15 +109,13 @@ def memory_group() -> Iterator[Path]:
 
 
 @pytest.mark.campaign
-def test_memory_of_a_control_group(start: Start, tmp_path: Path, tried: Tried, memory_group: Path) -> None:
+def test_memory_of_a_control_group(start_program: Start, tmp_path: Path, tried: Tried, memory_group: Path) -> None:
     """The kernel kills the process that takes too much: its rank is named, and that memory ran out."""
     (tmp_path / "eats.py").write_text(EATS)
     mark = uuid.uuid4().hex
     join = f"echo $$ > {memory_group / 'cgroup.procs'}; exec "
     launch = f"{sys.executable} -m zero_plugin launch --cpu --num_processes 2 eats.py {mark}"
-    launcher = subprocess.Popen(
-        ["sh", "-c", join + launch], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    launcher = start_program(["sh", "-c", join + launch], cwd=tmp_path)
     row = tried("the kernel kills a rank for memory", 1)
     said = ("rank 1 was ended by signal 9 (SIGKILL)", "The kernel did it, because CPU memory ran out (1.4 GiB here")
     expect(launcher, row, Workers(mark), 137, *said)

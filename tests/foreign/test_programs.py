@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 HERE = Path(__file__).parent
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
 # What each one needs, and how far its losses may be from those of one process: some are rounded where they are logged.

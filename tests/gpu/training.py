@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from device import DEVICE, ON_GPU, distributed_type, place_process
+from device import DEVICE, ON_GPU, distributed_type, process_group
 
 os.environ["DS_ACCELERATOR"] = DEVICE
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_plugin import Accelerator
@@ -47,14 +46,9 @@ PATHS: dict[str, dict[str, Any]] = {
 def group_of_one() -> Iterator[list[str]]:
     """Around all of a worker, `STORE RANK WORLD ARGS…`; the arguments."""
     store, rank, world, *arguments = sys.argv[1:]
-    os.environ.update(place_process(rank, world))
-    backend = (
-        "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
-    )  # without a GPU the scripts can be tried, for what they are worth
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-    yield arguments
-    dist.barrier()
-    dist.destroy_process_group()
+    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"  # without a GPU the scripts can be tried
+    with process_group(store, rank, world, backend=backend):
+        yield arguments
 
 
 def start(path: str, precision: str, nvme: str = "", accumulation: int = 1, **arguments: Any) -> Accelerator:

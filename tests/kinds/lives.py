@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,6 @@ class Life:
     seed: int
     model: str
     stages: tuple[Stage, ...]
-
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """Each dimension with each of its values here."""
-        yield "model", self.model
-        yield "trainings", len(self.stages)
-        for stage in self.stages:
-            yield from asdict(stage).items()
 
 
 def draw(seed: int) -> Life:

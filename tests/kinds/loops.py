@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from device import DEVICE, ON_GPU, distributed_type
+from device import DEVICE, ON_GPU
+from paths import differences, running, weights
 from torch import Tensor, nn
 from torch.distributed.nn import functional as collectives
 from torch.utils.data import DataLoader
 
 from zero_plugin import Accelerator
+from zero_plugin.errors import ZeroPluginError
 from zero_plugin.utils import send_to_device
 
 SIZE, FEATURES, OUT = 12, 8, 4  # samples of a global batch, which two and three processes divide
-ZERO = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "zero2-cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero3-cpu": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    },
-}
-FURTHER = {"zero0": {"stage": 0}, "zero3-gathered": {"stage": 3}}  # for few
+ZERO = ("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu")
 STAGE_3 = ("zero3", "zero3-cpu")
 EVERYWHERE = ("single", "ddp", *ZERO)
 
@@ -259,30 +251,43 @@ class Prepared(Plain):
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of the whole weights, on every process."""
-        state = [self.accelerator.get_state_dict(model)]
-        dist.broadcast_object_list(state)
-        assert state[0] is not None
-        return {name: tensor.cpu().clone() for name, tensor in state[0].items()}
+        return {name: tensor.cpu() for name, tensor in weights(self.accelerator, model).items()}
 
 
 @contextmanager
 def prepared(path: str) -> Iterator[Prepared]:
     """A loop on `path`, ended in the end."""
-    sections = {**ZERO, **FURTHER}
-    section: dict[str, Any] = {"zero_optimization": sections[path]} if path in sections else {}
-    config = {"distributed_type": distributed_type(path), "use_cpu": not ON_GPU, "scheduler_counts": "steps"}
-    accelerator = Accelerator(config={**config, "deepspeed_config": section})
-    try:
+    with running(path) as accelerator:
         yield Prepared(accelerator)
-    finally:
-        accelerator.end_training()
 
 
 def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor, norm-wise."""
+    """The largest relative difference of a tensor, norm-wise. Counters and complex numbers are left out."""
     assert got.keys() == wanted.keys(), (sorted(got), sorted(wanted))
-    floating = {name: tensor for name, tensor in wanted.items() if tensor.is_floating_point()}
-    return max(
-        float((got[name].float() - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-6))
-        for name, tensor in floating.items()
-    )
+    floating = [name for name, tensor in wanted.items() if tensor.is_floating_point()]
+    return max(differences({n: got[n] for n in floating}, {n: wanted[n] for n in floating}, least=1e-6).values())
+
+
+def outcome_of(
+    path: str, plain: Callable[[], list[dict[str, Tensor]]], trained: Callable[[Prepared], list[dict[str, Tensor]]]
+) -> tuple[float | None, str]:
+    """The largest difference from what plain torch gives, or None and the error in which the path ends.
+
+    Args:
+        path: where to train.
+        plain: trains in plain torch, and returns weights.
+        trained: trains on the path.
+    """
+    gc.collect()
+    try:
+        torch.manual_seed(0)
+        wanted = plain()
+        torch.manual_seed(0)
+        with prepared(path) as loop:
+            found = trained(loop)
+        assert len(found) == len(wanted)
+        return max(map(difference, found, wanted)), ""
+    except ZeroPluginError as error:
+        return None, f"refused: {type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the other paths are shown as well
+        return None, traceback.format_exc()

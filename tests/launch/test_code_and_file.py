@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
 SCRIPT = """
 from zero_plugin import Accelerator

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launching import ends_of, needs_proc, processes_with, wait_until
 from torch.distributed.launcher.api import LaunchConfig
 
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE
 from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.machine.hardware import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -252,20 +253,6 @@ def test_folders_that_are_not_there(launch: Launch, tmp_path: Path) -> None:
     assert "the working folder has been removed" in done.stderr
 
 
-def processes_with(mark: str) -> list[int]:
-    """Processes of this machine that were started with `mark` on their command line."""
-    return [
-        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and mark in command_line(entry)
-    ]
-
-
-def command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()  # empty for a zombie
-    except OSError:  # it ended meanwhile
-        return ""
-
-
 def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], str]:
     """Start two workers that each report and run `body`; the launcher and the mark on all their command lines."""
     (tmp_path / "wait.py").write_text(f"import os, signal, time\n{body}\nos.write(1, b'up\\n')\ntime.sleep(100)\n")
@@ -275,18 +262,6 @@ def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.
     assert [launcher.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
     assert len(processes_with(mark)) == 3
     return launcher, mark
-
-
-def is_gone(mark: str, seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes_with(mark):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
 
 
 @needs_proc
@@ -300,7 +275,7 @@ def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Si
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == code
-    assert processes_with(mark) == []
+    assert processes_with(mark) == {}
     assert "Traceback" not in errors
     assert number.name in errors
 
@@ -388,9 +363,7 @@ def test_a_signal_while_machines_are_awaited(
     several = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     (tmp_path / "a.py").write_text("")
     launcher = start("--cpu", *several, "--main_process_port", str(port), "a.py")
-    deadline = time.monotonic() + 60
-    while port_is_free(port) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not port_is_free(port))
     socket.create_server(("127.0.0.2", port)).close()
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
@@ -415,7 +388,7 @@ def test_no_worker_outlives_a_killed_launcher(start: Start, tmp_path: Path) -> N
     launcher, mark = start_and_wait(start, tmp_path, "signal.signal(15, signal.SIG_IGN)")
     launcher.kill()
     launcher.communicate(timeout=60)
-    assert is_gone(mark)
+    wait_until(lambda: not processes_with(mark))
 
 
 @needs_proc
@@ -427,7 +400,7 @@ def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path)
         "sys.exit(3)\n"
     )
     assert launch("--cpu", "parent.py", workers_afresh=True).returncode == 3
-    assert is_gone(mark)
+    wait_until(lambda: not processes_with(mark))
 
 
 def test_two_launches_at_once_never_clash(
@@ -436,9 +409,8 @@ def test_two_launches_at_once_never_clash(
     """Two launches of two processes each form their own groups at the same time, without a port being named."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
     launchers = [start("--cpu", "--num_processes", "2", "meet.py", **forked_workers) for _ in range(2)]
-    for launcher in launchers:
-        output, errors = launcher.communicate(timeout=200)
-        assert (launcher.returncode, sorted(lines_of(output.splitlines()))) == (0, ["0/2", "1/2"]), errors
+    for code, output, errors in ends_of(*launchers):
+        assert (code, sorted(lines_of(output.splitlines()))) == (0, ["0/2", "1/2"]), errors
 
 
 def test_a_port_can_be_chosen_and_is_free_afterwards(
@@ -467,9 +439,8 @@ def test_two_machines(
     launchers = [
         start(*common, "--machine_rank", rank, "meet.py", GLOO_SOCKET_IFNAME="lo", **forked_workers) for rank in "01"
     ]
-    for rank, launcher in enumerate(launchers):
-        output, errors = launcher.communicate(timeout=200)
-        assert (launcher.returncode, list(lines_of(output.splitlines()))) == (0, [f"{rank}/2"]), errors
+    for rank, (code, output, errors) in enumerate(ends_of(*launchers)):
+        assert (code, list(lines_of(output.splitlines()))) == (0, [f"{rank}/2"]), errors
 
 
 FAILS_ONCE = """
@@ -499,14 +470,13 @@ def test_a_failure_on_one_machine_ends_the_workers_of_all(
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
     common += ["--main_process_port", str(free_port()), "--max_restarts", str(restarts)]
     launchers = [start(*common, "--machine_rank", rank, "fails.py", **forked_workers) for rank in "01"]
-    ends = [launcher.communicate(timeout=200) for launcher in launchers]
-    codes = [launcher.returncode for launcher in launchers]
-    assert codes == ([0, 0] if restarts else [1, 7]), ends
-    shown = [list(lines_of(output.splitlines())) for output, _ in ends]
+    ends = ends_of(*launchers)
+    assert [code for code, _, _ in ends] == ([0, 0] if restarts else [1, 7]), ends
+    shown = [list(lines_of(output.splitlines())) for _, output, _ in ends]
     assert shown == ([["attempt 1 of rank 0"], ["attempt 1 of rank 1"]] if restarts else [[], []])
     host = socket.gethostname()
-    assert f"rank 1 failed first of those on {host}, with exit code 7" in ends[1][1]
-    assert restarts or "waited for another in vain" in ends[0][1]
+    assert f"rank 1 failed first of those on {host}, with exit code 7" in ends[1][2]
+    assert restarts or "waited for another in vain" in ends[0][2]
 
 
 def test_c10d_says_what_it_opens(
@@ -517,7 +487,6 @@ def test_c10d_says_what_it_opens(
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
     counts = ["--num_processes", "2", "--num_machines", "2"]
     launchers = [start("--cpu", *counts, *meeting, "a.py", **forked_workers) for _ in range(2)]
-    for launcher in launchers:
-        _, errors = launcher.communicate(timeout=200)
-        assert launcher.returncode == 0, errors
+    for code, _, errors in ends_of(*launchers):
+        assert code == 0, errors
         assert f"{meeting[-1]} listens on every network" in errors

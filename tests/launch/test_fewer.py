@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import read_until, wait_until
 from torch.distributed import TCPStore
 
 from zero_plugin.machine.hardware import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_fewer.py")
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -44,16 +45,6 @@ def expected() -> Any:
     return steps, schedule.get_last_lr()[0], {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
-    """The lines that a launcher prints, up to one that starts so."""
-    assert launcher.stdout is not None
-    lines = []
-    while not lines or not lines[-1].startswith(start):
-        lines.append(launcher.stdout.readline())
-        assert lines[-1], launcher.communicate(timeout=60)[1]
-    return lines
-
-
 @pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_machines_come_and_go(
     joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int], forked_workers: dict[str, str]
@@ -75,10 +66,7 @@ def test_machines_come_and_go(
     if joins:
         hold.touch()
         stays = join()
-        deadline = time.monotonic() + 60
-        while port_is_free(port):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not port_is_free(port))
         assert read_until(stays, "step 3")[0] == "1 at 0\n"
         lost = join()
     else:  # they meet in this process, so that the first of the two can be lost as well

@@ -18,6 +18,8 @@ from zero_plugin.launch.command import overridden
 from zero_plugin.launch.spec import LaunchSpec, Program
 from zero_plugin.machine.hardware import Machine
 
+pytestmark = pytest.mark.programs
+
 FOLDER = Path(__file__).parent
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
 LAPTOP, SERVER = Machine(gpus=0, cores=8), Machine(gpus=4, cores=64)

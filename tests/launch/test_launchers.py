@@ -17,7 +17,7 @@ from zero_plugin import Accelerator
 from zero_plugin.distributed import joining
 from zero_plugin.errors import LaunchError
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 STAGE_2 = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
 LATE = 1.5  # seconds, in which the others have said what they wait for

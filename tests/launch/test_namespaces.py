@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ends_of
 
 from zero_plugin.launch.rendezvous import store_command
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_machines.py")
 PORT = "29533"
@@ -42,19 +43,14 @@ class Host:
     address: str
     folder: Path
     environment: dict[str, str]
+    start_program: Callable[..., subprocess.Popen[str]]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
         """Start a command on this machine."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", _NAMED, self.name, *command],
-            cwd=self.folder,
-            env={**self.environment, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        there = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", _NAMED, self.name, *command]
+        environment = {**self.environment, **variables}
+        process = self.start_program(there, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL)
         self.started.append(process)
         return process
 
@@ -68,15 +64,15 @@ class Host:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, environment: dict[str, str]) -> Iterator[tuple[Host, Host]]:
+def hosts(
+    tmp_path: Path, environment: dict[str, str], start_program: Callable[..., subprocess.Popen[str]]
+) -> Iterator[tuple[Host, Host]]:
     """Two machines in a network of their own; after the test no process is on them, and they are gone."""
     if shutil.which("ip") is None:
         pytest.skip("iproute2 is not installed")
     mark = f"zp{os.getpid()}"
-    pair = [
-        Host(f"{mark}{side}", f"{mark}{side}", f"10.77.0.{number}", tmp_path, {**environment, "OMP_NUM_THREADS": "1"})
-        for number, side in enumerate("ab", 1)
-    ]
+    alike = (tmp_path, {**environment, "OMP_NUM_THREADS": "1"}, start_program)
+    pair = [Host(f"{mark}{side}", f"{mark}{side}", f"10.77.0.{number}", *alike) for number, side in enumerate("ab", 1)]
     made = subprocess.run(["ip", "netns", "add", pair[0].name], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
@@ -92,23 +88,10 @@ def hosts(tmp_path: Path, environment: dict[str, str]) -> Iterator[tuple[Host, H
         left = {host.name: host.processes() for host in pair if host.processes()}
     finally:
         for host in pair:
-            for process in host.started:
-                process.kill()
-                process.communicate()
             for number in subprocess.run(["ip", "netns", "pids", host.name], capture_output=True).stdout.split():
                 os.kill(int(number), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
     assert not left, "processes are left on the machines"
-
-
-def ends(*launchers: subprocess.Popen[str], seconds: float = 150) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each, which have so long together."""
-    deadline = time.monotonic() + seconds
-    done = []
-    for launcher in launchers:
-        output, errors = launcher.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        done.append((launcher.returncode, output, errors))
-    return done
 
 
 def static(host: Host, rank: int, *more: str, machines: int = 2) -> list[str]:
@@ -156,7 +139,7 @@ def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host], forked_workers
     launchers = [
         host.launch(*static(main, rank), str(SCRIPT), **forked_workers) for rank, host in enumerate((main, other))
     ]
-    for code, output, errors in ends(*launchers):
+    for code, output, errors in ends_of(*launchers):
         assert code == 0, errors
         assert_trained(output)
 
@@ -171,7 +154,7 @@ def test_deepspeeds_launcher_on_each_machine(hosts: tuple[Host, Host], tmp_path:
         host.launch("--use_deepspeed", *flags, main.address, "--machine_rank", str(rank), str(SCRIPT))
         for rank, host in enumerate(hosts)
     ]
-    for code, output, errors in ends(*launchers):
+    for code, output, errors in ends_of(*launchers):
         assert code == 0, errors
         assert_trained(output)
 
@@ -195,7 +178,7 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[...,
         first.append(next(said))
         assert "going on" in next(said), launcher.communicate(timeout=60)[1]
     ip("-n", hosts[end].name, "link", "set", hosts[end].cable, "down")
-    done = ends(*launchers)
+    done = ends_of(*launchers)
     for output in first:
         assert_trained(output)
     for code, _, errors in done:
@@ -224,7 +207,7 @@ def test_machine_0_is_killed(apart: bool, hosts: tuple[Host, Host], tmp_path: Pa
         assert killed.stdout.readline() == f"{line}\n", killed.communicate(timeout=60)[1]
     for number in main.processes():
         os.kill(int(number), signal.SIGKILL)
-    ((code, output, errors),) = ends(stays)
+    ((code, output, errors),) = ends_of(stays)
     if apart:
         for process in other.started[:1]:
             process.kill()
@@ -251,7 +234,7 @@ def test_a_cable_that_is_cut_before_all_have_come(hosts: tuple[Host, Host]) -> N
         while "machine 2 did not come" not in launcher.stderr.readline():
             assert launcher.poll() is None
     ip("-n", other.name, "link", "set", other.cable, "down")
-    (code_0, _, errors_0), (code_1, _, errors_1) = ends(*waiting)
+    (code_0, _, errors_0), (code_1, _, errors_1) = ends_of(*waiting)
     assert (code_0, code_1) == (1, 1)
     assert "machine 2 did not come" in errors_0 or "machines 1, 2 did not come" in errors_0
     assert f"the connection to {main.address}, where the machines have met, is lost" in errors_1
@@ -266,7 +249,7 @@ def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> 
             main.launch(*static(main, 0), str(SCRIPT)),
             other.launch(*static(main, rank, machines=machines), str(SCRIPT)),
         )
-        for code, _, errors in ends(*launchers):
+        for code, _, errors in ends_of(*launchers):
             assert code == 1
             assert told in errors
             assert "Traceback" not in errors
@@ -288,7 +271,7 @@ def test_a_missing_machine(hosts: tuple[Host, Host], forked_alone: dict[str, str
             (main, elastic(other, "--rdzv_endpoint", f"{other.address}:29544")),
         )
     )
-    done = ends(waiting, lonely, waiting_elastic, lonely_elastic)
+    done = ends_of(waiting, lonely, waiting_elastic, lonely_elastic)
     assert [code for code, _, _ in done] == [1, 1, 1, 1]
     told = [errors for _, _, errors in done]
     assert "machine 1 did not come, 3 s after machine 0 of 2 came" in told[0]
@@ -305,7 +288,7 @@ def test_a_taken_port(hosts: tuple[Host, Host], forked_alone: dict[str, str]) ->
     taker = main.start(sys.executable, "-c", server)
     assert taker.stdout is not None
     assert taker.stdout.readline() == "up\n"
-    done = ends(
+    done = ends_of(
         main.launch(*static(main, 0, *SOON), str(SCRIPT), **forked_alone),
         other.launch(*static(main, 1, *SOON), str(SCRIPT), **forked_alone),
         main.launch(*elastic(main, *SOON), str(SCRIPT), **forked_alone),

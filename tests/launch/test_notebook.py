@@ -17,7 +17,7 @@ import pytest
 from zero_plugin.errors import ConfigError
 from zero_plugin.launchers import debug_launcher, notebook_launcher
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 NOTEBOOK = """
 import os, signal, sys, time

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 # Plain DDP: no process pays for DeepSpeed's import; which strategy follows is not the launcher's matter.
@@ -74,37 +74,25 @@ UsePAM no
 
 @pytest.fixture
 def start_on_hosts(
-    tmp_path: Path, by_ssh: dict[str, str], free_port: Callable[[], int]
-) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    tmp_path: Path,
+    by_ssh: dict[str, str],
+    free_port: Callable[[], int],
+    start_program: Callable[..., subprocess.Popen[str]],
+) -> Callable[..., subprocess.Popen[str]]:
     """Start the script by pdsh on two names of this machine, in a folder whose name no shell would leave whole."""
     folder = tmp_path / "my träin; →"
     folder.mkdir()
     (folder / "scrïpt a.py").write_text(SCRIPT)
     (folder / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
     (folder / ".deepspeed_env").write_text("RANK=99\n")
-    launchers: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-        launchers.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--deepspeed_hostfile", "hosts"),
-                    *(*meeting, "scrïpt a.py", *arguments),
-                ],
-                cwd=folder,
-                env={**by_ssh, "NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-        return launchers[-1]
+        command = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--deepspeed_hostfile", "hosts", *meeting]
+        environment = {**by_ssh, "NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"}
+        return start_program([*command, "scrïpt a.py", *arguments], gently=True, cwd=folder, env=environment)
 
-    yield start
-    for launcher in launchers:
-        launcher.terminate()
-        launcher.communicate()
+    return start
 
 
 def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:

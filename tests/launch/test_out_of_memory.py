@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

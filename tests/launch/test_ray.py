@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.campaign,
     pytest.mark.processes,
     pytest.mark.timeout(2400),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launching import ends_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
@@ -35,6 +36,7 @@ def test_tasks_of_srun_find_each_other(
     environment: dict[str, str],
     lines_of: Callable[..., Iterator[str]],
     forked_alone: dict[str, str],
+    start_program: Callable[..., subprocess.Popen[str]],
 ) -> None:
     """Two processes with what srun sets for two tasks of one node form a group; so does one alone in a batch script."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -42,24 +44,10 @@ def test_tasks_of_srun_find_each_other(
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node7"}
     batch = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "4"}
     environments = [{**job, **tasks, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"] + [batch]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env={**clean(environment), **variables, **forked_alone},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for variables in environments
-    ]
-    try:
-        done = [process.communicate(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [list(map(str.strip, lines_of(output.splitlines()))) for output, _ in done] == [
+    command, common = [sys.executable, "script.py"], {**clean(environment), **forked_alone}
+    started = [start_program(command, cwd=tmp_path, env={**common, **variables}) for variables in environments]
+    done = ends_of(*started)
+    assert [list(map(str.strip, lines_of(output.splitlines()))) for _, output, _ in done] == [
         [line] for line in (*MEETS, "0 0 1 1.0")
     ], done
 

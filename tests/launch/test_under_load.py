@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.campaign, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.campaign, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).parent / "train_and_save.py"
 LOAD, RUNS = 20, 5  # busy loops, and runs at the same time beside them

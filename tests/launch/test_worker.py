@@ -16,6 +16,8 @@ import torch.distributed as dist
 from zero_plugin.errors import CheckpointError, LoopError, of_lost_peer
 from zero_plugin.launch import worker
 
+pytestmark = pytest.mark.programs
+
 WORKER = str(Path(worker.__file__))
 FIRST_FAILURE = worker.FIRST_FAILURE
 

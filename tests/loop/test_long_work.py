@@ -19,6 +19,8 @@ from zero_plugin import Accelerator, skip_first_batches
 from zero_plugin.distributed import messages
 from zero_plugin.plan.activations import trace_activations
 
+pytestmark = pytest.mark.programs
+
 
 class Numbers(IterableDataset):
     """A stream: skipping reads it."""

@@ -19,6 +19,8 @@ from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, ParameterSize, Setup, Workload
 from zero_plugin.strategies.base import Saving
 
+pytestmark = pytest.mark.programs
+
 CPU = torch.device("cpu")
 LOOP = FailedLoop(
     trains=True,

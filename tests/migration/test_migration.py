@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 HERE = Path(__file__).parent
 SCRIPTS = sorted((HERE / "scripts").glob("*.py"))
 DIFFERENCES = (HERE.parents[1] / "docs/differences-from-accelerate.md").read_text(encoding="utf-8")

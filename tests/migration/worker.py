@@ -9,15 +9,14 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
 import runpy
 import sys
 import time
 import traceback
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 
-import torch.distributed as dist
+from device import process_group
 from migrate import migrate
 
 
@@ -25,41 +24,32 @@ def main() -> None:
     """Run each script with `library`."""
     store, rank, world, library, output, *scripts = sys.argv[1:]
     folder, together = Path(output), int(world) > 1
-    if together:
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-        )
-    states = importlib.import_module(f"{library}.state")
-    if library == "accelerate":
-        # Its end_training ends this group while DDP still holds it, and about one gloo process in six aborts then.
-        states.PartialState.destroy_process_group = lambda *_: None
-    outcomes = {}
-    for script in map(Path, scripts):
-        states.AcceleratorState._reset_state(True)
-        states.GradientState._reset_state()
-        gc.collect()
-        gc.freeze()  # else every collection, of which some scripts make many, walks all that the imports made
-        own = folder / script.stem
-        own.mkdir(exist_ok=True)
-        file = own / f"{library}-{rank}.py"
-        file.write_text(script.read_text() if library == "accelerate" else migrate(script.read_text()))
-        sys.argv[:] = [str(file), str(own / "results.json")]
-        print(f"=== {script.stem}", flush=True)
-        began = time.perf_counter()
-        try:
-            runpy.run_path(str(file), run_name="__main__")
-            outcomes[script.stem] = "ok"
-        except Exception:  # noqa: BLE001 - one failing script must not hide the others
-            outcomes[script.stem] = traceback.format_exc()
-            print(outcomes[script.stem], flush=True)
-        print(f"=== {time.perf_counter() - began:.2f} s", flush=True)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(outcomes))
-    if together:
-        gc.unfreeze()
-        gc.collect()  # DDP in a cycle would still hold the group
-        dist.barrier()
-        dist.destroy_process_group()
+    with process_group(store, rank, world) if together else nullcontext():
+        states = importlib.import_module(f"{library}.state")
+        if library == "accelerate":
+            # Its end_training ends this group while DDP still holds it, and about one gloo process in six aborts then.
+            states.PartialState.destroy_process_group = lambda *_: None
+        outcomes = {}
+        for script in map(Path, scripts):
+            states.AcceleratorState._reset_state(True)
+            states.GradientState._reset_state()
+            gc.collect()
+            gc.freeze()  # else every collection, of which some scripts make many, walks all that the imports made
+            own = folder / script.stem
+            own.mkdir(exist_ok=True)
+            file = own / f"{library}-{rank}.py"
+            file.write_text(script.read_text() if library == "accelerate" else migrate(script.read_text()))
+            sys.argv[:] = [str(file), str(own / "results.json")]
+            print(f"=== {script.stem}", flush=True)
+            began = time.perf_counter()
+            try:
+                runpy.run_path(str(file), run_name="__main__")
+                outcomes[script.stem] = "ok"
+            except Exception:  # noqa: BLE001 - one failing script must not hide the others
+                outcomes[script.stem] = traceback.format_exc()
+                print(outcomes[script.stem], flush=True)
+            print(f"=== {time.perf_counter() - began:.2f} s", flush=True)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from cases import (
     pairs_of,
 )
 from device import DEVICE, ON_GPU
+from paths import assert_near, assert_numbers
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -104,14 +104,11 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
     # Tight enough to find a lost clip, weight decay or group, or a learning rate 1 % off; in 16 bit, a lost clip.
     half = case.precision != "no"
     loss_tolerance = 5e-3 if half else 1e-4 if kernels else 1e-5
-    _assert_close("losses", result["losses"], expected["losses"], loss_tolerance)
-    _assert_close("norms", result["norms"], expected["norms"], 1e-2 if half else 1e-4)
-    _assert_close("loss scales", result["scales"], expected["scales"], 0.0)
-    _assert_close("learning rates", result["rates"], expected["rates"], 1e-12)
-    assert result["state"].keys() == expected["state"].keys()
-    for key, value in expected["state"].items():
-        difference = (result["state"][key].cpu().float() - value.float()).norm() / value.float().norm().clamp_min(1e-8)
-        assert difference < (2.5e-2 if half else 1e-4), f"{key}: off by {difference:.2e}"
+    assert_numbers("losses", result["losses"], expected["losses"], loss_tolerance)
+    assert_numbers("norms", result["norms"], expected["norms"], 1e-2 if half else 1e-4)
+    assert_numbers("loss scales", result["scales"], expected["scales"], 0.0)
+    assert_numbers("learning rates", result["rates"], expected["rates"], 1e-12)
+    assert_near(result["state"], expected["state"], 2.5e-2 if half else 1e-4)
 
 
 def _marks_of_checks(device: str, path: str, name: str) -> list[pytest.MarkDecorator]:
@@ -157,11 +154,3 @@ def _chosen_cases(request: pytest.FixtureRequest, device: str, path: str) -> lis
         if item.name.startswith(test_guards_change_no_number.__name__)
     ]
     return list(dict.fromkeys(chosen)) or cases_for(path, device)
-
-
-def _assert_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
-    assert len(got) == len(wanted), f"{what}: {len(got)} values, {len(wanted)} expected"
-    difference = torch.nan_to_num(torch.tensor(got, dtype=torch.float64), nan=torch.nan)
-    difference = difference - torch.nan_to_num(torch.tensor(wanted, dtype=torch.float64), nan=torch.nan)
-    error = difference.abs().max().item() if got else 0.0
-    assert error <= tolerance, f"{what}: off by {error:.2e}\n got {got}\n expected {wanted}"

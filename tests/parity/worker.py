@@ -6,18 +6,17 @@ import gc
 import json
 import os
 import sys
-from datetime import timedelta
+import traceback
 from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = sys.argv[4].removesuffix("-shared")
-os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-os.environ.setdefault("MASTER_PORT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
 from cases import EPOCHS, PATHS, WITHOUT_CHECKS, Case, case_for, width_for
+from device import process_group
 from line_contexts import enter_context
 from model import code_schedule, make_loader, make_model, parameter_groups
 
@@ -135,34 +134,23 @@ def run(device: str, path: str, case: Case, nvme: str, checks: str) -> dict[str,
 def main() -> None:
     """Run every case in one group of processes."""
     store, rank, world, device, path, cases, output, nvme = sys.argv[1:9]
-    # NCCL takes one process for each GPU; who share one do so over gloo.
-    os.environ.update(RANK=rank, LOCAL_RANK=rank if device == "cpu" else "0", WORLD_SIZE=world)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=120),
-    )
-    for name in cases.split(","):
-        gc.collect()
-        gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
-        enter_context(f"{name} on {device} {path}")
-        try:
-            case = case_for(path, name.removesuffix(WITHOUT_CHECKS))
-            result = run(device, path, case, nvme, "off" if name.endswith(WITHOUT_CHECKS) else "all")
-        except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
-            result = {"error": f"{type(error).__name__}: {error}"}
-            import traceback
-
-            traceback.print_exc()
-        if rank == "0":
-            torch.save(result, Path(output) / f"{name}.pt")
-        dist.barrier()
-    gc.unfreeze()
-    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
-    dist.destroy_process_group()
+    # NCCL takes one process for each GPU; who share one do so over gloo.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    with process_group(store, rank, world, backend=backend):
+        for name in cases.split(","):
+            gc.collect()
+            gc.freeze()  # else every end_training() walks all that imports have made until then: 0.2 s
+            enter_context(f"{name} on {device} {path}")
+            try:
+                case = case_for(path, name.removesuffix(WITHOUT_CHECKS))
+                result = run(device, path, case, nvme, "off" if name.endswith(WITHOUT_CHECKS) else "all")
+            except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
+                result = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            if rank == "0":
+                torch.save(result, Path(output) / f"{name}.pt")
+            dist.barrier()
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import plain  # noqa: E402
 import torch  # noqa: E402
 from device import place_process  # noqa: E402
-from forked import SERVER, Fork  # noqa: E402
+from forked import SERVER  # noqa: E402
 from grammar import DIMENSIONS, PATHS, WORLD, Program, draw  # noqa: E402
+from launching import start_script, wait_for_ends  # noqa: E402
 
 KERNELS = ("2off", "3off")  # DeepSpeed's own compute the update there
 STAND_STILL = 90.0  # seconds for one program
@@ -53,32 +53,18 @@ class Outcome:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def start(command: list[str], output: Path, **variables: str) -> Any:
-    """A fork of a process that has done the imports; a Python of its own where there is none."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    with output.open("ab") as file:
-        if SERVER in os.environ:
-            return Fork(os.environ[SERVER], command, environment, file.fileno())
-        environment["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        return subprocess.Popen([sys.executable, *command], env=environment, **streams)
-
-
 def wait(workers: list[Any], seen: Any, *, seconds: float = STAND_STILL) -> list[int | None]:
     """How they end; where nothing new is seen for so long, or one has failed, the others are killed."""
     last, since = seen(), time.monotonic()
-    while None in (codes := [worker.poll() for worker in workers]):
-        time.sleep(0.02)
-        now = seen()
-        if now != last:
+
+    def is_over(ended: Mapping[int, float]) -> bool:
+        nonlocal last, since
+        if (now := seen()) != last:
             last, since = now, time.monotonic()
-        if time.monotonic() - since > (20 if any(codes) else seconds):
-            break
-    for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
-    return codes
+        return time.monotonic() - since > (20 if any(workers[index].returncode for index in ended) else seconds)
+
+    ended = wait_for_ends(workers, is_over)
+    return [worker.returncode if index in ended else None for index, worker in enumerate(workers)]
 
 
 def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
@@ -90,10 +76,8 @@ def run_pool(world: int, jobs: list[dict[str, Any]], folder: Path) -> None:
         listed, log = folder / f"jobs-{mark}.json", folder / f"log-{mark}.txt"
         listed.write_text(json.dumps(left))
         store = folder / f"store-{mark}"
-        arguments = [
-            [str(HERE / "worker.py"), str(store), str(r), str(world), str(listed), str(folder)] for r in range(world)
-        ]
-        workers = [start(command, log) for command in arguments]
+        script = HERE / "worker.py"
+        workers = [start_script(script, store, rank, world, listed, folder, log=log) for rank in range(world)]
         wait(workers, lambda: len(list(folder.glob("*.begun"))))
         begun = [job for job in left if list(folder.glob(f"{job['id']}.*.begun"))]
         for job in begun:
@@ -105,13 +89,12 @@ def run_alone(world: int, job: dict[str, Any], folder: Path) -> None:
     """A job in processes of its own: they must end with 0, and say nothing of an error."""
     log, listed = folder / f"log-{job['id']}.txt", folder / f"{job['id']}.json"
     listed.write_text(json.dumps(job))
-    command = [str(HERE / "alone.py"), str(listed), str(folder)]
     port = str(random.randrange(20_000, 32_000))
     variables = (
         [{}] if world == 1 else [{**place_process(str(r), str(world)), "MASTER_PORT": port} for r in range(world)]
     )
     begun = time.perf_counter()
-    workers = [start(command, log, **some) for some in variables]
+    workers = [start_script(HERE / "alone.py", listed, folder, log=log, variables=some) for some in variables]
     codes = wait(workers, lambda: len(list(folder.glob(f"{job['id']}.*.pt"))))
     text = log.read_text(errors="replace")
     job.update(log=str(log), seconds=time.perf_counter() - begun, codes=codes)

@@ -12,17 +12,16 @@ import os
 import sys
 import time
 import traceback
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from device import DEVICE, place_process
+from device import DEVICE, process_group
 
 os.environ["DS_ACCELERATOR"] = DEVICE
 
 import cpuinfo
 import torch
-import torch.distributed as dist
 from grammar import Program
 from packaged import run
 
@@ -47,11 +46,12 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Every job in turn; what each process finds goes to a file."""
     store, rank, world, jobs, folder = sys.argv[1:]
-    if world != "1":
-        os.environ.update(place_process(rank, world))
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
-        )
+    with process_group(store, rank, world, seconds=60) if world != "1" else nullcontext():
+        run_jobs(rank, jobs, folder)
+
+
+def run_jobs(rank: str, jobs: str, folder: str) -> None:
+    """Each in turn."""
     for job in json.loads(Path(jobs).read_text()):
         gc.collect()
         gc.freeze()  # else every end_training() walks all that imports have made until then
@@ -64,11 +64,6 @@ def main() -> None:
         if "refused" in found or "failed" in found:
             sys.stdout.flush()
             os._exit(3)
-    gc.unfreeze()
-    gc.collect()
-    if world != "1":
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.op_builds import describe_missing_tools, find_stale_build_locks, refuse_stale_build_locks
 
+pytestmark = pytest.mark.programs
+
 
 def use_torch(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this torch were installed, here and in processes that a test starts."""

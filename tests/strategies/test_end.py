@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("built_ops")]
+pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.usefixtures("built_ops")]
 
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -169,24 +169,16 @@ def test_an_exception_at_the_end_is_a_failure(
 
 
 @pytest.fixture
-def start_job() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Start a job of one process that waits in the middle of its training; none outlives the test."""
-    jobs: list[subprocess.Popen[str]] = []
+def start_job(start_program: Callable[..., subprocess.Popen[str]]) -> Callable[[Path], subprocess.Popen[str]]:
+    """Start a job of one process that waits in the middle of its training."""
 
     def start(nvme: Path) -> subprocess.Popen[str]:
-        job = subprocess.Popen(
-            [sys.executable, JOB, "nvme", "wait", nvme],
-            env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        jobs.append(job)
+        job = start_program([sys.executable, JOB, "nvme", "wait", nvme], env=ENVIRONMENT, stdin=subprocess.PIPE)
         assert job.stdout is not None
         assert any(line == "training\n" for line in job.stdout), job.communicate()[1]
         return job
 
-    yield start
-    for job in jobs:
-        job.kill()
-        job.communicate()
+    return start
 
 
 def runs_in(nvme: Path) -> set[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_paths import in_processes
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
@@ -17,6 +17,8 @@ from zero_plugin.config.handlers import InitProcessGroupKwargs
 from zero_plugin.distributed.processes import Processes, refuse_shared_gpu
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.loop.state import PartialState
+
+pytestmark = pytest.mark.programs
 
 ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
 
@@ -36,10 +38,11 @@ def train(accelerator: Accelerator) -> None:
     assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == list(range(world))
 
 
-def check_one_after_another(init_method: str) -> None:
+@in_processes(1, 2)
+def test_trainings_one_after_another(store: str) -> None:
     """Three trainings in one process, on ZeRO and without; each ends its group."""
     for config in (None, ZERO, None):
-        accelerator = make(init_method, config=config, cpu=None if config else True)
+        accelerator = make(store, config=config, cpu=None if config else True)
         assert accelerator.num_processes == PartialState().num_processes == int(os.environ["WORLD_SIZE"])
         train(accelerator)
         accelerator.end_training()
@@ -49,43 +52,47 @@ def check_one_after_another(init_method: str) -> None:
             accelerator.wait_for_everyone()
 
 
-def check_two_at_once(init_method: str) -> None:
+@in_processes(1, 2)
+def test_two_trainings_at_once(store: str) -> None:
     """The group lasts until both have ended, whichever is first."""
     for first in (0, 1):
-        both = [make(init_method, cpu=True), Accelerator(config=ZERO)]
+        both = [make(store, cpu=True), Accelerator(config=ZERO)]
         both.pop(first).end_training()
         train(both[0])
         both[0].end_training()
         assert not dist.is_initialized()
 
 
-def check_states_forgotten(init_method: str) -> None:
+@in_processes(1, 2)
+def test_forgotten_states_keep_the_processes(store: str) -> None:
     """Forgetting the states keeps the processes; the next Accelerator is of the same group, and works."""
     for _ in range(2):
-        accelerator = make(init_method, cpu=True)
+        accelerator = make(store, cpu=True)
         accelerator.state._reset_state(reset_partial_state=True)
         accelerator.gradient_state._reset_state()
         assert not accelerator.state.initialized
     train(accelerator)
     with pytest.warns(UserWarning, match="has no effect"):
-        train(make(init_method, cpu=True))
+        train(make(store, cpu=True))
 
 
-def check_no_accelerator(init_method: str) -> None:
+@in_processes(1, 2)
+def test_a_script_without_an_accelerator(store: str) -> None:
     """A script that asks only who it is ends by itself, and may end its group before."""
-    state = PartialState(cpu=True, init_method=init_method)
+    state = PartialState(cpu=True, init_method=store)
     state.wait_for_everyone()
     assert state.backend == (None if state.num_processes == 1 else "gloo")
     state.destroy_process_group()
     assert not dist.is_initialized()
     PartialState._reset_state()
-    PartialState(cpu=True, init_method=init_method).wait_for_everyone()
+    PartialState(cpu=True, init_method=store).wait_for_everyone()
 
 
-def check_ended_by_torch(init_method: str) -> None:
+@in_processes(1, 2)
+def test_a_group_that_torch_ends_is_followed_by_another(store: str) -> None:
     """A script may end the group by torch's own call, as many do at their end; the next Accelerator makes another."""
     for _ in range(2):
-        accelerator = make(init_method, cpu=True)
+        accelerator = make(store, cpu=True)
         train(accelerator)
         accelerator.free_memory()
         dist.destroy_process_group()
@@ -115,30 +122,3 @@ def test_deepspeed_is_told_the_number_of_the_gpu(monkeypatch: pytest.MonkeyPatch
         assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
     assert "LOCAL_RANK" not in os.environ
     assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
-
-
-CHECKS = {
-    check.__name__: check
-    for check in (
-        check_one_after_another,
-        check_two_at_once,
-        check_states_forgotten,
-        check_no_accelerator,
-        check_ended_by_torch,
-    )
-}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", CHECKS)
-def test_group(run_processes, name: str, world: int) -> None:
-    """Each in processes of its own, which exit with 0."""
-    run_processes(__file__, world, name)
-
-
-if __name__ == "__main__":
-    store, rank, world, name = sys.argv[1:]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    CHECKS[name](f"file://{store}")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from on_paths import on_rows, row
+from paths import running
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
+from zero_plugin.errors import ZeroPluginError
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "adapters.md"
+pytest.importorskip("peft")
+sys.path.insert(0, str(Path(__file__).parent))
+from adapter_methods import METHODS, PATHS, REFUSED, RIGHT, build, train
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 # Those that differ from each other by more than their shapes.
 DAILY = (
     "DoRA",
@@ -34,44 +37,45 @@ def _table() -> Table:
     return {(method, title): word for method, *words in rows for title, word in zip(titles[1:], words, strict=True)}
 
 
-def _trained(
-    run_processes: Callable[..., list[str]], folder: Path, methods: tuple[str, ...]
-) -> tuple[Table, list[str]]:
-    run_processes(HERE / "adapters_worker.py", 2, json.dumps(methods), folder)
-    found: Table = {}
-    errors = []
-    for file in sorted(folder.glob("rank-*.jsonl")):
-        for method, title, word, error in map(json.loads, file.read_text().splitlines()):
-            assert found.setdefault((method, title), word) == word, f"{method} on {title}: the processes differ"
-            if word == "error":
-                assert "accelerator.whole_weights(model)" in error or "update_and_allocate()" in error
-            elif error:
-                errors.append(f"{method} on {title}: {error}")
-    return found, errors
+def run(method: str, path: str) -> tuple[str, str]:
+    """The table's word for a method on a path, and its error."""
+    own, optimizer = build(method)
+    wanted = list(train(method, own, own, optimizer, lambda loss: loss.backward(), lambda whole: whole))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        with running(path) as accelerator:
+            own, given = build(method)
+            model, stepping = accelerator.prepare(own, given)
+            found = list(
+                train(
+                    method,
+                    own,
+                    model,
+                    stepping,
+                    accelerator.backward,
+                    lambda whole: whole.chunk(world)[rank],
+                    lambda: accelerator.whole_weights(model),
+                )
+            )
+    except ZeroPluginError as error:
+        return REFUSED, str(error)
+    off = max(float((got - want).norm() / want.norm()) for got, want in zip(found, wanted, strict=True))
+    return (RIGHT, "") if off < 1e-5 else ("wrong", f"off by {off:.1e}")
 
 
 def test_the_table_has_each_method_and_path() -> None:
     """In the order of `adapter_methods`."""
-    sys.path.insert(0, str(HERE))
-    from adapter_methods import METHODS, PATHS
-
     assert list(_table()) == [(method, title) for method in METHODS for title in PATHS]
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(900)
-def test_methods_that_differ_most(run_processes: Callable[..., list[str]], tmp_path: Path) -> None:
-    """What changes shapes, merges, or reads gradients trains as the table says, and an error is ours."""
-    found, errors = _trained(run_processes, tmp_path, DAILY)
+@on_rows(("method",), [row("", 2, method, daily=method in DAILY) for method in METHODS])
+def test_a_method(method: str) -> None:
+    """It trains on each path as the table says, and an error is ours and says what to write."""
     table = _table()
-    assert found == {at: table[at] for at in found}, errors
-    assert {method for method, _ in found} == set(DAILY)
-
-
-@pytest.mark.campaign
-@pytest.mark.processes
-@pytest.mark.timeout(3600)
-def test_every_method(run_processes: Callable[..., list[str]], tmp_path: Path) -> None:
-    """All of the table."""
-    found, errors = _trained(run_processes, tmp_path, ())
-    assert found == _table(), errors
+    for title, path in PATHS.items():
+        word, said = run(method, path)
+        assert word == table[method, title], f"{title}: {word} {said}"
+        if word == REFUSED:
+            assert "accelerator.whole_weights(model)" in said or "update_and_allocate()" in said
+        else:
+            assert not said, title
