@@ -48,12 +48,12 @@ import torch
 from zero_plugin import Accelerator
 torch.manual_seed(0)
 zero2 = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": {"zero_optimization": {"stage": 2}}}
-setting = zero2 if sys.argv[1] == "key" else {"distributed_type": "NO", "use_cpu": True}
+setting = {"distributed_type": "NO", "use_cpu": True} if sys.argv[1] == "loop" else zero2
 def make():
     accelerator = Accelerator(config=setting)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     adam = torch.optim.AdamW(net.parameters(), lr=0.01)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
     return accelerator, *accelerator.prepare(net, adam, torch.utils.data.DataLoader(data, batch_size=4))
 if sys.argv[1] == "key":
     import deepspeed  # while nothing is noted: each call of its imports would take longer
@@ -62,10 +62,11 @@ else:
     accelerator, model, optimizer, loader = make()
     def step(x, y):
         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     for index, (x, y) in enumerate(loader):
-        walk("step", step, x, y) if index == 8 else step(x, y)
+        walk("step", step, x, y) if index == 20 else step(x, y)
     walk("save", accelerator.save_state, "saved")
 accelerator.end_training()
 """
@@ -82,7 +83,7 @@ walk(name, run)
 # By the title of each walk: its name, the program that is traced, and the program's arguments.
 WALKS = {
     "A config key to the engine": ("key", _TRAINING, ["key"]),
-    "A batch through a step": ("step", _TRAINING, ["loop"]),
+    "A batch through a step": ("step", _TRAINING, ["zero2"]),
     "A save": ("save", _TRAINING, ["loop"]),
     "A launch": ("launch", _COMMAND, ["launch", "launch", "--cpu", "--num_processes", "2", "script.py"]),
     "A plan": ("plan", _COMMAND, ["plan", "plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"]),

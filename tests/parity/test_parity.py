@@ -141,10 +141,10 @@ def test_guards_change_no_number(device: str, path: str, name: str, results: Cal
 def _chosen_cases(request: pytest.FixtureRequest, device: str, path: str) -> list[str]:
     """The cases of a path that the session asks for by name; all, where it asks for `test_path_runs` alone."""
     items = request.session.items if request.config.getoption("--unpooled") is None else [request.node]
-    asked = [getattr(item, "callspec", None) for item in items if item.path == Path(__file__)]
+    asked = [(item, getattr(item, "callspec", None)) for item in items if item.path == Path(__file__)]
     here = [
         (item, call.params)
-        for item, call in zip(items, asked, strict=True)
+        for item, call in asked
         if call and (call.params["device"], call.params["path"]) == (device, path)
     ]
     chosen = [params["name"] for _, params in here if "name" in params]
