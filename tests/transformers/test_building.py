@@ -310,7 +310,7 @@ def test_offloaded_parameters(folder: Path) -> None:
 
 
 @in_processes(2)
-def test_the_groups_of_the_trainer_pass(tmp_path: Path) -> None:
+def test_the_groups_of_the_trainer_pass(folder: Path) -> None:
     """The guard of groups by shape accepts what the `Trainer` of transformers makes, with LoRA too.
 
     A Llama has no trained vector without decay besides its norms, so with LoRA one group of the Trainer is empty.
@@ -324,7 +324,7 @@ def test_the_groups_of_the_trainer_pass(tmp_path: Path) -> None:
             if adapts:
                 peft = pytest.importorskip("peft")
                 net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
-            trainer = Trainer(net, TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True, report_to="none"))
+            trainer = Trainer(net, TrainingArguments(str(folder), weight_decay=0.1, use_cpu=True, report_to="none"))
             optimizer = trainer.create_optimizer()
             empty = [group for group in optimizer.param_groups if not group["params"]]
             assert bool(empty) is adapts
