@@ -101,7 +101,11 @@ class TrainingLoop:
             first_steps.check(loss, prepared.waiting)
         if self._run.sequence is not None:
             self._run.sequence.check_same_loss(loss)
-        prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
+        if len(prepared.trained) == 1 and not prepared.untrained:
+            prepared.window = prepared.trained[0].window
+            prepared.window.backward(loss, **kwargs)
+        else:
+            prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
 
     def _refuse_other_start(self) -> None:
         """Refuse to train from another state, or on other micro-batches, than the run that continues here."""

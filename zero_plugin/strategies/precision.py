@@ -132,12 +132,15 @@ class FoundInf:
         # Reading `value` would wait for everything that is queued by then; its copy is there when the event is.
         self._copy = value.to("cpu", non_blocking=value.is_cuda)
         self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
+        self._found: bool | None = None  # what was read
 
     def read(self) -> bool:
-        """Read it, which waits for what computes it, but not for what was queued since."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return bool(self._copy)
+        """Return it. The first call waits for what computes it, but not for what was queued since."""
+        if self._found is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._found = bool(self._copy)
+        return self._found
 
 
 class Measured(NamedTuple):

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -119,7 +118,8 @@ class EngineGradients(ABC):
     def finalize(self) -> None:
         """Reduce the gradients that are not reduced yet, and move them to where the step reads them.
 
-        A parameter without a gradient on this process takes part with zeros, in the same order on every process.
+        A parameter without a gradient on this process takes part with zeros, in the same order on every process. The
+        session has the engine act as at the end of a window, as `engine.step()` does.
 
         Raises:
             LoopError: on every process, if others drop the gradients; see `StepAgreement`.
@@ -186,17 +186,6 @@ def engine_gradients(engine: Any, events: Events) -> EngineGradients:
     return kind(engine, events)
 
 
-@contextmanager
-def _at_boundary(engine: Any) -> Iterator[None]:
-    """Inside, the engine acts as at the end of a window, as it does inside `engine.step()`."""
-    # Past nn.Module's own __setattr__, which looks through parameters and buffers first.
-    engine.__dict__["_running_engine_step"] = True
-    try:
-        yield
-    finally:
-        engine.__dict__["_running_engine_step"] = False
-
-
 def _finite_or_inf(norm: Tensor) -> Tensor:
     # DeepSpeed marks a non-finite norm by -1; nan is not >= 0 either.
     norm = norm.detach().float().reshape(())
@@ -240,8 +229,7 @@ class ReplicatedGradients(EngineGradients):
 
     def finalize(self) -> None:
         self._measure.cache_clear()
-        with _at_boundary(self._engine):
-            self._engine.allreduce_gradients()
+        self._engine.allreduce_gradients()
 
     def norm(self) -> Tensor:
         return _finite_or_inf(self._measure())
@@ -291,8 +279,7 @@ class Bf16Stage1Gradients(EngineGradients):
         torch._foreach_mul_(list(self._wrapper.fp32_groups_gradients_flat), factor)
 
     def finalize(self) -> None:
-        with _at_boundary(self._engine):
-            self._engine.allreduce_gradients()
+        self._engine.allreduce_gradients()
         # Norm and clipping include parameters that got a gradient on any process: it is in the sum.
         self._wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self._wrapper.bf16_groups]
 
@@ -363,16 +350,15 @@ class FlatGradients(EngineGradients):
     def finalize(self) -> None:
         wrapper = self._wrapper
         self._forget_norm()
-        with _at_boundary(self._engine):
-            if self.agreement is not None:
-                self.agreement.confirm(ends=True)
-                type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
-            else:
-                self._fill_missing_with_zeros()
-                # Stage 1 reduces once per window, so there is nothing in CPU memory to accumulate onto, whatever the
-                # number of backwards: the buffer that DeepSpeed would add has the gradients of the previous window.
-                wrapper.micro_step_id = -1
-                self._engine.allreduce_gradients()
+        if self.agreement is not None:
+            self.agreement.confirm(ends=True)
+            type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+        else:
+            self._fill_missing_with_zeros()
+            # Stage 1 reduces once per window, so there is nothing in CPU memory to accumulate onto, whatever the
+            # number of backwards: the buffer that DeepSpeed would add has the gradients of the previous window.
+            wrapper.micro_step_id = -1
+            self._engine.allreduce_gradients()
         if wrapper.cpu_offload and self._partitioned:
             for param_id in self._without_gradient():
                 group, _, offset, count = wrapper.grad_position[param_id]
@@ -484,10 +470,12 @@ class Stage3Gradients(EngineGradients):
             wrapper._offload_boundary_param_ids = set(self._own)
         # What goes to NVMe DeepSpeed holds on the device, in fp32, until all is there: it gets a sub-group at a time.
         groups = wrapper.fp16_groups
-        with _at_boundary(self._engine):
-            for part in [[group] for group in groups] if getattr(wrapper, "swap_optimizer", False) else [groups]:
-                with replaced(wrapper, "fp16_groups", part):
-                    type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+        if not getattr(wrapper, "swap_optimizer", False):
+            type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+            return
+        for group in groups:
+            with replaced(wrapper, "fp16_groups", [group]):
+                type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
 
     def norm(self) -> Tensor:
         return _finite_or_inf(combine_grad_norm_groups(self._wrapper._get_norm_groups()) / self._wrapper.loss_scale)

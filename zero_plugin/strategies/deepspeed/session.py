@@ -312,9 +312,12 @@ class EngineSession(Session):
             check()
         self._progress.passes += 1
         frozen = self._thaw()
+        # The engine acts as at the end of a window. Past nn.Module's own __setattr__, which is slow.
+        self.engine.__dict__["_running_engine_step"] = True
         try:
             self.gradients.finalize()
         finally:
+            self.engine.__dict__["_running_engine_step"] = False
             if frozen:
                 _freeze(frozen)
         for check in self.events.completed:

@@ -33,20 +33,22 @@ class LostGradients(Guard):
         self._left: dict[int, tuple[Tensor, int]] = {}
 
     def after_backward(self) -> None:
-        """Note `p.grad`."""
-        if self._is_reduced:
-            self._note()
+        """Note `p.grad`, where the step does not apply it."""
+        left = self._left = {}
+        for p in self.session.trained if self._is_reduced else ():
+            if (gradient := p.grad) is not None:
+                left[id(p)] = gradient, gradient._version
 
     def completed(self) -> None:
         """Note that the gradients were reduced; at stage 0 they stay in `p.grad`, which the step applies."""
         if self.session.steps_by_grad and self.session.stage > 0:
             self._is_reduced = True
-            self._note()
+            self.after_backward()
 
     def scaled(self) -> None:
         """Note `p.grad` again, if the session has multiplied it."""
-        if self.session.steps_by_grad and self._is_reduced:
-            self._note()
+        if self.session.steps_by_grad:
+            self.after_backward()
 
     def before_complete(self) -> None:
         """Check `p.grad`.
@@ -54,33 +56,25 @@ class LostGradients(Guard):
         Raises:
             LoopError: the script has set or changed a `p.grad` that the step would not apply.
         """
-        if self._is_reduced:
-            self._refuse_changed()
+        for p in self.session.trained if self._is_reduced else ():
+            if (gradient := p.grad) is not None:
+                before = self._left.get(id(p))
+                if before is None or gradient is not before[0] or gradient._version != before[1]:
+                    raise LoopError(OWN_GRADIENTS)
 
     before_step = before_complete
 
     def nothing_to_step(self, *, is_again: bool) -> None:  # noqa: ARG002
-        """Check that there is no `p.grad`."""
-        self._refuse_changed()
+        """Check that the script has set no `p.grad`: the step applies none."""
+        self._is_reduced = True
+        self.before_complete()
+        self._is_reduced = not self.session.steps_by_grad
 
     def stepped(self, applied: bool | FoundInf = False) -> None:  # noqa: ARG002
         """Begin a window."""
         self._left, self._is_reduced = {}, not self.session.steps_by_grad
 
     dropped = stepped
-
-    def _note(self) -> None:
-        left = self._left = {}
-        for p in self.session.trained:
-            if (gradient := p.grad) is not None:
-                left[id(p)] = gradient, gradient._version
-
-    def _refuse_changed(self) -> None:
-        for p in self.session.trained:
-            if (gradient := p.grad) is not None:
-                before = self._left.get(id(p))
-                if before is None or gradient is not before[0] or gradient._version != before[1]:
-                    raise LoopError(OWN_GRADIENTS)
 
 
 class PartialGradients(Guard):
