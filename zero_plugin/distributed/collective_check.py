@@ -26,8 +26,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
-from zero_plugin.distributed.process_end import end_process, is_at_exit, last_exit, note_exits, run_in_threads
-from zero_plugin.distributed.whereabouts import long_operation, running_functions, script_line
+from zero_plugin.distributed.process_end import end_process, is_at_exit, run_in_threads
+from zero_plugin.distributed.whereabouts import (
+    NO_LINE,
+    last_exit,
+    long_operation,
+    note_exits,
+    running_functions,
+    script_line,
+)
 from zero_plugin.errors import LoopError, of_lost_peer
 from zero_plugin.machine.hardware import number_ranges, process_stat
 
@@ -363,7 +370,7 @@ class CollectiveCheck:
         progress, self._late = self._progress, ""
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
-        progress.end = _describe_end() if name == "end_training" else ""
+        progress.end = _describe_end(progress.line) if name == "end_training" else ""
         self._now = Call(progress.calls, name, passes)
         if waits_for_all:
             try:
@@ -495,6 +502,8 @@ class CollectiveCheck:
         Args:
             seconds: that a process may need to end whose connection has closed.
         """
+        if self._error is not None:  # the lost process has published why it ends
+            return self._error.text
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + seconds
         while True:
@@ -510,10 +519,13 @@ class CollectiveCheck:
             return f"process {self._rank} failed, and {holder}, which holds the store, has ended or cannot be reached."
         if not first:
             return ""
+        has = "has" if len(first) == 1 else "have"
+        ended = f"{_ranks(first)} {has} ended, and process {self._rank} failed by that"
+        if not answers:  # the store has ended too: what this process knows of the others is as old as the run
+            return f"{ended}."
         seen = {rank: self._others[rank] for rank in first}
         places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
-        has = "has" if len(first) == 1 else "have"
-        return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
+        return f"{ended}: {places}."
 
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
@@ -593,8 +605,11 @@ class CollectiveCheck:
         found = self._look(waiting)
         if found is None or self._now is not call:
             return False
-        self._error = found
         self._publish_end(found)
+        if self._rank == 0 and not has_agent_store():
+            # The store ends with this process. The others read the message at their next tick.
+            self._stopping.wait(2 * self._patience.tick)
+        self._error = found
         if not self._in_script:
             end_process(found.text)
         return True
@@ -635,11 +650,16 @@ class CollectiveCheck:
         return f"process {self._rank} {state} in {self._progress.call}() ({line}){self._progress.end}"
 
 
-def _describe_end() -> str:
-    """Describe what the script did before its end; "" if it calls end_training() itself, as it should."""
+def _describe_end(line: str) -> str:
+    """Describe what the script did before its end; "" if it calls end_training() itself, as it should.
+
+    Args:
+        line: the last line of the script that the watching thread has seen.
+    """
     done = [] if dist.is_initialized() else ["torch.distributed.destroy_process_group()"]
     if is_at_exit():
-        done.append(last_exit() or "the last line of its script (exit code 0)")
+        seen = f"; last seen at {line}" if line not in ("", NO_LINE) else ""
+        done.append(last_exit() or f"the end of its script (its last line, quit() or SystemExit{seen})")
     return f", after {' and '.join(done)}" if done else ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import logging
 import os
 import signal
@@ -171,39 +170,12 @@ def _end_after(report: Callable[[], None]) -> NoReturn:
         os._exit(1)
 
 
-_last_exit = ""
 _leaves = False
 
 
 def is_at_exit() -> bool:
     """Whether the script has ended, and what was registered for the exit runs."""
     return _leaves
-
-
-def note_exits() -> None:
-    """Have `sys.exit` note its argument and its place.
-
-    Python keeps neither for what runs at the exit, where other processes are told why this one leaves them.
-    """
-    leave = sys.exit
-    if hasattr(leave, "__wrapped__"):
-        return
-
-    @functools.wraps(leave)
-    def noted(status: Any = None, /) -> NoReturn:
-        global _last_exit
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
-        place = "" if caller is None else f" at {caller.f_code.co_filename}:{caller.f_lineno}"
-        _last_exit = f"sys.exit({str(status)[:80]}){place}"
-        leave(status)
-
-    sys.exit = noted
-
-
-def last_exit() -> str:
-    """The last call of `sys.exit`, as `sys.exit(0) at file:line`; "" if there was none."""
-    return _last_exit
 
 
 def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
