@@ -29,6 +29,7 @@ from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
 from zero_plugin.distributed.process_end import end_process, is_at_exit, run_in_threads
 from zero_plugin.distributed.whereabouts import (
     NO_LINE,
+    begins_loop,
     last_exit,
     long_operation,
     note_exits,
@@ -180,11 +181,16 @@ class Finding(NamedTuple):
         return error
 
 
-def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | None:
+def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bool = False) -> Finding | None:
     """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
 
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
     before that call it has begun a pass that this process has not, and that it needs this process in.
+
+    Args:
+        call: of this process.
+        others: by rank.
+        in_loop: whether a loop over a prepared loader has made the call, and not the script.
     """
     # Who has failed says so, and may have failed because of one that ended without a word: that one is named first.
     for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
@@ -200,17 +206,28 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
                 lost_peer=True,
             )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
-            fix = (
-                "Every process has to take the same number of steps, and to call end_training()."
-                if call.name == "end_training"
-                else f"{call.name}() is collective: call it on every process, not under "
-                "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
-            )
             goes_on = "still trains" if call.name == "end_training" else "continued"
             return Finding(
-                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n{fix}"
+                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n"
+                f"{_advise(call.name, in_loop=in_loop)}"
             )
     return None
+
+
+def _advise(call: str, *, in_loop: bool) -> str:
+    """Return what to do about a call to which not all processes come."""
+    if call == "end_training":
+        return "Every process has to take the same number of steps, and to call end_training()."
+    if in_loop:
+        return (
+            f"{call}() is a part of the loop over a prepared loader, which is collective. Every process has to begin "
+            "the same loops, and to take the same number of steps. To leave a loop by `break` on all of them, use "
+            "accelerator.set_trigger() and check_trigger()."
+        )
+    return (
+        f"{call}() is collective: call it on every process, not under `if accelerator.is_main_process:`. What only the "
+        "main process has to do, it does by itself in there."
+    )
 
 
 class Waiting:
@@ -630,7 +647,7 @@ class CollectiveCheck:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
         self._others = others
-        found = find_mismatch(waiting.call, others)
+        found = find_mismatch(waiting.call, others, in_loop=begins_loop(running_functions(self._script)))
         if found is not None:
             return found._replace(text=f"{self._here()}, but {found.text}")
         self._late, quiet = describe_late(waiting, others)

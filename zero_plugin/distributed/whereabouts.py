@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -63,6 +64,12 @@ def _is_library(file: str) -> bool:
 def script_line(running: Iterable[Running]) -> str:
     """`file:line` of the script: of its innermost function that is in no library."""
     return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), NO_LINE)
+
+
+def begins_loop(running: Iterable[Running]) -> bool:
+    """Whether the script's line is a loop over a prepared loader, which makes collective calls of its own."""
+    own = takewhile(lambda one: _is_library(one.file), running)
+    return any((one.file, one.function) == (f"{_PACKAGE}data/loader.py", "__iter__") for one in own)
 
 
 def long_operation(running: Iterable[Running]) -> str:
