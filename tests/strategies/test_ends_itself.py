@@ -91,10 +91,17 @@ def test_weights_of_ddp_are_saved_without_a_group(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "launcher", ["launch", pytest.param("torchrun", marks=[pytest.mark.programs, pytest.mark.campaign])]
+    ("launcher", "path", "how"),
+    [
+        ("launch", "zero3", "group"),
+        ("launch", "ddp", "busy thread"),  # the launcher's workers do not finalize the interpreter
+        pytest.param("torchrun", "zero3", "group", marks=[pytest.mark.programs, pytest.mark.campaign]),
+    ],
 )
 def test_with_a_launcher(
     launcher: str,
+    path: str,
+    how: str,
     run_launcher: Callable[..., subprocess.CompletedProcess[str]],
     forked_workers: dict[str, str],
     forked_alone: dict[str, str],
@@ -105,7 +112,7 @@ def test_with_a_launcher(
         "launch": ["zero_plugin", "launch", "--cpu", "--num_processes", "2", "--prefer", "code"],
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     }[launcher]
-    command = [sys.executable, "-m", *start, SCRIPT, "-", "", "", "zero3", "group", tmp_path / "project"]
+    command = [sys.executable, "-m", *start, SCRIPT, "-", "", "", path, how, tmp_path / "project"]
     environment = forked_workers if launcher == "launch" else forked_alone
     ended = run_launcher(command, seconds=200, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     assert (ended.returncode, ended.stdout.count("trained")) == (0, 2), ended.stderr
