@@ -340,6 +340,23 @@ def test_metrics_of_fp16() -> None:
     accelerator.end_training()
 
 
+def test_what_is_logged_after_the_end_is_an_error(tmp_path: Path) -> None:
+    """It names the trackers, which are closed; without any, log does nothing before the end or after."""
+    accelerator = run("jsonl", tmp_path)
+    accelerator.end_training()
+    said = r"came after end_training\(\), which has closed the trackers \(jsonl\). Nothing was written.\nCall"
+    with pytest.raises(LoopError, match=rf"log\(\) {said} log\(\) before"):
+        accelerator.log({"after": 1}, step=999)
+    accelerator.end_training()
+    with pytest.raises(LoopError, match=rf"get_tracker\(\) {said} get_tracker\(\) before"):
+        accelerator.get_tracker("jsonl")
+    assert len((tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()) == 3
+    without = Accelerator(**ONE_STEP)
+    without.end_training()
+    without.log({"after": 1})
+    assert without.trackers == []
+
+
 WORKER = """
 import sys
 from zero_plugin import Accelerator

@@ -1187,7 +1187,7 @@ class Accelerator:
             unwrap: return the library's own object, e.g. wandb's run, instead of the tracker.
 
         Raises:
-            LoopError: other trackers are started, but none of that name.
+            LoopError: other trackers are started, but none of that name; or end_training() has closed them.
         """
         return self._run.trackers.find(name, unwrap=unwrap)
 
@@ -1200,6 +1200,9 @@ class Accelerator:
             values: numbers, strings or dicts of numbers by name; tensors and arrays are converted to numbers.
             step: the step that they belong to.
             log_kwargs: further arguments for the `log` method of each tracker.
+
+        Raises:
+            LoopError: end_training() has closed the trackers.
         """
         self._run.trackers.log(values, step, log_kwargs or {})
 

@@ -256,6 +256,36 @@ def test_users_of_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         _share_a_folder(Path(folder))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes processes of other users")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_users_of_a_folder_of_everybody(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed job's lock keeps no other user out; where nobody else can remove it, the message says who can."""
+    monkeypatch.setattr(locks, "_OTHERS_END_S", 0.2)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shared = Path(folder) / "shared"  # root's, in whose group the users are not
+        shared.mkdir()
+        shared.chmod(mode)
+        lock, errors = lock_of(shared / "last", automatic=False), Path(folder) / "errors"
+        errors.touch()
+        errors.chmod(0o666)
+
+        def take() -> None:
+            try:
+                claim(lock, shared)
+            except CheckpointError as error:
+                errors.write_text(str(error))
+                raise
+
+        assert _as_user(60001, 60001, take) == 0
+        assert lock.exists()
+        if mode == 0o777:
+            assert _as_user(60002, 60002, take) == 0
+        else:
+            assert _as_user(60002, 60002, take) == 1
+            assert errors.read_text().endswith(f"it was killed: that user can remove {lock}.")
+
+
 def _share_a_folder(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

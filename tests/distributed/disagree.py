@@ -107,6 +107,18 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     elif how == "more_steps":
         if not first:
             train()
+    elif how == "breaks":
+        data = torch.utils.data.TensorDataset(torch.ones(32, 4))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+        for _ in range(2):
+            for _ in loader:
+                train()
+                if first:
+                    break
+    elif how == "raises_exit":
+        if first:
+            raise SystemExit(3)
+        train()
     elif how == "overdue":
         if first:
             accelerator.get_state_dict(model)

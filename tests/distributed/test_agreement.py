@@ -147,6 +147,29 @@ def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     assert "the same number of steps" in run.outputs[0]
 
 
+@pytest.mark.parametrize("script", ["ddp:raises_exit"])
+def test_an_exit_that_left_no_note(folder: Path, script: str) -> None:
+    """`raise SystemExit(3)` is neither the script's last line nor an exit with code 0, and is not said to be."""
+    run = ended(folder, script)
+    assert run.codes == [1, 1]
+    left = "process 0 is in end_training() (its end), after the end of its script (its last line, quit() or SystemExit"
+    assert left in run.outputs[0]
+    assert "exit code 0" not in run.outputs[0] + run.outputs[1]
+
+
+@pytest.mark.parametrize("script", ["ddp:breaks"])
+def test_a_loop_that_one_process_left(folder: Path, script: str) -> None:
+    """The call that the next loop makes is not the script's, so nothing is said of `if is_main_process`."""
+    run = ended(folder, script)
+    assert run.codes == [1, 1]
+    said = run.outputs[0]
+    assert (
+        f"({line_of('for _ in loader')}), but process 1 did not come: it continued, and needs this process at" in said
+    )
+    assert "is a part of the loop over a prepared loader, which is collective" in said
+    assert "is_main_process" not in said
+
+
 @pytest.mark.parametrize("script", ["ddp:late"])
 def test_a_late_process_is_named_and_waited_for(folder: Path, script: str) -> None:
     """Merely late, before a long call and before a short one: a warning with its place, and all goes on."""

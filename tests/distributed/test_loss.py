@@ -18,7 +18,9 @@ from zero_plugin.distributed.collective_check import (
     Finding,
     Patience,
     RankProgress,
+    begin_progress,
     find_mismatch,
+    publish,
     read_progress,
 )
 
@@ -57,6 +59,52 @@ def test_it_ends_with_the_lost_one(lose: Callable[[float], CollectiveCheck], end
 def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], CollectiveCheck], ended: list[str]) -> None:
     """Its watch was stopped while it waited: it may be in the midst of its own report."""
     lose(60).stop()
+    assert ended == []
+
+
+def test_who_holds_the_store_ends_after_the_others_have_read_why(ended: list[str]) -> None:
+    """Two ticks later: they look once in a tick, and the store ends with this process."""
+    store = dist.HashStore()
+    watching = CollectiveCheck(store, 0, 2, Patience(tick=0.3, asks=0.1))
+    publish(store, 1, replace(begin_progress(), passes=5))
+    watching.enter("gather", waits_for_all=False)
+    told, deadline = 0.0, time.monotonic() + 20
+    while not ended and time.monotonic() < deadline:
+        if not told and store.check(["end"]):
+            told = time.monotonic()
+        time.sleep(0.01)
+    took = time.monotonic() - told
+    watching.stop()
+    assert "process 1 did not come: it continued" in ended[0]
+    assert took > 0.5
+
+
+class Ended:
+    """A store whose process has ended."""
+
+    def set(self, *_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    check = set  # noqa: A003
+
+
+@pytest.mark.parametrize("has_said_why", [True, False])
+def test_what_is_said_of_a_lost_process(has_said_why: bool, ended: list[str]) -> None:
+    """Why it ended, if it has published that; and no place that is as old as the run, if the store is gone."""
+    store = dist.HashStore()
+    watching = CollectiveCheck(store, 1, 2, Patience(tick=0.1, asks=60))
+    publish(store, 0, replace(begin_progress(), line="train.py:34", gone=True))
+    time.sleep(0.5)
+    lost = "process 0 has ended, and process 1 failed by that"
+    assert watching.describe_lost(0.1) == f"{lost}: process 0 was last seen at train.py:34."
+    if has_said_why:
+        store.set("end", json.dumps(Finding("process 0 is in end_training(), after sys.exit(3)")))
+        time.sleep(0.5)
+    watching._store = Ended()
+    assert watching.describe_lost(0.1) == (
+        "process 0 is in end_training(), after sys.exit(3)" if has_said_why else f"{lost}."
+    )
+    watching.stop()
     assert ended == []
 
 

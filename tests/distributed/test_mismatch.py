@@ -8,9 +8,11 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from zero_plugin.distributed import collective_check
 from zero_plugin.distributed.collective_check import (
     Call,
     Patience,
@@ -20,8 +22,7 @@ from zero_plugin.distributed.collective_check import (
     describe_late,
     find_mismatch,
 )
-from zero_plugin.distributed.process_end import last_exit, note_exits
-from zero_plugin.distributed.whereabouts import running_functions
+from zero_plugin.distributed.whereabouts import last_exit, note_exits, running_functions
 
 CALL = Call(number=5, name="gather", passes=2)
 HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)
@@ -85,6 +86,60 @@ def test_how_a_script_has_left_is_noted() -> None:
         sys.exit(3)
     assert left.value.code == 3
     assert last_exit() == f"sys.exit(3) at {__file__}:{inspect.currentframe().f_lineno - 2}"  # type: ignore[union-attr]
+
+
+def test_a_caught_exit_is_not_the_end() -> None:
+    """As of argparse or `pytest.main` in a script that continues."""
+    note_exits()
+    try:
+        sys.exit(5)
+    except SystemExit as caught:
+        found = type(caught).__name__, caught.code, last_exit()[:11]
+    assert found == ("SystemExit", 5, "sys.exit(5)")
+    assert last_exit() == ""
+
+
+LEAVES = """
+import atexit, sys
+from zero_plugin.distributed.whereabouts import last_exit, note_exits
+note_exits()
+atexit.register(lambda: print(last_exit() or "unknown"))
+
+def leave(model):
+    try:
+        sys.exit((3, 4))
+    finally:
+        print("cleaning up")
+
+try:
+    sys.exit(5)
+except SystemExit:
+    pass
+if sys.argv[1] == "sys.exit":
+    leave([0])
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "known"), [("sys.exit", "sys.exit((3, 4)) at {}:9"), ("SystemExit", "unknown")])
+def test_the_exit_that_ends_a_script_is_known(how: str, known: str, tmp_path: Path) -> None:
+    """Also through a `finally`; the exit code and what Python prints are those without the note."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    script = str(tmp_path / "leaves.py")
+    done = subprocess.run([sys.executable, script, how], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == known.format(script)
+    assert (done.returncode, done.stderr) == ((1, "(3, 4)\n") if how == "sys.exit" else (3, ""))
+
+
+def test_an_end_of_unknown_cause_is_not_said_to_be_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`raise SystemExit` and `quit()` leave no note, so the message names all of them and the last known line."""
+    monkeypatch.setattr(collective_check, "is_at_exit", lambda: True)
+    monkeypatch.setattr(collective_check, "last_exit", lambda: "")
+    monkeypatch.setattr(collective_check.dist, "is_initialized", lambda: True)
+    ended = ", after the end of its script (its last line, quit() or SystemExit"
+    assert collective_check._describe_end("train.py:7") == f"{ended}; last seen at train.py:7)"
+    assert collective_check._describe_end("its end") == collective_check._describe_end("") == f"{ended})"
 
 
 def test_who_is_gone_after_the_call(ended_pid: int) -> None:

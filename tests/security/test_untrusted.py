@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,11 +205,25 @@ def test_checkpoints(tries: int, checkpoint: Path, memory: None, tried: Callable
         (lambda m: m["files"]["training.json"].update(xxh3=2**64), f"the checksum of training.json is {2**64}"),
         (lambda m: m["files"]["training.json"].update(xxh3="1"), "'1' in place of a number"),
         (lambda m: m.update(models=[m["models"][0] | {"tensors": {}}] * 20_000), "20000 models"),
-        (lambda m: _first(m).update(shape=[0, 10**30]), "a tensor of the shape"),
+        (lambda m: _first(m).update(shape=[0, 10**30]), "10000.*… in place of a number"),
         (lambda m: [entry.update(start=0) for entry in _tensors(m)], "share bytes"),
         (lambda m: _first(m).update(start=_first(m)["start"] + 1), "share bytes|is not inside"),
+        (lambda m: _named(m, "bias").update(start=0), "leave out bytes"),  # in the header, and so is the next one
+        (lambda m: _named(m, "bias").update(start=1), "leave out bytes"),
+        (lambda m: _named(m, "bias").update(shape=[1]), "leave out bytes"),
+        (lambda m: _named(m, "bias").update(shape=[10**4000] * 1000), "10000.*… in place of a number from 0 to"),
+        (lambda m: _named(m, "bias").update(shape=[0, *[2**62] * 100_000]), r"a tensor of the shape \(0, 461.*…\)"),
+        (lambda m: _named(m, "bias").update(start=10**4000), "10000.*… in place of a number"),
+        (lambda m: _named(m, "bias").update(dtype=10**4000), r"a tensor of type 10000.*…\)"),
+        (lambda m: m["models"][0].update(folder=10**4000), "10000.*… is no path"),
+        (lambda m: m["files"]["training.json"].update(size=10**4000), "10000.*… in place of a number"),
+        (lambda m: m["files"]["training.json"].update(xxh3=10**4000), "10000.*… in place of a number"),
+        (lambda m: m.update(order=10**4000), "10000.*… in place of a number"),
+        (lambda m: m.update(format=0), "format is 0"),
+        (lambda m: m.update(format=10**4000), "10000.*… in place of a number"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_numbers_that_no_run_writes_are_damage(
     change_it: Callable[[dict[str, Any]], Any], said: str, checkpoint: Path
 ) -> None:
@@ -218,8 +233,9 @@ def test_numbers_that_no_run_writes_are_damage(
     change_it(manifest)
     (checkpoint / MANIFEST_NAME).write_bytes(with_sum(manifest))
     try:
-        with pytest.raises(DamagedError, match=said):
+        with pytest.raises(DamagedError, match=said) as damaged:
             read_manifest(checkpoint)
+        assert re.search(r"\d{31}", str(damaged.value)) is None
     finally:
         (checkpoint / MANIFEST_NAME).write_bytes(original)
     read_all(checkpoint)
@@ -229,8 +245,25 @@ def _tensors(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for named in manifest["models"][0]["tensors"].values() for entry in named.values()]
 
 
+def _named(manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    weight: dict[str, Any] = manifest["models"][0]["tensors"]["weight"][name]
+    return weight
+
+
 def _first(manifest: dict[str, Any]) -> dict[str, Any]:
     return _tensors(manifest)[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shape", [[10**4000] * 1000, [2**62] * 200_000])
+def test_a_header_with_a_shape_of_no_tensor_is_refused_at_once(shape: list[int], tmp_path: Path) -> None:
+    """The number of its elements is not computed."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match=r"in place of a number|a tensor of the shape") as refused:
+        read_complete_file(file, file.name)
+    assert re.search(r"\d{31}", str(refused.value)) is None
 
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a\0b", ["model.safetensors"], None, 3, "pipe"])

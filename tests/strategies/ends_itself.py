@@ -108,7 +108,10 @@ def main(store: str, rank: str, world: str, path: str, how: str, folder: str) ->
     elif how == "nested exit":
         leave()
     elif how == "thread":
-        threading.Thread(target=use, args=(model,), daemon=True).start()
+        threading.Thread(target=use, args=(model, 0.001), daemon=True).start()
+        time.sleep(0.05)
+    elif how == "busy thread":
+        threading.Thread(target=use, args=(model, 0.0), daemon=True).start()
         time.sleep(0.05)
 
 
@@ -122,12 +125,16 @@ def leave() -> None:
     sys.exit(0)
 
 
-def use(model: nn.Module) -> None:
-    """Compute with the model for as long as the process is there."""
+def use(model: nn.Module, pause: float) -> None:
+    """Compute with the model for as long as the process is there.
+
+    A thread that never pauses is in torch when Python is finalized, and C++ aborts, as in plain torch.
+    """
     while True:
         with torch.no_grad():
             model(torch.ones(1, 8))
-        time.sleep(0.001)
+        if pause:
+            time.sleep(pause)
 
 
 if __name__ == "__main__":

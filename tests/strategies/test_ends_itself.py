@@ -73,7 +73,7 @@ def test_one_process_ends_with_0(path: str, run_processes: Callable[..., list[st
         ("ddp", "group, save", "LoopError: save_state() needs the other processes, but this script, by torch"),
         ("zero2", "group, weights", "LoopError: DeepSpeed needs the process group to read weights, and it has ended"),
         ("ddp", "end_training, gather", "LoopError: gather() needs the other processes, but end_training() has ended"),
-        ("ddp", "group of one", "after torch.distributed.destroy_process_group() and the last line of its script"),
+        ("ddp", "group of one", "after torch.distributed.destroy_process_group() and the end of its script"),
         pytest.param("zero3", "group of one", "process 1 is in end_training()", marks=pytest.mark.campaign),
     ],
 )
@@ -91,10 +91,17 @@ def test_weights_of_ddp_are_saved_without_a_group(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "launcher", ["launch", pytest.param("torchrun", marks=[pytest.mark.programs, pytest.mark.campaign])]
+    ("launcher", "path", "how"),
+    [
+        ("launch", "zero3", "group"),
+        ("launch", "ddp", "busy thread"),  # the launcher's workers do not finalize the interpreter
+        pytest.param("torchrun", "zero3", "group", marks=[pytest.mark.programs, pytest.mark.campaign]),
+    ],
 )
 def test_with_a_launcher(
     launcher: str,
+    path: str,
+    how: str,
     run_launcher: Callable[..., subprocess.CompletedProcess[str]],
     forked_workers: dict[str, str],
     forked_alone: dict[str, str],
@@ -105,7 +112,7 @@ def test_with_a_launcher(
         "launch": ["zero_plugin", "launch", "--cpu", "--num_processes", "2", "--prefer", "code"],
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     }[launcher]
-    command = [sys.executable, "-m", *start, SCRIPT, "-", "", "", "zero3", "group", tmp_path / "project"]
+    command = [sys.executable, "-m", *start, SCRIPT, "-", "", "", path, how, tmp_path / "project"]
     environment = forked_workers if launcher == "launch" else forked_alone
     ended = run_launcher(command, seconds=200, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     assert (ended.returncode, ended.stdout.count("trained")) == (0, 2), ended.stderr

@@ -27,13 +27,22 @@ import xxhash
 
 from zero_plugin.checkpoint.locks import hold, is_held, let_go
 from zero_plugin.errors import CheckpointError, DamagedError
-from zero_plugin.tensors.safetensors_files import TYPES, Place, parse_json, refuse_outside, whole_number
+from zero_plugin.tensors.safetensors_files import (
+    TYPES,
+    Place,
+    parse_json,
+    read_shape,
+    refuse_outside,
+    shorten,
+    whole_number,
+)
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _FORMAT: Final = 2
-_RANGES: Final = {"processes": (1, 2**24), "order": (0, 2**53)}
+_RANGES: Final = {"format": (1, _FORMAT), "processes": (1, 2**24), "order": (0, 2**53)}
 _MOST_MODELS: Final = 1000
+_LEAST_HEADER: Final = 8 + len("{}")  # bytes of a safetensors file
 _MANIFEST_SUM: Final = re.compile(rb'\{"xxh3": "([0-9a-f]{16})", ')
 _AUTOMATIC: Final = "checkpoint_"
 
@@ -130,12 +139,12 @@ def read_manifest(folder: Path) -> Manifest:
         if (version != 1 or "xxh3" in encoded) and (found is None or int(found[1], 16) != own):
             raise DamagedError(f"{file} is damaged: it differs from its checksum.")
         encoded.pop("xxh3", None)
-        _refuse_impossible(encoded)
+        _refuse_impossible({"format": version, **encoded})
         files = {path: (whole_number(entry["size"]), entry.get("xxh3")) for path, entry in encoded.pop("files").items()}
         for path in files:
             refuse_outside(path)
         models = [_decode_model(model, files) for model in encoded.pop("models")]
-        _refuse_overlaps(models)
+        _refuse_other_bytes(models, files)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
     except OSError as error:
@@ -148,27 +157,32 @@ def read_manifest(folder: Path) -> Manifest:
 def _refuse_impossible(encoded: Mapping[str, Any]) -> None:
     """Raise a ValueError for numbers of a manifest that no run can have written."""
     sums = {f"the checksum of {path}": entry.get("xxh3") for path, entry in encoded["files"].items()}
-    numbers = {"processes": encoded.get("processes"), "order": encoded.get("order"), **sums}
-    for name, value in numbers.items():
+    for name, value in {**{name: encoded.get(name) for name in _RANGES}, **sums}.items():
         least, most = _RANGES.get(name, (0, 2**64 - 1))
-        if value is not None and not least <= whole_number(value) <= most:
+        if value is not None and not least <= whole_number(value, 2**64) <= most:
             raise ValueError(f"{name} is {value}")
     if len(encoded["models"]) > _MOST_MODELS:
         raise ValueError(f"{len(encoded['models'])} models")
 
 
-def _refuse_overlaps(models: Sequence[StoredModel]) -> None:
-    """Raise a ValueError for tensors that share bytes of a file; tied weights have one place."""
+def _refuse_other_bytes(models: Sequence[StoredModel], files: Mapping[str, tuple[int, int | None]]) -> None:
+    """Raise a ValueError for tensors that share bytes or leave bytes out, so that one may begin in a file's header.
+
+    Tensors fill their file from its header to its end. Tied weights have one place.
+    """
     used: dict[str, list[tuple[int, int]]] = {}
     for model in models:
         for place in model.places.values():
             if place.size:
                 used.setdefault(place.file, []).append((place.start, place.start + place.size))
-            elif any(length >= 2**63 for length in place.shape):
-                raise ValueError(f"a tensor of the shape {place.shape}")
     for file, ranges in used.items():
-        if any(start < end for (_, end), (start, _) in itertools.pairwise(sorted(ranges))):
-            raise ValueError(f"two tensors of {file} share bytes")
+        ranges.sort()
+        neighbours = [*ranges, (files[file][0], 0)]
+        for (_, end), (start, _) in itertools.pairwise(neighbours):
+            if start != end:
+                raise ValueError(f"tensors of {file} {'share' if start < end else 'leave out'} bytes")
+        if ranges[0][0] < _LEAST_HEADER:
+            raise ValueError(f"a tensor of {file} begins in its header")
 
 
 def find_damage(folder: Path) -> str | None:
@@ -264,14 +278,12 @@ def _encode_model(model: StoredModel) -> dict[str, Any]:
 def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int | None]]) -> StoredModel:
     entries = {(kind, name): entry for kind, named in encoded["tensors"].items() for name, entry in named.items()}
     places = {
-        key: Place(
-            entry["file"], entry["dtype"], tuple(map(whole_number, entry["shape"])), whole_number(entry["start"])
-        )
+        key: Place(entry["file"], entry["dtype"], read_shape(entry["shape"]), whole_number(entry["start"]))
         for key, entry in entries.items()
     }
     for (kind, name), place in places.items():
         if place.type_name not in TYPES:
-            raise ValueError(f"a tensor of type {place.type_name}")
+            raise ValueError(f"a tensor of type {shorten(place.type_name)}")
         size, own = files.get(place.file, (0, 0))
         if own is not None or place.start + place.size > size:  # a tensor file has no sum but those of its pieces
             raise ValueError(f"{name} ({kind}) is not inside {place.file}")

@@ -178,8 +178,11 @@ def _share(descriptor: int, folder: os.stat_result) -> None:
     os.fchmod(descriptor, 0o600)
     if hidden or folder.st_mode & stat.S_ISVTX or not folder.st_mode & stat.S_IWGRP:
         return
+    if folder.st_mode & stat.S_IWOTH:  # its owner may be of another group, so the file's group says nothing
+        os.fchmod(descriptor, 0o666)
+        return
     os.fchown(descriptor, -1, folder.st_gid)
-    os.fchmod(descriptor, 0o666 if folder.st_mode & stat.S_IWOTH else 0o660)
+    os.fchmod(descriptor, 0o660)
 
 
 def _lock(descriptor: int) -> None:
@@ -203,12 +206,23 @@ def _describe_holder(lock: Path, place: Path) -> str:
         holder = "a process"
     advice = "Save into another folder, or end that job."
     if owner != os.geteuid() and not os.access(lock, os.R_OK | os.W_OK):
-        advice += f" If that user has no job there, it was killed: remove {lock}."
+        # In a sticky folder, as /tmp, only the owner of a file or of the folder removes the file.
+        removes = f"that user can remove {lock}" if _is_sticky(lock.parent) else f"remove {lock}"
+        advice += f" If that user has no job there, it was killed: {removes}."
     elif not holder.endswith(f" on {socket.gethostname()}"):
         advice += " If its machine is gone, the file server gives the lock up within minutes."
     whose = "" if owner == os.geteuid() else f" of {_user(owner)}"
     both = "two jobs would replace and remove each other's"
     return f"{holder}{whose} saves checkpoints in {place} too, and {both}.\n{advice}"
+
+
+def _is_sticky(folder: Path) -> bool:
+    """Whether this user cannot remove what another user has made in a folder."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
 
 
 def _user(number: int) -> str:

@@ -26,8 +26,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
-from zero_plugin.distributed.process_end import end_process, is_at_exit, last_exit, note_exits, run_in_threads
-from zero_plugin.distributed.whereabouts import long_operation, running_functions, script_line
+from zero_plugin.distributed.process_end import end_process, is_at_exit, run_in_threads
+from zero_plugin.distributed.whereabouts import (
+    NO_LINE,
+    begins_loop,
+    last_exit,
+    long_operation,
+    note_exits,
+    running_functions,
+    script_line,
+)
 from zero_plugin.errors import LoopError, of_lost_peer
 from zero_plugin.machine.hardware import number_ranges, process_stat
 
@@ -173,11 +181,16 @@ class Finding(NamedTuple):
         return error
 
 
-def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | None:
+def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bool = False) -> Finding | None:
     """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
 
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
     before that call it has begun a pass that this process has not, and that it needs this process in.
+
+    Args:
+        call: of this process.
+        others: by rank.
+        in_loop: whether a loop over a prepared loader has made the call, and not the script.
     """
     # Who has failed says so, and may have failed because of one that ended without a word: that one is named first.
     for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
@@ -193,17 +206,28 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> Finding | N
                 lost_peer=True,
             )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
-            fix = (
-                "Every process has to take the same number of steps, and to call end_training()."
-                if call.name == "end_training"
-                else f"{call.name}() is collective: call it on every process, not under "
-                "`if accelerator.is_main_process:`. What only the main process has to do, it does by itself in there."
-            )
             goes_on = "still trains" if call.name == "end_training" else "continued"
             return Finding(
-                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n{fix}"
+                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n"
+                f"{_advise(call.name, in_loop=in_loop)}"
             )
     return None
+
+
+def _advise(call: str, *, in_loop: bool) -> str:
+    """Return what to do about a call to which not all processes come."""
+    if call == "end_training":
+        return "Every process has to take the same number of steps, and to call end_training()."
+    if in_loop:
+        return (
+            f"{call}() is a part of the loop over a prepared loader, which is collective. Every process has to begin "
+            "the same loops, and to take the same number of steps. To leave a loop by `break` on all of them, use "
+            "accelerator.set_trigger() and check_trigger()."
+        )
+    return (
+        f"{call}() is collective: call it on every process, not under `if accelerator.is_main_process:`. What only the "
+        "main process has to do, it does by itself in there."
+    )
 
 
 class Waiting:
@@ -363,7 +387,7 @@ class CollectiveCheck:
         progress, self._late = self._progress, ""
         passes, progress.passes = progress.passes, 0
         progress.calls, progress.call = progress.calls + 1, name
-        progress.end = _describe_end() if name == "end_training" else ""
+        progress.end = _describe_end(progress.line) if name == "end_training" else ""
         self._now = Call(progress.calls, name, passes)
         if waits_for_all:
             try:
@@ -495,6 +519,8 @@ class CollectiveCheck:
         Args:
             seconds: that a process may need to end whose connection has closed.
         """
+        if self._error is not None:  # the lost process has published why it ends
+            return self._error.text
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + seconds
         while True:
@@ -510,10 +536,13 @@ class CollectiveCheck:
             return f"process {self._rank} failed, and {holder}, which holds the store, has ended or cannot be reached."
         if not first:
             return ""
+        has = "has" if len(first) == 1 else "have"
+        ended = f"{_ranks(first)} {has} ended, and process {self._rank} failed by that"
+        if not answers:  # the store has ended too: what this process knows of the others is as old as the run
+            return f"{ended}."
         seen = {rank: self._others[rank] for rank in first}
         places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
-        has = "has" if len(first) == 1 else "have"
-        return f"{_ranks(first)} {has} ended, and process {self._rank} failed by that: {places}."
+        return f"{ended}: {places}."
 
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
@@ -593,8 +622,11 @@ class CollectiveCheck:
         found = self._look(waiting)
         if found is None or self._now is not call:
             return False
-        self._error = found
         self._publish_end(found)
+        if self._rank == 0 and not has_agent_store():
+            # The store ends with this process. The others read the message at their next tick.
+            self._stopping.wait(2 * self._patience.tick)
+        self._error = found
         if not self._in_script:
             end_process(found.text)
         return True
@@ -615,7 +647,7 @@ class CollectiveCheck:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
         self._others = others
-        found = find_mismatch(waiting.call, others)
+        found = find_mismatch(waiting.call, others, in_loop=begins_loop(running_functions(self._script)))
         if found is not None:
             return found._replace(text=f"{self._here()}, but {found.text}")
         self._late, quiet = describe_late(waiting, others)
@@ -635,11 +667,16 @@ class CollectiveCheck:
         return f"process {self._rank} {state} in {self._progress.call}() ({line}){self._progress.end}"
 
 
-def _describe_end() -> str:
-    """Describe what the script did before its end; "" if it calls end_training() itself, as it should."""
+def _describe_end(line: str) -> str:
+    """Describe what the script did before its end; "" if it calls end_training() itself, as it should.
+
+    Args:
+        line: the last line of the script that the watching thread has seen.
+    """
     done = [] if dist.is_initialized() else ["torch.distributed.destroy_process_group()"]
     if is_at_exit():
-        done.append(last_exit() or "the last line of its script (exit code 0)")
+        seen = f"; last seen at {line}" if line not in ("", NO_LINE) else ""
+        done.append(last_exit() or f"the end of its script (its last line, quit() or SystemExit{seen})")
     return f", after {' and '.join(done)}" if done else ""
 
 

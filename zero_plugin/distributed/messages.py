@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -89,7 +89,8 @@ class _StderrHandler(logging.Handler):
             self.erase()
             self._write(record)
         except Exception:  # noqa: BLE001 - a message must not end the program; `logging.raiseExceptions` decides
-            self.handleError(record)
+            with suppress(ValueError):  # Python writes there that it cannot write, and stderr may be closed
+                self.handleError(record)
 
     def _write(self, record: logging.LogRecord) -> None:
         level, style = "", ""

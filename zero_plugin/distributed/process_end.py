@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import logging
 import os
 import signal
@@ -125,6 +124,7 @@ class StopRequest:
 
 
 _LAST_CALLS_S: Final = 10.0
+_FLUSH_S: Final = 2.0
 _last_calls: Final[list[weakref.WeakMethod[Callable[[], None]]]] = []
 
 
@@ -143,45 +143,39 @@ def make_last_calls() -> None:
 
 def end_process(message: str) -> NoReturn:
     """End this process with exit code 1, from any thread, after its last calls."""
-    _log.error(message)
-    make_last_calls()
-    sys.stdout.flush()
-    os._exit(1)
+    _end_after(lambda: _log.error(message))
 
 
-_last_exit = ""
+def flush_output() -> None:
+    """Flush standard output and standard error. Nothing is raised: a reader may have gone, a script may close them."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _end_after(report: Callable[[], None]) -> NoReturn:
+    """End this process with exit code 1 after a report and its last calls, even if its output cannot be written."""
+
+    def print_report() -> None:
+        with suppress(Exception):
+            report()
+
+    try:
+        # In threads: a write blocks on a full pipe that no process reads.
+        run_in_threads(_FLUSH_S, flush_output)  # first what the script has printed
+        run_in_threads(_LAST_CALLS_S, print_report)
+        make_last_calls()
+        run_in_threads(_FLUSH_S, flush_output)
+    finally:
+        os._exit(1)
+
+
 _leaves = False
 
 
 def is_at_exit() -> bool:
     """Whether the script has ended, and what was registered for the exit runs."""
     return _leaves
-
-
-def note_exits() -> None:
-    """Have `sys.exit` note its argument and its place.
-
-    Python keeps neither for what runs at the exit, where other processes are told why this one leaves them.
-    """
-    leave = sys.exit
-    if hasattr(leave, "__wrapped__"):
-        return
-
-    @functools.wraps(leave)
-    def noted(status: Any = None, /) -> NoReturn:
-        global _last_exit
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
-        place = "" if caller is None else f" at {caller.f_code.co_filename}:{caller.f_lineno}"
-        _last_exit = f"sys.exit({str(status)[:80]}){place}"
-        leave(status)
-
-    sys.exit = noted
-
-
-def last_exit() -> str:
-    """The last call of `sys.exit`, as `sys.exit(0) at file:line`; "" if there was none."""
-    return _last_exit
 
 
 def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
@@ -219,15 +213,8 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
             try:
                 end()
             except BaseException as error:  # noqa: BLE001 - the outermost frame
-                with suppress(OSError, ValueError):  # a stream that nobody reads any more
-                    sys.stdout.flush()
-                    if isinstance(error, ZeroPluginError):
-                        _log.error(error)
-                    else:
-                        traceback.print_exception(error)
-                        sys.stderr.flush()
-                make_last_calls()
-                os._exit(1)
+                is_own = isinstance(error, ZeroPluginError)
+                _end_after(functools.partial(_log.error if is_own else traceback.print_exception, error))
         else:
             make_last_calls()
 

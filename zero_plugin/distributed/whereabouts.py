@@ -1,13 +1,17 @@
-"""Where a script is, and what it does there for long, by the Python stack of its thread."""
+"""Where a script is and what it does there for long, by the Python stack of its thread; and by which exit it left."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -16,6 +20,8 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
+
+NO_LINE = "its end"  # where a script is that runs no line of its own
 
 # What runs for long and is no sign of a mistake, by the file, or its folder, that is on the stack as long as it does.
 _BUSY = {
@@ -57,7 +63,13 @@ def _is_library(file: str) -> bool:
 
 def script_line(running: Iterable[Running]) -> str:
     """`file:line` of the script: of its innermost function that is in no library."""
-    return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), "its end")
+    return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), NO_LINE)
+
+
+def begins_loop(running: Iterable[Running]) -> bool:
+    """Whether the script's line is a loop over a prepared loader, which makes collective calls of its own."""
+    own = takewhile(lambda one: _is_library(one.file), running)
+    return any((one.file, one.function) == (f"{_PACKAGE}data/loader.py", "__iter__") for one in own)
 
 
 def long_operation(running: Iterable[Running]) -> str:
@@ -84,3 +96,58 @@ def _named_in(frame: FrameType) -> str:
         return ""
     name = frame.f_locals.get("name")
     return name if isinstance(name, str) else ""
+
+
+_last_exit = ""
+
+
+class _Exit(SystemExit):
+    """The SystemExit of `sys.exit`, which drops its note if the script catches it and continues.
+
+    Python frees the exception that ends a script after the script's frames are gone, and a caught one before.
+    """
+
+    def __del__(self) -> None:
+        global _last_exit
+        if not sys.is_finalizing() and script_line(running_functions(threading.get_ident())) != NO_LINE:
+            _last_exit = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SystemExit, self.args
+
+
+# Tracebacks show it as Python's own.
+_Exit.__module__, _Exit.__name__, _Exit.__qualname__ = "builtins", "SystemExit", "SystemExit"
+
+
+def note_exits() -> None:
+    """Have `sys.exit` note its argument and its place.
+
+    Python keeps neither for what runs at the exit, where other processes are told why this one leaves them. Nothing can
+    note `raise SystemExit`, `quit()`, and a `sys.exit` that the script has imported by name.
+    """
+    leave = sys.exit
+    if hasattr(leave, "__wrapped__"):
+        return
+
+    @functools.wraps(leave)
+    def noted(status: Any = None, /) -> NoReturn:
+        global _last_exit
+        if threading.current_thread() is not threading.main_thread():  # there it ends the thread, not the script
+            leave(status)
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        place = "" if caller is None else f" at {caller.f_code.co_filename}:{caller.f_lineno}"
+        _last_exit = f"sys.exit({str(status)[:80]}){place}"
+        try:
+            leave(status)
+        except SystemExit as plain:
+            values = plain.args
+        raise _Exit(*values)
+
+    sys.exit = noted
+
+
+def last_exit() -> str:
+    """Return the `sys.exit` that ends the script, as `sys.exit(0) at file:line`; "" if none is known."""
+    return _last_exit

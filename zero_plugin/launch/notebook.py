@@ -30,7 +30,7 @@ from zero_plugin.config.find import overlay_code
 from zero_plugin.config.installed import replaced
 from zero_plugin.config.read import document_from_code
 from zero_plugin.distributed.messages import show_messages
-from zero_plugin.distributed.process_end import ENDING_SIGNALS, own_signals
+from zero_plugin.distributed.process_end import ENDING_SIGNALS, flush_output, own_signals
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch import engine
 from zero_plugin.launch.build import build_spec
@@ -451,8 +451,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
         _leave_failure(error, os.environ["RANK"], attempt)
         raise
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
 
 
 def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:

@@ -29,7 +29,7 @@ from zero_plugin.config.launch_settings import (
     launch_settings,
 )
 from zero_plugin.config.tree import AUTO, Entry, Origin
-from zero_plugin.distributed.process_end import install_stop_handler
+from zero_plugin.distributed.process_end import flush_output, install_stop_handler
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.spec import (
@@ -331,8 +331,7 @@ def run_to_end(call: Callable[[], object], report: Callable[[BaseException], int
         if not at_once:
             raise
         code = report(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)
 
 

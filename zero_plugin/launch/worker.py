@@ -242,7 +242,7 @@ def show_place_at_end() -> None:
 
 def _write_error(line: object) -> None:
     """As Python itself writes what a program exits with: the program may have any logging, or none."""
-    if sys.stderr is not None:
+    with suppress(Exception):  # None, closed, or a pipe whose reader has gone
         sys.stderr.write(f"{line}\n")
 
 

@@ -26,6 +26,7 @@ _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
 _VALUE_BYTES: Final = 100
 _FREE_BYTES: Final = 2**26
+_SHOWN: Final = 30  # characters of a value in a message
 TYPES: Final[Mapping[str, tuple[str, int]]] = {  # the format's name → torch's, and the bytes of an element
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -136,7 +137,7 @@ def refuse_outside(name: Any) -> None:
     """
     path = PurePosixPath(name) if isinstance(name, str) else None
     if path is None or path.is_absolute() or ".." in path.parts or "\0" in str(name):
-        raise ValueError(f"{name!r} is no path inside the folder")
+        raise ValueError(f"{repr(name) if path else shorten(name)} is no path inside the folder")
 
 
 def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str, str], int]:
@@ -165,7 +166,7 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
         last = 0
         for tensor, entry in header.items():
             begin, end = (8 + length + whole_number(offset) for offset in entry["data_offsets"])
-            place = Place(name or path.name, str(entry["dtype"]), tuple(map(whole_number, entry["shape"])), begin)
+            place = Place(name or path.name, str(entry["dtype"]), read_shape(entry["shape"]), begin)
             if place.type_name in TYPES and place.size != end - begin:
                 raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
             places[tensor] = place
@@ -175,11 +176,30 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
     return places, metadata, last
 
 
-def whole_number(number: Any) -> int:
-    """A size or a place that a file names; a ValueError for anything else."""
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} in place of a number")
+def whole_number(number: Any, most: int = 2**63 - 1) -> int:
+    """Return a size or a place that a file names. Raise a ValueError for anything else, and for more than `most`."""
+    if type(number) is not int or not 0 <= number <= most:
+        raise ValueError(f"{shorten(number)} in place of a number from 0 to {most}")
     return number
+
+
+def read_shape(lengths: Any) -> tuple[int, ...]:
+    """Return a shape that a file names. Raise a ValueError for one that has no tensor.
+
+    The product is bounded at each length: that of thousands of them would take minutes.
+    """
+    shape, elements = tuple(map(whole_number, lengths)), 1
+    for length in shape:
+        elements *= max(length, 1)
+        if elements >= 2**63:
+            raise ValueError(f"a tensor of the shape {shorten(shape)}")
+    return shape
+
+
+def shorten(value: Any) -> str:
+    """Return a value that a file names, for a message, with at most thirty of its characters."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def encode_header(
@@ -289,7 +309,7 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
         places, metadata, end = read_header(path, name)
         for tensor, place in places.items():
             if place.type_name not in TYPES:
-                raise ValueError(f"{tensor} is of type {place.type_name}")
+                raise ValueError(f"{tensor} is of type {shorten(place.type_name)}")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError) as error:

@@ -441,6 +441,7 @@ class Trackers:
 
     def __init__(self, project: ProjectConfiguration, rank: int) -> None:
         self.started: list[GeneralTracker] = []
+        self._closed = ""  # the names of those that `finish` has closed
         self._project = project
         self._is_main = rank == 0
 
@@ -469,6 +470,7 @@ class Trackers:
     def find(self, name: str, *, unwrap: bool) -> Any:
         """The started tracker of that name; see `Accelerator.get_tracker`."""
         if not self._is_main or not self.started:
+            self._refuse_closed("get_tracker()")
             return GeneralTracker(_blank=True)
         for tracker in self.started:
             if tracker.name == name:
@@ -481,6 +483,8 @@ class Trackers:
 
     def log(self, values: dict[str, Any], step: int | None, log_kwargs: Mapping[str, dict[str, Any]]) -> None:
         """Write measurements to every started tracker; see `Accelerator.log`."""
+        if not self.started:
+            self._refuse_closed("log()")
         if self._is_main:
             plain = _plain_values(values)
             for tracker in self.started:
@@ -491,7 +495,20 @@ class Trackers:
         with ExitStack() as ends:
             for tracker in reversed(self.started):
                 ends.callback(tracker.finish)
+            self._closed = ", ".join(tracker.name for tracker in self.started) or self._closed
             self.started.clear()
+
+    def _refuse_closed(self, call: str) -> None:
+        """Raise if the trackers are closed, so that no measurement is lost silently.
+
+        Raises:
+            LoopError: the trackers are closed.
+        """
+        if self._closed:
+            raise LoopError(
+                f"{call} came after end_training(), which has closed the trackers ({self._closed}). Nothing was "
+                f"written.\nCall {call} before end_training()."
+            )
 
 
 def _plain_values(values: Any) -> Any:
