@@ -340,10 +340,12 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         make_folder(target.parent)
         _settle(target)
         free = shutil.disk_usage(target.parent).free
-        if free >= needed_bytes:
+        while free >= needed_bytes:
             draft.mkdir()
-            hold(draft)
-            return draft
+            # Another process that saves there may take the folder, as long as it is not held, for a killed run's.
+            with suppress(FileNotFoundError):
+                hold(draft)
+                return draft
     except OSError as error:
         raise CheckpointError(
             f"{target} cannot be written ({error.filename}: {error.strerror}); nothing was. Save where there is room, "
