@@ -300,3 +300,22 @@ def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "out" / "file").read_text() == "new"
     with pytest.raises(CheckpointError, match="'out' is in the current folder, which has been removed"):
         _resolved("out")
+
+
+def test_a_draft_that_another_process_removes_before_it_is_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes without a group that save into one folder may each take the other's draft for a killed run's."""
+    removed: list[Path] = []
+
+    def hold(draft: Path) -> None:
+        if not removed:
+            removed.append(draft)
+            draft.rmdir()
+        locks.hold(draft)
+
+    monkeypatch.setattr(folders, "hold", hold)
+    draft = folders.open_draft(tmp_path / "weights", 0)
+    assert draft.is_dir()
+    locks.let_go(draft)
+    assert len(removed) == 1
