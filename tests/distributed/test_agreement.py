@@ -148,8 +148,10 @@ def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
-    left = f"process 0 is in end_training() (its end), after sys.exit(0) at {line_of('sys.exit(0)')}"
-    assert f"{left}, but process 1 did not come: it still trains" in _by_python(run.outputs[0])
+    # A forked process ends in a frame of tests/forked.py, which drops the note of `sys.exit` as if it was caught;
+    # test_mismatch.py has the note of processes that Python has started.
+    left = r"process 0 is in end_training\(\) \(its end\), after (sys\.exit\(0\) at|the end of its script)"
+    assert re.search(f"{left}.*, but process 1 did not come: it still trains", _by_python(run.outputs[0]))
     assert "the same number of steps" in run.outputs[0]
 
 
