@@ -35,7 +35,8 @@ FORKS = "ZERO_PLUGIN_TESTS_FORKS"  # variable of a launch: the same, for it and 
 ALONE = "ZERO_PLUGIN_TESTS_FORKED_ALONE"  # the same, for one Python and none that it starts
 LAUNCHES = ["-m", "zero_plugin", "launch"]
 WORKER = "zero_plugin/launch/worker.py"
-_FRAMES_OF_RUN = (__file__, runpy.__file__, "<frozen runpy>")
+_AS_PYTHON = "<forked>"
+_FRAMES_OF_RUN = (_AS_PYTHON, runpy.__file__, "<frozen runpy>")
 # Whoever imports these has torch, DeepSpeed and all of this package's modules that a training needs; also what checks,
 # and DeepSpeed's looks for libraries, import.
 IMPORTED_BEFORE = (
@@ -293,3 +294,14 @@ class _Descriptor:
 def _number_of(descriptor: Any) -> int:
     number: int = descriptor.detach()
     return number
+
+
+def _as_python(code: types.CodeType) -> types.CodeType:
+    """Return the code under a file name of Python's own, so no frame of it is taken for the script's."""
+    inner = tuple(_as_python(one) if isinstance(one, types.CodeType) else one for one in code.co_consts)
+    return code.replace(co_filename=_AS_PYTHON, co_consts=inner)
+
+
+# The frames that are around a forked script, as Python's are around a script that it has started.
+for _around in [o for o in vars().values() if isinstance(o, types.FunctionType) and o.__module__ == __name__]:
+    _around.__code__ = _as_python(_around.__code__)

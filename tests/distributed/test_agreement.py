@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,18 +110,13 @@ def test_different_short_calls(folder: Path, script: str) -> None:
     assert any("gather()" in output and "reduce()" in output for output in run.outputs)
 
 
-def _by_python(output: str) -> str:
-    """Return the output as of a process that Python starts: tests/forked.py ends a forked one in a line of its own."""
-    return re.sub(r"\(\S*forked\.py:\d+\)", "(its end)", output)
-
-
 @pytest.mark.parametrize("script", ["ddp:leaves"])
 def test_a_process_that_ended(folder: Path, script: str) -> None:
     """One that ran off its end is met at its end_training; neither waits for the time-out, and neither exits with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "process 0 is in gather()" in run.outputs[0] + run.outputs[1]
-    assert "end_training() (its end)" in _by_python(run.outputs[0] + run.outputs[1])
+    assert "end_training() (its end)" in run.outputs[0] + run.outputs[1]
 
 
 @pytest.mark.parametrize("script", ["ddp:fails"])
@@ -148,10 +142,8 @@ def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
-    # A forked process ends in a frame of tests/forked.py, which drops the note of `sys.exit` as if it was caught;
-    # test_mismatch.py has the note of processes that Python has started.
-    left = r"process 0 is in end_training\(\) \(its end\), after (sys\.exit\(0\) at|the end of its script)"
-    assert re.search(f"{left}.*, but process 1 did not come: it still trains", _by_python(run.outputs[0]))
+    left = f"process 0 is in end_training() (its end), after sys.exit(0) at {line_of('sys.exit(0)')}"
+    assert f"{left}, but process 1 did not come: it still trains" in run.outputs[0]
     assert "the same number of steps" in run.outputs[0]
 
 
@@ -161,7 +153,7 @@ def test_an_exit_that_left_no_note(folder: Path, script: str) -> None:
     run = ended(folder, script)
     assert run.codes == [1, 1]
     left = "process 0 is in end_training() (its end), after the end of its script (its last line, quit() or SystemExit"
-    assert left in _by_python(run.outputs[0])
+    assert left in run.outputs[0]
     assert "exit code 0" not in run.outputs[0] + run.outputs[1]
 
 

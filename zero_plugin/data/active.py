@@ -117,7 +117,7 @@ class _Seen:
     encloses: bool = False
 
 
-_UNSEEN = _Seen()  # of a loop that no micro-batch has seen; nobody changes it
+_UNSEEN = _Seen()  # of a loop that no micro-batch has seen; no code changes it
 
 
 class LoaderProgress:

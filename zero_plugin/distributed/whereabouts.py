@@ -1,4 +1,4 @@
-"""Where a script is and what it does there for long, by the Python stack of its thread; and by which exit it left."""
+"""The line of a script and its long operations, by the Python stack of its thread; the `sys.exit` that has ended it."""
 
 from __future__ import annotations
 

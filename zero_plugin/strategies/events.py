@@ -1,4 +1,4 @@
-"""`Events`: the moments of a session to which guards subscribe. A guard checks for a mistake beside the step."""
+"""`Events`: the moments of a session to which guards subscribe. A guard checks for a mistake next to the step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Sampling:
 
 
 class Guard:
-    """One promise, kept beside the step: a subclass defines methods with the names of events, and only looks.
+    """One promise, kept next to the step: a subclass defines methods with the names of events, and only looks.
 
     A session trains the same numbers without its guards. A subclass says in its docstring which mistake of a script it
     finds, and what that costs. Example, which raises if the loss is not finite:

@@ -10,7 +10,7 @@ from zero_plugin.strategies.events import Guard
 class ForeignBackward(Guard):
     """Raises in a backward that is not of the session, at the first parameter that it reaches.
 
-    Mistake: `loss.backward()` in place of `accelerator.backward(loss)`: the loss is not divided by the micro-batches,
+    Mistake: `loss.backward()` instead of `accelerator.backward(loss)`: the loss is not divided by the micro-batches,
     has no loss scale, and stage 1 would not reduce.
     Cost: a hook for each parameter and backward.
     """
