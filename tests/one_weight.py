@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zero_plugin.loop.backward import run_through_one
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.window import Window
 from zero_plugin.strategies.events import subscribe
@@ -20,12 +21,12 @@ class Loop:
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
         self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
         subscribe(self.session, GUARDS, "all")
-        self.window = Window(steps, self.session)
+        self.window = Window(steps)
         self.optimizer = AcceleratedOptimizer(self.sgd)
-        self.optimizer.run_in(self.window)
+        self.optimizer.run_in(self.window, self.session)
 
     def backward(self, gradient: float = 1.0) -> None:
-        self.window.backward(self.weight(torch.tensor([gradient])).sum())
+        run_through_one(self.window, self.session, self.weight(torch.tensor([gradient])).sum())
 
     @property
     def value(self) -> float:

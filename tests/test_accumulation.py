@@ -18,6 +18,7 @@ from zero_plugin import Accelerator, PartialState
 from zero_plugin.data.active import ActiveLoaders, LoaderProgress
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.together import count_foreign_backward
 from zero_plugin.loop.window import Window
 
 
@@ -55,8 +56,9 @@ def step(window: Window) -> float:
     """The optimizer's step: the correction of the applied gradients; 0 inside a window."""
     if not window.count_step():
         return 0.0
-    correction = window.correction
-    assert window.apply()
+    correction = window.own.correction
+    assert correction is not None
+    window.finish()
     return correction
 
 
@@ -530,7 +532,7 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
         window.count_backward()
         assert step(window)
     assert not window.holds_gradients
-    window.count_foreign_backward(ends=True)
+    count_foreign_backward(window, ends=True)
     assert not window.holds_gradients
     window.count_backward()
     assert window.holds_gradients

@@ -13,10 +13,11 @@ from torch import nn
 from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.data.active import ActiveLoaders, LoaderProgress
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.backward import run_backward
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.together import TogetherWindows
 from zero_plugin.loop.training import Training
-from zero_plugin.loop.training_loop import run_backward
-from zero_plugin.loop.window import TogetherWindows, Window
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.strategies.torch_strategies import GUARDS
@@ -32,10 +33,10 @@ def make_trainings(count: int, steps: int = 1) -> list[Training]:
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         session = TorchSession(model, model, sgd, precision="no", clipping=None)
         subscribe(session, GUARDS, "all")
-        window = Window(steps, session)
+        window = Window(steps)
         resolved: Any = SimpleNamespace(precision="no")
         optimizer = AcceleratedOptimizer(sgd)
-        optimizer.run_in(window)
+        optimizer.run_in(window, session)
         parameters = tuple(model.parameters())
         trainings.append(Training(session, Facts(), resolved, window, parameters, sgd, optimizer))
     if count > 1:
@@ -138,11 +139,11 @@ def in_epoch(length: int, steps: tuple[int, int]) -> tuple[list[Training], Epoch
     """Two trainings in an epoch, each with its own accumulation."""
     trainings, epoch, running = make_trainings(2), Epoch(length), ActiveLoaders()
     for training, count in zip(trainings, steps, strict=True):
-        training.window = Window(count, training.session, LoaderProgress(running=running))
+        training.window = Window(count, LoaderProgress(running=running))
         training._watching.clear()
         training.watch_gradients()
         assert training.optimizer is not None
-        training.optimizer.run_in(training.window)
+        training.optimizer.run_in(training.window, training.session)
     running.enter(epoch)
     return trainings, epoch
 

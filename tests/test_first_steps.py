@@ -34,8 +34,8 @@ class Loop:
             session = TorchSession(model, model, sgd, precision="no", clipping=None)
             subscribe(session, GUARDS, "all")
             trained = tuple(p for p in model.parameters() if p.requires_grad)
-            optimizer, window = AcceleratedOptimizer(sgd), Window(1, session)
-            optimizer.run_in(window)
+            optimizer, window = AcceleratedOptimizer(sgd), Window(1)
+            optimizer.run_in(window, session)
             resolved: Any = SimpleNamespace(precision=precision)
             self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
         self.current: Any = None

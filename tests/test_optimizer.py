@@ -12,7 +12,10 @@ from one_weight import Loop
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.backward import run_through_one
+from zero_plugin.loop.clip import clip
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.step import drop_if_meant
 from zero_plugin.loop.window import Window
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
@@ -59,9 +62,9 @@ def test_an_optimizers_own_zero_grad_drops_the_gradients() -> None:
         if not isinstance(optimizer, Clearing):
             optimizer.zero_grad = lambda set_to_none=True: cleared.append("object")  # type: ignore[method-assign]
         session = TorchSession(layer, layer, optimizer, precision="no", clipping=None)
-        window = Window(1, session)
-        window.backward(layer(torch.ones(1)).sum())
-        window.zero_grad()
+        window = Window(1)
+        run_through_one(window, session, layer(torch.ones(1)).sum())
+        drop_if_meant(window, session)
         session.close()
     assert cleared == ["class", "object"]
 
@@ -94,7 +97,7 @@ def test_a_clipped_window_that_was_dropped_is_forgotten() -> None:
     """The next window is neither clipped nor corrected by the one that was dropped."""
     loop = Loop()
     loop.backward(100.0)
-    assert float(loop.window.clip(1e-3)) == 100.0
+    assert float(clip(loop.window, loop.session, 1e-3)) == 100.0
     loop.optimizer.zero_grad()
     loop.backward(1.0)
     loop.optimizer.step()
@@ -125,7 +128,7 @@ def test_by_itself() -> None:
     torch.nn.init.ones_(model.weight)
     optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), device_placement=False)
     model(torch.tensor([4.0])).sum().backward()
-    assert float(optimizer.window.clip(1.0)) == 4.0
+    assert float(clip(optimizer.window, optimizer.session, 1.0)) == 4.0
     optimizer.step()
     assert float(model.weight.detach()) == pytest.approx(0.5)
     assert (optimizer.applied_steps, optimizer.step_was_skipped, optimizer.loss_scale) == (1, False, 1.0)
@@ -136,7 +139,7 @@ def test_by_itself() -> None:
 def test_what_may_not_step() -> None:
     """An optimizer whose model has to be prepared says so, instead of training it as it is."""
     optimizer = Loop().optimizer
-    optimizer.run_in(Window(1, UnpreparedOptimizer(Loop().sgd, steps=False)))
+    optimizer.run_in(Window(1), UnpreparedOptimizer(Loop().sgd, steps=False))
     with pytest.raises(LoopError, match="the model of this SGD was not prepared"):
         optimizer.step()
 

@@ -45,6 +45,8 @@ from zero_plugin.data.stream import ShardIterable
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import Reduction, any_process
 from zero_plugin.distributed.processes import Function
+from zero_plugin.loop import backward, clip
+from zero_plugin.loop.accumulation import Accumulation
 from zero_plugin.loop.arguments import (
     Options,
     choose_accumulation,
@@ -57,12 +59,12 @@ from zero_plugin.loop.arguments import (
     refuse_arguments,
 )
 from zero_plugin.loop.checkpoints import Checkpoints, LoadHook, SaveHook, add_hook
+from zero_plugin.loop.loss_scaler import LossScaler
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.prepared import Prepared, refuse_lomo
 from zero_plugin.loop.run import Run, open_configurations
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.state import newest_accelerator, newest_run, show_run
-from zero_plugin.loop.training_loop import LossScaler, TrainingLoop
 from zero_plugin.loop.weights import Weights
 from zero_plugin.trackers.trackers import GeneralTracker, choose_trackers
 
@@ -197,7 +199,7 @@ class Accelerator:
         options.handlers = replace(options.handlers, compiler=compiler)
         self._run = Run(configurations, options)
         self._prepared = Prepared(self._run)
-        self._loop = TrainingLoop(self._run, self._prepared)
+        self._accumulation = Accumulation(self._run, self._prepared)
         self._weights = Weights(self._run, self._prepared)
         self._checkpoints = Checkpoints(self._run, self._prepared, self._weights.collect)
         self._run.begin(self._prepared)
@@ -600,7 +602,7 @@ class Accelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._loop.resize_windows(steps)
+        self._accumulation.resize_windows(steps)
 
     @property
     def sync_gradients(self) -> bool:
@@ -615,7 +617,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, ends: bool) -> None:
-        self._loop.decide_windows(ends)
+        self._accumulation.decide_windows(ends)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Context manager for one micro-batch: `optimizer.step()` acts only in the last one of an accumulation window.
@@ -632,7 +634,7 @@ class Accelerator:
         Raises:
             LoopError: several models are trained and one of `models` is not prepared.
         """
-        return self._loop.accumulate(models)
+        return self._accumulation.accumulate(models)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of `loss`, divided by the number of micro-batches in the accumulation window.
@@ -650,7 +652,7 @@ class Accelerator:
                 loss depends on parameters of a module that is not prepared, or on no prepared model; or it depends on
                 several models while gradients are accumulated without `accumulate`.
         """
-        self._loop.backward(loss, **kwargs)
+        backward.backward(self._run, self._prepared, loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the next optimizer step by their global norm; collective.
@@ -671,7 +673,7 @@ class Accelerator:
             LoopError: the parameters do not belong to one prepared model; or, under ZeRO, they are only some of its
                 parameters, or `norm_type` is not 2.
         """
-        return self._loop.clip_norm(parameters, float(max_norm), float(norm_type))
+        return clip.clip_norm(self._run, self._prepared, parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the next step's gradients to [-`clip_value`, `clip_value`].
@@ -685,7 +687,7 @@ class Accelerator:
         Raises:
             LoopError: under ZeRO, where gradients are partitioned.
         """
-        self._loop.clip_values(parameters, clip_value)
+        clip.clip_values(self._run, self._prepared, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the next step's gradients by the loss scale of fp16, before the script reads or changes them.
@@ -696,7 +698,7 @@ class Accelerator:
         Args:
             optimizer: a prepared optimizer or a list of them; None for all.
         """
-        self._loop.unscale(optimizer)
+        clip.unscale(self._prepared, optimizer)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -705,7 +707,7 @@ class Accelerator:
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Context manager: backwards inside do not average gradients, where the strategy supports that."""
-        return self._loop.no_sync(model)
+        return self._accumulation.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager: the next backward averages gradients, even if the forward ran inside `no_sync`.
@@ -713,7 +715,7 @@ class Accelerator:
         Args:
             model: a prepared model.
         """
-        return self._loop.reduce_next_backward(model)
+        return self._accumulation.reduce_next_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
@@ -728,7 +730,7 @@ class Accelerator:
             joinables: prepared models.
             even_batches: overrides `even_batches` of the prepared loaders inside; None leaves it unchanged.
         """
-        return self._loop.join_uneven_inputs(joinables, even_batches)
+        return self._accumulation.join_uneven_inputs(joinables, even_batches)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
         """Not supported: LOMO updates weights during the backward, without averaging, accumulation or clipping.
@@ -753,7 +755,7 @@ class Accelerator:
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scale, with the methods of `torch.amp.GradScaler`; None without fp16."""
-        return LossScaler(self._prepared, self._loop) if self.mixed_precision == "fp16" else None
+        return LossScaler(self._prepared) if self.mixed_precision == "fp16" else None
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Context manager: operations inside run under `torch.autocast` in the run's 16-bit dtype.

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from zero_plugin.errors import LoopError
+from zero_plugin.loop import backward, step, together
+from zero_plugin.loop.clip import clip
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.window import NEXT_PHASES, Phase, Window
 from zero_plugin.strategies.events import subscribe
 from zero_plugin.strategies.precision import LossScale
@@ -33,13 +36,14 @@ class Loop:
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.session = TorchSession(self.model, self.model, sgd, precision="no", clipping=None, scale=scale)
         subscribe(self.session, GUARDS, "all")
-        self.window = Window(1, self.session)
+        self.window = Window(1)
+        AcceleratedOptimizer(sgd).run_in(self.window, self.session)
 
     def loss(self) -> torch.Tensor:
         return self.model(torch.ones(1)).sum()
 
     def backward(self) -> None:
-        self.window.backward(self.loss())
+        backward.run_through_one(self.window, self.session, self.loss())
 
     def backward_that_fails(self) -> None:
         def fail(_: torch.Tensor) -> None:
@@ -53,31 +57,31 @@ class Loop:
             hook.remove()
 
     def backward_of_another(self) -> None:
-        self.window.open_backward(self.loss(), ends_window=True)
+        backward.begin(self.window, self.session, self.loss(), ends_window=True)
         self.session.scale_loss(self.loss()).backward()
-        self.window.close_backward(reached=True)
-        self.window.count_foreign_backward(ends=True)
+        backward.end(self.window, self.session, reached=True)
+        together.count_foreign_backward(self.window, ends=True)
 
     def backward_that_does_not_reach(self) -> None:
-        self.window.open_backward(self.loss(), ends_window=True)
-        self.window.close_backward(reached=False)
+        backward.begin(self.window, self.session, self.loss(), ends_window=True)
+        backward.end(self.window, self.session, reached=False)
 
     def backward_past_the_window(self) -> None:
         with pytest.raises(LoopError, match=r"computed by loss\.backward\(\)"):
             self.loss().backward()
 
     def measure(self) -> None:
-        self.window.clip(float("inf"))
+        clip(self.window, self.session, float("inf"))
 
     def clip(self) -> None:
-        self.window.clip(0.5)
+        clip(self.window, self.session, 0.5)
 
     def look_for_nonfinite(self) -> None:
-        assert self.window.first_nonfinite() is None
+        assert step.first_nonfinite(self.window, self.session) is None
 
     def step(self) -> None:
         assert self.window.count_step()
-        assert self.window.apply()
+        assert step.apply(self.window, self.session)
 
     def step_that_fails(self) -> None:
         def fail(*_: Any) -> None:
@@ -91,9 +95,10 @@ class Loop:
             hook.remove()
 
     def zero_grad(self) -> None:
-        self.window.zero_grad()
+        step.drop_if_meant(self.window, self.session)
 
     def load_a_checkpoint(self) -> None:
+        step.drop(self.window, self.session)
         self.window.begin()
 
     @property
@@ -195,7 +200,7 @@ def test_other_transitions_are_refused() -> None:
             window = Window(1)
             window.phase = phase
             with pytest.raises(AssertionError, match="is not followed by"):
-                window._enter(after)
+                window.enter(after)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -210,9 +215,9 @@ def test_what_a_backward_adds_to_complete_gradients(scaled: bool) -> None:
         return
     loop.backward()
     assert loop.gradient == pytest.approx(1.5)
-    loop.window.backward(loop.loss() * float("inf"))
+    backward.run_through_one(loop.window, loop.session, loop.loss() * float("inf"))
     assert loop.window.count_step()
-    assert not loop.window.apply()
+    assert not step.apply(loop.window, loop.session)
     assert loop.weight == 1.0
 
 

@@ -115,12 +115,12 @@ def test_a_mutant_is_caught_by_a_test_that_runs_its_line(tmp_path: Path) -> None
     check = "tests/strategies/test_loop.py::test_backward_never_steps[single]"
     lines = record(tmp_path / "recording", [("tests/loop/test_window.py", check, "-k", "FAILED-False or never_steps")])
     source = (ROOT / PACKAGE / WINDOW).read_text().splitlines()
-    counts = next(
-        mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == "self._since_step += 1"
-    )
+    counts = next(mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == "self.since_step += 1")
     assert check in [test.node for test in lines.tests_of(counts)]
-    fails = "raise LoopError(FAILED_BACKWARD)"
-    refusal = next(mutant for mutant in mutants_of_window() if source[mutant.line - 1].strip() == fails)
+    step = "loop/step.py"
+    text = (ROOT / PACKAGE / step).read_text()
+    fails, source = "raise window_errors.failed_gradients()", text.splitlines()
+    refusal = next(mutant for mutant in mutants_in(step, text) if source[mutant.line - 1].strip() == fails)
     assert check not in [test.node for test in lines.tests_of(refusal)]
 
     folder = tmp_path / "mutant"

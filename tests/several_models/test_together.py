@@ -32,6 +32,7 @@ from torch.utils.data import IterableDataset
 
 from zero_plugin import DummyOptim
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.together import set_loss_scale
 from zero_plugin.strategies.precision import LossScale
 
 SGD = Case(frozen=False)
@@ -266,7 +267,7 @@ def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
         if is_zero(path):
             session.scales_loss, session._scale = True, LossScale({})
         for i, scale in enumerate((1024.0, 64.0)):
-            optimizer.window.set_loss_scale(scale)
+            set_loss_scale(scale, optimizer.window, optimizer.session)
             accelerator.backward(loss_of(model, own_batch(i)))
             optimizer.step()
         assert session.loss_scale == 64.0

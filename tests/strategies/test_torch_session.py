@@ -13,6 +13,9 @@ import pytest
 import torch
 from paths import Reads
 
+from zero_plugin.loop.backward import run_through_one
+from zero_plugin.loop.clip import clip
+from zero_plugin.loop.step import apply
 from zero_plugin.loop.window import Window
 from zero_plugin.strategies.base import SessionRequest, release_failed_backward
 from zero_plugin.strategies.precision import run_under_autocast
@@ -35,9 +38,9 @@ def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
 
     sgd = torch.optim.SGD(layer.parameters())
     session = TorchSession(layer, layer, sgd, precision="no", clipping=None, skips=skips)
-    window = Window(1, session)
-    window.backward(layer(x).square().sum())
-    assert torch.equal(window.clip(share * before), norm)
+    window = Window(1)
+    run_through_one(window, session, layer(x).square().sum())
+    assert torch.equal(clip(window, session, share * before), norm)
     for p, gradient in zip(layer.parameters(), expected, strict=True):
         assert torch.equal(p.grad, gradient)
     session.close()
@@ -71,12 +74,12 @@ def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clip
     layer = torch.nn.Linear(5, 3)
     adamw = kind(layer.parameters(), fused=True)
     session = TorchSession(layer, layer, adamw, precision="no", clipping=None, skips=skips)
-    window = Window(1, session)
-    window.backward(layer(torch.ones(4, 5)).square().sum())
+    window = Window(1)
+    run_through_one(window, session, layer(torch.ones(4, 5)).square().sum())
     with Reads() as reads:
         if clips:
-            window.clip(1.0)
-        window.apply()
+            clip(window, session, 1.0)
+        apply(window, session)
     assert reads.count == (skips and kind is OwnAdamW)
     session.close()
 

@@ -33,6 +33,7 @@ from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.scheduler import load_schedulers
+from zero_plugin.loop.step import drop
 from zero_plugin.strategies.copied_weights import check_weights_to_save
 
 _log = logging.getLogger(__name__)
@@ -350,6 +351,7 @@ class Checkpoints:
             zip(self._prepared.trainings, manifest.models, saved["models"], strict=True)
         ):
             if training.optimizer is not None:
+                drop(training.window, training.session)
                 training.window.begin()
             optimizer = {} if record["optimizer"] is None else record["optimizer"]
             report.not_restored += load.load_tensors(

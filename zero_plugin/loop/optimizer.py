@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.window import CLIP_VALUE, Phase, Window
+from zero_plugin.loop.step import apply, describe_kept_gradients, drop_if_meant, first_nonfinite
+from zero_plugin.loop.window import Phase, Window
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer, has_step_hooks
 from zero_plugin.strategies.precision import FoundInf
@@ -44,7 +45,8 @@ class AcceleratedOptimizer(Optimizer):
         scaler: must be None; the session has the loss scale of fp16.
 
     Attributes:
-        window: the accumulation window of its model, which it steps.
+        window: the accumulation window of its model.
+        session: what steps the gradients where the window ends.
         acted: False if the last call of `step` was inside an accumulation window, where it does nothing.
         schedulers: the prepared schedulers of this optimizer.
         device_placement, scaler: the given arguments.
@@ -68,7 +70,8 @@ class AcceleratedOptimizer(Optimizer):
         self._uncounted: bool | FoundInf | None = None  # whether the last step was applied, until `settle` counts it
         self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
-        self.window = Window(1, UnpreparedOptimizer(optimizer, steps=num_processes() == 1))
+        self.window = Window(1)
+        self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(optimizer, steps=num_processes() == 1)
         self._is_overflow = False  # Accelerate's name for it, which the tests of other libraries set
         self._warned_of_skips = False
         self._mentioned: set[str] = set()
@@ -77,17 +80,13 @@ class AcceleratedOptimizer(Optimizer):
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
-    def run_in(self, window: Window) -> None:
-        """From now on, `step` steps the session of `window` where the window ends."""
-        self.window = window
-        if isinstance(window.session, Session):
-            self._pre_hooks.update(window.session.step_hooks[0])
-            self._post_hooks.update(window.session.step_hooks[1])
-
-    @property
-    def session(self) -> Session | UnpreparedOptimizer:
-        """The session that runs it."""
-        return self.window.session
+    def run_in(self, window: Window, session: Session | UnpreparedOptimizer) -> None:
+        """From now on, `step` steps `session` where `window` ends."""
+        self.window, self.session = window, session
+        if isinstance(session, Session):
+            session.on_failure = _failing(weakref.ref(window))
+            self._pre_hooks.update(session.step_hooks[0])
+            self._post_hooks.update(session.step_hooks[1])
 
     @property
     def waits(self) -> bool:
@@ -191,13 +190,14 @@ class AcceleratedOptimizer(Optimizer):
         """
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
-        window = self.window
-        session = window.session
+        window, session = self.window, self.session
         if session.optimizer is None:
             raise LoopError(_ENDED)
         if self._uncounted is not None:
             self.settle()
-        kept = window.describe_kept_gradients()
+        kept = None
+        if window.keeps_gradients is not False and isinstance(session, Session):
+            kept = describe_kept_gradients(window)
         self.acted = window.count_step(has_stepped=self._applied_steps > 0)
         if not self.acted:
             return
@@ -205,7 +205,7 @@ class AcceleratedOptimizer(Optimizer):
             self._mention_once(f"{kept}. Call optimizer.zero_grad() after each step().")
         last_chance = self._skipped_in_a_row + 1 == session.most_skips
         try:
-            culprit = window.first_nonfinite() if last_chance else None
+            culprit = first_nonfinite(window, session) if last_chance else None
             if session.before_change is not None:
                 session.before_change()
             if self._pre_hooks and not session.unpartitioned_gradients:
@@ -218,9 +218,9 @@ class AcceleratedOptimizer(Optimizer):
                 if hook(self, (), {}) is not None:
                     raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
         except BaseException:
-            self.window.fail()
+            window.enter(Phase.FAILED)
             raise
-        self._uncounted = window.apply()
+        self._uncounted = apply(window, session)
         if isinstance(self._uncounted, FoundInf) and not (last_chance or self._after_step):
             return  # reading it now would wait for the device
         self.settle(culprit)
@@ -316,33 +316,7 @@ class AcceleratedOptimizer(Optimizer):
         Args:
             set_to_none: accepted for compatibility; gradients are always set to None.
         """
-        self.window.zero_grad()
-
-    def clip_values(self, parameters: list[Tensor], largest: float) -> None:
-        """Clamp each element of the next step's gradients to ±`largest`; inside a window nothing happens.
-
-        Raises:
-            LoopError: gradients are partitioned.
-        """
-        if not self.session.unpartitioned_gradients:
-            raise LoopError(
-                "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
-                "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
-            )
-        if self.window.ends_here:
-            # Divides by the loss scale, and detects values that are not finite before they are clamped.
-            self.window.clip(float("inf"), call=CLIP_VALUE)
-            torch.nn.utils.clip_grad_value_(parameters, largest)
-
-    def unscale(self, call: str) -> None:
-        """Divide the next step's gradients by the loss scale, where scripts can read gradients.
-
-        Args:
-            call: what the script has called, for messages.
-        """
-        are_scaled = self.session.unpartitioned_gradients and self.session.loss_scale != 1.0
-        if are_scaled and self.window.phase is not Phase.APPLIED:
-            self.window.clip(float("inf"), call=call)
+        drop_if_meant(self.window, self.session)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call `hook(optimizer, args, kwargs)` before each step that ends a window, as torch's method does.
@@ -448,6 +422,16 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
+
+
+def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
+    """Return what a session calls if a gradient is computed outside of its backward; it does not keep the window."""
+
+    def fail() -> None:
+        if (window := reference()) is not None:
+            window.enter(Phase.FAILED)
+
+    return fail
 
 
 class _PartitionedStates(MutableMapping[Any, Any]):

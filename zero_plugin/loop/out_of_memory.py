@@ -50,7 +50,7 @@ _REQUESTED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
 _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("loop/prepared.py", "prepare"): "prepare()",
-    ("loop/training_loop.py", "backward"): "backward()",
+    ("loop/backward.py", "backward"): "backward()",
     ("loop/optimizer.py", "step"): "optimizer.step()",
 }
 

@@ -38,11 +38,11 @@ from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.together import WindowOf
 from zero_plugin.loop.training import Pair, Training, log_dropped, optimized_parameters, start_training
 from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import probe_loop, surely_train
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
 
 class Prepared:
@@ -98,12 +98,12 @@ class Prepared:
     @property
     def windows(self) -> list[Window]:
         """All accumulation windows."""
-        return [*self.untrained_windows, *(training.window for training in self.trained)]
+        return [*(window for window, _ in self.waiting_windows), *(training.window for training in self.trained)]
 
     @property
-    def untrained_windows(self) -> list[Window]:
-        """The default window, then those of optimizers whose models are not prepared."""
-        return [self.default_window, *(held.window for held in self.waiting)]
+    def waiting_windows(self) -> list[WindowOf]:
+        """The default window, which only counts, then those of optimizers whose models are not prepared."""
+        return [(self.default_window, None), *((held.window, held.session) for held in self.waiting)]
 
     def training_of(self, model: nn.Module) -> Training | None:
         """The entry of `model`, the prepared model or the user's own module; None if it is not prepared."""
@@ -385,7 +385,7 @@ class Prepared:
         if isinstance(optimizer, DummyOptim):
             raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
         held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
-        held.run_in(self._new_window(self._run.strategy.hold_optimizer(held.optimizer)))
+        held.run_in(self._new_window(), self._run.strategy.hold_optimizer(held.optimizer))
         self.waiting.append(held)
         return held
 
@@ -426,11 +426,11 @@ class Prepared:
         times = 1 if once else run.machine_facts().counted
         return AcceleratedScheduler(scheduler, held, run.options.step_scheduler_with_optimizer, times=times)
 
-    def _new_window(self, session: UnpreparedOptimizer | None = None) -> Window:
+    def _new_window(self) -> Window:
         """A window of as many micro-batches as configured, for what is not trained by a prepared model."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
         progress = LoaderProgress(ends_windows=self._run.options.accumulation.sync_with_dataloader)
-        return Window(steps if isinstance(steps, int) else 1, session, progress)
+        return Window(steps if isinstance(steps, int) else 1, progress)
 
 
 @dataclass

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.run_files import keep_record
 from zero_plugin.data.active import LoaderProgress
 from zero_plugin.distributed.collectives import announce
-from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
+from zero_plugin.errors import CheckpointError, ConfigError, LoopError
 from zero_plugin.long_context.transformers_models import share_model
 from zero_plugin.loop import memory_check
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
@@ -98,7 +97,7 @@ class Training:
         self.ids = frozenset(map(id, self.parameters))
 
     @functools.cached_property
-    def _typed_clipping(self) -> Any:
+    def typed_clipping(self) -> Any:
         """The `gradient_clipping` that the user has typed; None if it is open."""
         entry = self.resolved.tree.get("gradient_clipping")
         return entry.value if entry is not None and entry.origin.typed_by_user else None
@@ -141,10 +140,10 @@ class Training:
             held: the `AcceleratedOptimizer` that an earlier `prepare` returned for the optimizer, or None.
         """
         progress = LoaderProgress(ends_windows=run.options.accumulation.sync_with_dataloader)
-        self.window = Window(self.resolved.accumulation, self.session, progress)
+        self.window = Window(self.resolved.accumulation, progress)
         assert self.session.optimizer is not None, "the session has just been given one"
         optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
-        optimizer.run_in(self.window)
+        optimizer.run_in(self.window, self.session)
         self.session.follow_zero_grad(optimizer.zero_grad)
         self.given_optimizer, self.optimizer = pair.optimizer, optimizer
         if self.prediction is not None:
@@ -325,44 +324,6 @@ class Training:
                 training.reached = True
 
         self._watching = [p.register_post_accumulate_grad_hook(note) for p in self.parameters]  # type: ignore[no-untyped-call]
-
-    def clip(self, given: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the gradients of the next step; their norm before, see `Session.clip`.
-
-        None if none of the `given` tensors is a trained parameter.
-
-        Raises:
-            ConfigError: the configuration's `gradient_clipping` is another number.
-        """
-        if self.optimizer is None:
-            return None
-        stepped: Sequence[nn.Parameter] = self.parameters
-        if self.session.left_out:
-            idle = set(map(id, self.session.left_out))
-            stepped = [p for p in stepped if id(p) not in idle]
-        only: list[Tensor] | None = None
-        is_all = bool(given) and len(given) == len(stepped) and all(map(is_, given, stepped))  # model.parameters()
-        if not is_all:
-            ids = {id(p) for p in given}
-            counted = sum(id(p) in ids for p in stepped)
-            if not counted and not self.session.unpartitioned_gradients and self.session.optimizer is not None:
-                groups = self.session.optimizer.param_groups  # of the optimizer's partitions
-                stepped = [p for group in groups for p in group["params"]]
-                counted = sum(id(p) in ids for p in stepped)
-            if not counted:
-                return None
-            only = None if counted == len(stepped) else list(given)
-        if self._typed_clipping not in (None, max_norm) and max_norm != float("inf"):
-            self._refuse_other_clipping(max_norm)
-        return self.window.clip(max_norm, norm_type=norm_type, only=only)
-
-    def _refuse_other_clipping(self, max_norm: float) -> None:
-        entry = self.resolved.tree.get("gradient_clipping")
-        assert entry is not None, "the user has typed it"
-        where = f"clip_grad_norm_(max_norm={max_norm})"
-        message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
-        fix = "Write the same value in both, or auto in the file."
-        raise ConfigError([Problem(where, "gradient_clipping", message, fix)])
 
     def close(self) -> None:
         """Release the model: nothing of its training is left in it, nor gradients of a window that is open."""
