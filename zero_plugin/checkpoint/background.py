@@ -258,14 +258,12 @@ class BackgroundWriter:
         self._held: Sequence[Session] = ()  # whose states are being copied
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
-    def start(self, opened: OpenCheckpoint, sessions: Sequence[Session], then: Callable[[Peers], None]) -> bool:
-        """Copy what a checkpoint needs, and write it in another thread; nothing is being written.
+    def start(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> bool:
+        """Copy what a checkpoint needs; write it, and rotate, in another thread. Nothing is being written.
 
         Args:
             opened: the checkpoint.
             sessions: of its models.
-            then: called in the other thread once it is written; it reaches the other processes by the `Peers` that it
-                gets.
 
         Returns:
             False, which is logged, where the copy does not fit: `opened` is still to be written.
@@ -288,7 +286,7 @@ class BackgroundWriter:
             self._held = sessions
             for session in sessions:
                 session.before_change = partial(self._let_go, copied)
-            run = self._threads.submit(self._run, opened, copies, copied, self._peers, then)
+            run = self._threads.submit(self._run, opened, copies, copied, self._peers)
             self.running = opened.target, run
         except BaseException:  # before another thread has it; the others' threads hear of it
             self._let_go()
@@ -371,14 +369,7 @@ class BackgroundWriter:
             self._peers.close()
             self._peers = None
 
-    def _run(
-        self,
-        opened: OpenCheckpoint,
-        copies: list[list[Fragment]],
-        copied: Event,
-        peers: Peers,
-        then: Callable[[Peers], None],
-    ) -> None:
+    def _run(self, opened: OpenCheckpoint, copies: list[list[Fragment]], copied: Event, peers: Peers) -> None:
         def finish() -> None:
             try:
                 self.memory.finish()
@@ -388,7 +379,7 @@ class BackgroundWriter:
         try:
             all_or_none(finish, peers)
             opened.write(copies, peers)
-            then(peers)
+            opened.rotate(peers)
         except Exception as error:
             opened.discard(SCRIPT)  # where it did not come to `write`
             message = f"saving {opened.target} in the background: {describe_error(error)}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +20,7 @@ from zero_plugin.checkpoint.folders import (
     discard_draft,
     open_draft,
     publish_draft,
+    rotate_checkpoints,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
 from zero_plugin.checkpoint.tensor_files import (
@@ -30,6 +33,7 @@ from zero_plugin.checkpoint.tensor_files import (
     plan_layout,
     write_fragments,
 )
+from zero_plugin.config.run_files import write_record
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.distributed.messages import working
@@ -37,21 +41,39 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import WEIGHT, Fragment, as_pretrained, shared_names
 
-_SMALL_BYTES = 2**24  # on the disk, for what is not a model's tensors
+_log = logging.getLogger(__name__)
+
+_SMALL_BYTES: Final = 2**24  # on the disk, for what is not a model's tensors
 _PROBE: Final = ".probe"
 _MARK_BYTES: Final = 8  # side by side in one page, as the ends of ranges are
 _found_shared: set[Path] = set()  # file systems do not change while a process runs
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint stores in addition to its models' tensors.
+
+    Attributes:
+        about: facts for the manifest.
+        trees: the nested containers of each further file, by the file's path without suffix.
+        records: of each model's run, see `write_record`.
+    """
+
+    about: Mapping[str, Any]
+    trees: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+
+
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checkpoint whose tensors are not written yet. Sessions are not needed to complete it.
+    """A checkpoint that is not published yet. Sessions are not needed to complete it.
 
     Attributes:
         target: the folder of the complete checkpoint.
-        draft: the folder in which it is written.
+        draft: the folder in which it is written, see `open_draft`.
         layouts: for each model, the files and positions of its tensors.
         replaces: whether a checkpoint that is in `target` when this one is complete is replaced.
+        keep: how many checkpoints of the run `rotate` leaves; None for all.
         about: facts for the manifest; on the main process only.
         trees: the content of each other file by its path without suffix; on the main process only.
     """
@@ -60,11 +82,21 @@ class OpenCheckpoint:
     draft: Path
     layouts: Sequence[Layout]
     replaces: bool = True
+    keep: int | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, EncodedTree] = field(default_factory=dict)
 
+    def add(self, contents: Contents, sessions: Sequence[Session]) -> None:
+        """Create the tensor files, add the contents, and write the configuration of each model. On the main process."""
+        create_files(self.draft, self.layouts)
+        for layout, session, record in zip(self.layouts, sessions, contents.records, strict=True):
+            write_record(record, self.draft / layout.folder)
+            write_configuration(session.module, self.draft / layout.folder)
+        self.about = contents.about
+        self.trees = {stem: encode_nested(tree, what=stem) for stem, tree in contents.trees.items()}
+
     def write(self, fragments: Iterable[Iterable[Fragment]], peers: Peers) -> None:
-        """Write the tensors and complete the checkpoint, or remove it. Collective.
+        """Write the tensors, complete the checkpoint and publish it, or remove it. Collective.
 
         Args:
             fragments: of each model.
@@ -73,91 +105,79 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: on every process; `target` is unchanged.
         """
+        parts = zip(fragments, self.layouts, strict=True)
+        total = _tensor_bytes(self.layouts) // collectives.num_processes()
+        with (
+            self.removed_on_failure(peers),
+            working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work,
+        ):
+            own = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
+            written = peers.gather(own)
+            all_or_none(lambda: self._publish(written) if peers.is_main else None, peers)
+
+    def rotate(self, peers: Peers) -> None:
+        """Remove the oldest checkpoints of the run beyond `keep`, now that this one is published. Collective."""
+
+        def remove() -> None:
+            if self.keep is not None and peers.is_main:
+                for removed in rotate_checkpoints(self.target, self.keep):
+                    _log.info(f"{removed} was removed (total_limit={self.keep})")
+
+        all_or_none(remove, peers)
+
+    @contextmanager
+    def removed_on_failure(self, peers: Peers) -> Iterator[None]:
+        """Remove the draft if what runs inside fails."""
         try:
-            parts = zip(fragments, self.layouts, strict=True)
-            total = (
-                sum(size for layout in self.layouts for size in layout.sizes.values()) // collectives.num_processes()
-            )
-            with working(f"saving {self.target.name}", total, live=peers is SCRIPT) as work:
-                own = all_or_none(lambda: write_fragments(self.draft, parts, work.advance), peers)
-                written = peers.gather(own)
-                all_or_none(lambda: self._complete(written) if peers.is_main else None, peers)
+            yield
         except BaseException:
             self.discard(peers)
             raise
 
     def discard(self, peers: Peers) -> None:
-        """Remove the incomplete checkpoint."""
+        """Remove the draft, if it is not published."""
         if peers.is_main:
             discard_draft(self.draft)
 
-    def _complete(self, written: Sequence[str | None]) -> None:
+    def _publish(self, written: Sequence[str | None]) -> None:
         complete_draft(self.draft, self.about, self.layouts, written, self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
-def open_checkpoint(
-    target: Path,
-    sessions: Sequence[Session],
-    collect: Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]],
-    *,
-    max_shard_bytes: int,
-    run_hooks: Callable[[Path], Sequence[int]],
-    claim_place: Callable[[], None],
-    replaces: bool = True,
-) -> OpenCheckpoint:
-    """Begin a checkpoint: everything but the models' tensors is decided and collected. Collective.
+def plan_layouts(
+    sessions: Sequence[Session], max_shard_bytes: int, *, stored_by_hooks: Collection[int] = ()
+) -> list[Layout]:
+    """Plan the tensor files of each model. Collective.
 
     Args:
-        target: the folder.
         sessions: of all prepared models, in their order.
-        collect: called on the main process, after the hooks, with the folder that is being written, for further files;
-            what the manifest says of the checkpoint, and by a file's path without ending the nested containers in it.
         max_shard_bytes: of a weight file.
-        run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
-            by itself.
-        claim_place: called on the main process before anything is written.
-        replaces: whether a checkpoint that has the name of `target` in the end is replaced.
+        stored_by_hooks: indices of the models whose weights the script's hooks have stored. They get no place.
 
     Raises:
-        CheckpointError: on every process; nothing of it is left.
+        CheckpointError: on every process.
     """
 
-    def plan(index: int, stored_by_hooks: Sequence[int] = ()) -> Layout:
-        found = describe(described_fragments(sessions[index]))
+    def plan(index: int, session: Session) -> Layout:
+        found = describe(described_fragments(session))
         return plan_layout(
             [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks],
             max_shard_bytes=max_shard_bytes,
-            tied=shared_names(sessions[index].module),
+            tied=shared_names(session.module),
             folder=f"model_{index}/" if index else "",
-            model_class=type(sessions[index].module).__name__,
+            model_class=type(session.module).__name__,
         )
 
-    layouts = all_or_none(lambda: [plan(index) for index in range(len(sessions))])
-    agree_on(layouts)
-    tensor_bytes = sum(size for layout in layouts for size in layout.sizes.values())
+    return all_or_none(lambda: [plan(index, session) for index, session in enumerate(sessions)])
 
-    def open_own() -> str:
-        claim_place()
-        return str(open_draft(target, tensor_bytes + _SMALL_BYTES))
 
-    draft = Path(on_main(open_own))
-    opened = OpenCheckpoint(target, draft, layouts, replaces)
+def open_folder(target: Path, layouts: Iterable[Layout]) -> Path:
+    """Return a new folder to write a checkpoint into, see `open_draft`. On the main process."""
+    return open_draft(target, _tensor_bytes(layouts) + _SMALL_BYTES)
 
-    def begin() -> None:
-        create_files(draft, opened.layouts)
-        opened.about, trees = collect(draft)
-        opened.trees = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
 
-    try:
-        refuse_separate_folders(draft)
-        if stored_by_hooks := run_hooks(draft):
-            opened.layouts = all_or_none(lambda: [plan(index, stored_by_hooks) for index in range(len(sessions))])
-        all_or_none(lambda: begin() if SCRIPT.is_main else None)
-    except BaseException:
-        opened.discard(SCRIPT)
-        raise
-    return opened
+def _tensor_bytes(layouts: Iterable[Layout]) -> int:
+    return sum(sum(layout.sizes.values()) for layout in layouts)
 
 
 def agree_on(layouts: Sequence[Layout]) -> None:

@@ -21,13 +21,20 @@ from zero_plugin.checkpoint.folders import Manifest
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
-from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
-from zero_plugin.checkpoint.tensor_files import Pieces, session_fragments
+from zero_plugin.checkpoint.save import (
+    Contents,
+    OpenCheckpoint,
+    agree_on,
+    open_folder,
+    plan_layouts,
+    refuse_separate_folders,
+)
+from zero_plugin.checkpoint.tensor_files import Layout, Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
-from zero_plugin.config.run_files import RECORD_NAME, write_record
+from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
+from zero_plugin.distributed.collectives import SCRIPT, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.loop.lineages import Lineages
 from zero_plugin.loop.prepared import Prepared
@@ -107,23 +114,23 @@ class Checkpoints:
         sessions = [training.session for training in self._prepared.trainings]
         for session in sessions:
             check_weights_to_save(session)
-        opened = open_checkpoint(
-            target,
-            sessions,
-            lambda folder: self._collect(folder, states, {"run": run, "order": self._lineages.next_order(target)}),
-            max_shard_bytes=require_bytes("save_state(max_shard_size=…)", max_shard_size),
-            run_hooks=self._run_save_hooks,
-            claim_place=lambda: self._claim(target),
-            replaces=not project.automatic_checkpoint_naming,
-        )
-        rotate = partial(self._rotate, target, keep)
-        is_beside = asynchronous and self._run.background.start(opened, sessions, rotate)
+        shard_bytes = require_bytes("save_state(max_shard_size=…)", max_shard_size)
+        layouts = plan_layouts(sessions, shard_bytes)
+        agree_on(layouts)
+        draft = Path(on_main(lambda: self._open_draft(target, layouts)))
+        opened = OpenCheckpoint(target, draft, layouts, not project.automatic_checkpoint_naming, keep)
+        with opened.removed_on_failure(SCRIPT):
+            refuse_separate_folders(draft)
+            if stored := self._run_save_hooks(draft):
+                opened.layouts = plan_layouts(sessions, shard_bytes, stored_by_hooks=stored)
+            all_or_none(lambda: opened.add(self._contents(target, run, states), sessions) if SCRIPT.is_main else None)
+        is_beside = asynchronous and self._run.background.start(opened, sessions)
         if not is_beside:
             opened.write(map(session_fragments, sessions), SCRIPT)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
         if not is_beside:
-            rotate(SCRIPT)
+            opened.rotate(SCRIPT)
         return target
 
     @collective("wait_for_save", waits_for_all=True, after_group="alone")
@@ -145,13 +152,10 @@ class Checkpoints:
             self._run.give_up_locks()
             self._run.claimed.append(lock)
 
-    def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
-        def rotate() -> None:
-            if keep is not None and peers.is_main:
-                for removed in folders.rotate_checkpoints(newest, keep):
-                    _log.info(f"{removed} was removed (total_limit={keep})")
-
-        all_or_none(rotate, peers)
+    def _open_draft(self, target: Path, layouts: Sequence[Layout]) -> str:
+        """Return a new folder to write into. On the main process."""
+        self._claim(target)
+        return str(open_folder(target, layouts))
 
     def _name_checkpoint(self, output_dir: str | os.PathLike[str] | None) -> Path:
         project = self._project
@@ -189,35 +193,32 @@ class Checkpoints:
                 hook([session.module for session in sessions], left, str(draft))
         return taken_out(weights, left)
 
-    def _collect(
-        self, folder: Path, states: list[Any], lineage: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the manifest says of the checkpoint, and the trees in it; the models' configurations go to `folder`."""
-        runs = [training.resolved.record for training in self._prepared.trainings]
+    def _contents(self, target: Path, run: str, states: list[Any]) -> Contents:
+        """Return everything but the models' tensors, as plain data. On the main process."""
+        order = self._lineages.next_order(target)
+        records = [training.resolved.record for training in self._prepared.trainings]
+        schedulers = self._prepared.schedulers
         training = {
             "models": [training.record() for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
-            "schedules": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
-            "schedule_classes": [scheduler.class_name for scheduler in self._prepared.schedulers],
+            "schedules": [scheduler.state_dict() for scheduler in schedulers],
+            "schedule_classes": [scheduler.class_name for scheduler in schedulers],
             # How often each advances per applied step, and how many samples that step has.
-            "schedules_advance": [scheduler.times for scheduler in self._prepared.schedulers],
+            "schedules_advance": [scheduler.times for scheduler in schedulers],
             "samples_per_step": self._samples_per_step(),
             "loaders": [one.state_dict(is_over=one.was_given_up) for one in self._prepared.dataloaders],
             "iteration": self._project.iteration,
         }
         objects = [{"class": type(o).__qualname__, "state": o.state_dict()} for o in self.objects]
-        for index, (run, trained) in enumerate(zip(runs, self._prepared.trainings, strict=True)):
-            part = folder / f"model_{index}" if index else folder
-            write_record(run, part)
-            write_configuration(trained.session.module, part)
         about = {
-            **lineage,
+            "run": run,
+            "order": order,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "strategy": runs[0]["strategy"] if runs else None,
+            "strategy": records[0]["strategy"] if records else None,
             "processes": self._run.processes.world_size,
-            "versions": runs[0]["versions"] if runs else {},
+            "versions": records[0]["versions"] if records else {},
         }
-        return about, {"training": training, "random": states, "objects": objects}
+        return Contents(about, {"training": training, "random": states, "objects": objects}, records)
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
