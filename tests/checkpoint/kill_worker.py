@@ -24,7 +24,7 @@ from paths import ZERO, loss_of, own_batch
 from torch import nn
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint import folders
+from zero_plugin.checkpoint import publish
 from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
@@ -66,7 +66,7 @@ def run(
     if dwell:
         announce_phases(row, dwell, random.Random(1000 * seed + dist.get_rank()))
     if not swaps:
-        folders.exchange = lambda one, other: False
+        publish.exchange = lambda one, other: False
     place = Path(folder, {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[naming])
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=naming == "automatic", total_limit=2)
     kind = "DEEPSPEED" if path in ZERO else "MULTI_CPU" if path == "ddp" else "NO"
@@ -178,7 +178,7 @@ def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
     wrap(os, "fsync", lambda *_: "fsync")
     wrap(Path, "rename", phase_of_rename)
     wrap(Path, "replace", phase_of_rename)
-    wrap(folders, "exchange", lambda *_: "rename")
+    wrap(publish, "exchange", lambda *_: "rename")
     wrap(os, "unlink", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")  # as rmtree calls it
     wrap(os, "rmdir", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")
 

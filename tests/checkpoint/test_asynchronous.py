@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.checkpoint.folders import find_damage
+from zero_plugin.checkpoint.verify import find_damage
 
 WORKER = Path(__file__).parent / "asynchronous_worker.py"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_plugin.checkpoint.folders import checksum
+from zero_plugin.checkpoint.manifest import checksum
 from zero_plugin.checkpoint.tensor_files import PIECE_BYTES, Pieces, RangeReader, cut, decode_rows, encode_rows
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import WEIGHT, Fragment

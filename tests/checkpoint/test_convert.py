@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from zero_plugin.checkpoint.convert import open_source
 from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint, write_model, write_single_file, write_universal
-from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.checkpoint.load import find_differences
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
@@ -389,7 +390,7 @@ from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.checkpoint.convert.write import write_model
 from zero_plugin.checkpoint.convert.write import write_universal
-from zero_plugin.checkpoint.folders import read_manifest
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.checkpoint.load import find_differences
 
 def anonymous():

@@ -13,7 +13,8 @@ from paths import tolerance_of
 from safetensors.torch import load_file
 
 from zero_plugin.checkpoint.convert import open_source
-from zero_plugin.checkpoint.folders import find_damage, read_manifest
+from zero_plugin.checkpoint.manifest import read_manifest
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 WORKER = Path(__file__).parent / "convert_worker.py"

@@ -20,7 +20,7 @@ from paths import loss_of, make_net, own_batch, running
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint import save, tensor_files
-from zero_plugin.checkpoint.folders import find_damage
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 from zero_plugin.loop import checkpoints

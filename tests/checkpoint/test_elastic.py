@@ -12,7 +12,7 @@ import pytest
 from paths import tolerance_of
 from safetensors.torch import load_file
 
-from zero_plugin.checkpoint.folders import find_damage
+from zero_plugin.checkpoint.verify import find_damage
 
 WORKER = Path(__file__).parent / "elastic_worker.py"
 LAYOUTS = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-nvme")

@@ -14,18 +14,13 @@ import pytest
 import torch
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint import folders, locks
-from zero_plugin.checkpoint.folders import (
-    Manifest,
-    choose_checkpoint,
-    discard_draft,
-    find_damage,
-    open_draft,
-    publish_draft,
-    reserve,
-    rotate_checkpoints,
-)
+from zero_plugin.checkpoint import locks, publish, verify
+from zero_plugin.checkpoint.disk import reserve
+from zero_plugin.checkpoint.folders import choose_checkpoint
 from zero_plugin.checkpoint.locks import is_held, let_go
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_plugin.checkpoint.publish import discard_draft, open_draft, publish_draft, rotate_checkpoints
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.checkpoints import _resolved
 
@@ -72,7 +67,7 @@ def is_killed(moment: int, call: Callable[[], object]) -> bool:
         for name in ("rename", "unlink", "rmdir", "fsync"):
             patch.setattr(os, name, counted(getattr(os, name)))
         patch.setattr(Path, "rename", counted(Path.rename))
-        patch.setattr(folders, "exchange", counted(folders.exchange))
+        patch.setattr(publish, "exchange", counted(publish.exchange))
         try:
             call()
         except Killed:
@@ -86,7 +81,7 @@ def is_killed(moment: int, call: Callable[[], object]) -> bool:
 def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
     """Whichever rename or removal of a replacement is the last one, a complete checkpoint is found, and repaired."""
     if not swaps:
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+        monkeypatch.setattr(publish, "exchange", lambda one, other: False)
     for moment in range(100):
         out = tmp_path / str(moment) / "out"
         save(out, "old")
@@ -116,14 +111,14 @@ def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(
     """The manifest that was read may be the old one's, and the files of the new one have other sizes."""
     place = tmp_path / "checkpoint_1"
     save(place, "old")
-    compare = folders.find_wrong_files
+    compare = verify.find_wrong_files
 
     def replace_and_compare(folder: Path, manifest: Manifest) -> dict[str, str]:
-        monkeypatch.setattr(folders, "find_wrong_files", compare)
+        monkeypatch.setattr(verify, "find_wrong_files", compare)
         save(place, "a longer text")
         return compare(folder, manifest)
 
-    monkeypatch.setattr(folders, "find_wrong_files", replace_and_compare)
+    monkeypatch.setattr(verify, "find_wrong_files", replace_and_compare)
     assert choose_checkpoint(tmp_path) == (place, [])
 
 
@@ -225,7 +220,7 @@ def test_a_failing_replacement_changes_nothing(tmp_path: Path, monkeypatch: pyte
             raise PermissionError(13, "Permission denied")
         return rename(path, target)
 
-    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    monkeypatch.setattr(publish, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(CheckpointError, match="out cannot be replaced"):
         publish_draft(draft, tmp_path / "out")
@@ -251,18 +246,18 @@ def test_what_cannot_be_read_just_now_is_not_removed(tmp_path: Path, monkeypatch
     accelerator.save_state(target)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
-    exchange, read_bytes, failures = folders.exchange, Path.read_bytes, []
+    exchange, read_bytes, failures = publish.exchange, Path.read_bytes, []
 
     def then_fail(one: Path, other: Path) -> bool:
-        failures.append(OSError(errno.EMFILE, "Too many open files", str(target / folders.MANIFEST_NAME)))
+        failures.append(OSError(errno.EMFILE, "Too many open files", str(target / MANIFEST_NAME)))
         return exchange(one, other)
 
     def read(path: Path) -> bytes:
-        if failures and path == target / folders.MANIFEST_NAME:
+        if failures and path == target / MANIFEST_NAME:
             raise failures.pop()
         return read_bytes(path)
 
-    monkeypatch.setattr(folders, "exchange", then_fail)
+    monkeypatch.setattr(publish, "exchange", then_fail)
     monkeypatch.setattr(Path, "read_bytes", read)
     accelerator.save_state(target)
     failures.clear()
@@ -277,8 +272,8 @@ def test_of_two_that_are_damaged_none_is_removed(tmp_path: Path) -> None:
     """Nobody knows which one would be of more use."""
     for name in ("step_1", ".step_1.replaced"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / folders.MANIFEST_NAME).write_text("{")
-    folders._settle(tmp_path / "step_1")
+        (tmp_path / name / MANIFEST_NAME).write_text("{")
+    publish._settle(tmp_path / "step_1")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_1.replaced", "step_1"]
 
 
@@ -287,7 +282,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for place in (Path(), tmp_path.parent):
         with pytest.raises(CheckpointError, match="is or holds the current folder"):
-            folders.open_draft(place.absolute(), 0)
+            open_draft(place.absolute(), 0)
 
 
 def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +309,8 @@ def test_a_draft_that_another_process_removes_before_it_is_held_is_made_again(
             draft.rmdir()
         locks.hold(draft)
 
-    monkeypatch.setattr(folders, "hold", hold)
-    draft = folders.open_draft(tmp_path / "weights", 0)
+    monkeypatch.setattr(publish, "hold", hold)
+    draft = open_draft(tmp_path / "weights", 0)
     assert draft.is_dir()
     locks.let_go(draft)
     assert len(removed) == 1

@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 from launching import ProcessGroup, wait_for_ends
 
-from zero_plugin.checkpoint.folders import choose_checkpoint, find_damage, numbered_checkpoints, read_manifest
+from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoints
 from zero_plugin.checkpoint.load import find_differences
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.errors import CheckpointError
 
 pytestmark = pytest.mark.programs

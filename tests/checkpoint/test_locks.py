@@ -19,8 +19,10 @@ import torch
 
 from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint import locks
-from zero_plugin.checkpoint.folders import find_damage, known_checkpoints, open_draft
+from zero_plugin.checkpoint.folders import known_checkpoints
 from zero_plugin.checkpoint.locks import claim, give_up, lock_of
+from zero_plugin.checkpoint.publish import open_draft
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.errors import CheckpointError
 
 pytestmark = pytest.mark.programs
@@ -46,7 +48,7 @@ for line in sys.stdin:
 OPENS = """
 import sys
 from pathlib import Path
-from zero_plugin.checkpoint.folders import open_draft
+from zero_plugin.checkpoint.publish import open_draft
 print(open_draft(Path(sys.argv[1]), 1))
 """
 

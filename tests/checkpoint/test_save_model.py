@@ -14,9 +14,9 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint.folders import open_draft
 from zero_plugin.checkpoint.locks import let_go
 from zero_plugin.checkpoint.objects import write_tensors
+from zero_plugin.checkpoint.publish import open_draft
 from zero_plugin.checkpoint.save_model import parse_dtype, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
 from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPES

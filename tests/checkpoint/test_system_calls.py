@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.checkpoint.folders import choose_checkpoint, read_manifest
+from zero_plugin.checkpoint.folders import choose_checkpoint
 from zero_plugin.checkpoint.load import find_differences
+from zero_plugin.checkpoint.manifest import read_manifest
 
 pytestmark = [
     pytest.mark.programs,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.convert.write import write_checkpoint
-from zero_plugin.checkpoint.folders import read_manifest
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.cli.main import main
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 

@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint.folders import MANIFEST_NAME, checksum, find_wrong_files, read_manifest
 from zero_plugin.checkpoint.load import read_pieces
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, checksum, read_manifest
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.checkpoint.tensor_files import RangeReader
+from zero_plugin.checkpoint.verify import find_wrong_files
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import Fragment
 from zero_plugin.tensors.safetensors_files import INDEX_NAME, read_complete_file, read_model_folder

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero_plugin.checkpoint import background
 from zero_plugin.checkpoint.background import Snapshot
-from zero_plugin.checkpoint.folders import find_damage
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from zero_plugin.checkpoint.folders import (
+from zero_plugin.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     StoredModel,

@@ -14,15 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from zero_plugin.checkpoint.folders import (
-    Manifest,
-    checksum_of_file,
-    discard_draft,
-    open_draft,
-    publish_draft,
-    rotate_checkpoints,
-)
+from zero_plugin.checkpoint.manifest import Manifest, checksum_of_file
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
+from zero_plugin.checkpoint.publish import discard_draft, open_draft, publish_draft, rotate_checkpoints
 from zero_plugin.checkpoint.tensor_files import (
     CHECKSUMS,
     Layout,

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync
+from zero_plugin.checkpoint.disk import sync
+from zero_plugin.checkpoint.publish import discard_draft, open_draft
 from zero_plugin.checkpoint.save import agree_on, missing_marks
 from zero_plugin.checkpoint.tensor_files import (
     Description,

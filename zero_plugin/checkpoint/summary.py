@@ -12,15 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.checkpoint.folders import (
-    MANIFEST_NAME,
-    Manifest,
-    StoredModel,
-    find_damage,
-    numbered_checkpoints,
-    read_manifest,
-    split_number,
-)
+from zero_plugin.checkpoint.folders import numbered_checkpoints, split_number
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredModel, read_manifest
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import Place, read_json

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import StoredModel, checksum, reserve, start_writing
+from zero_plugin.checkpoint.disk import reserve, start_writing
+from zero_plugin.checkpoint.manifest import StoredModel, checksum
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments

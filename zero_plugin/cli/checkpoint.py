@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.checkpoint.folders import find_damage, find_wrong_files, read_manifest
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.checkpoint.summary import (
     KINDS,
     Kind,
@@ -22,6 +22,7 @@ from zero_plugin.checkpoint.summary import (
     several_checkpoints,
     summarise,
 )
+from zero_plugin.checkpoint.verify import find_damage, find_wrong_files
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.distributed.messages import working

@@ -17,9 +17,10 @@ from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.checkpoint import folders, load
-from zero_plugin.checkpoint.folders import Manifest
+from zero_plugin.checkpoint.disk import make_folder
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.save import (
     Contents,
@@ -147,7 +148,7 @@ class Checkpoints:
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
         if self._run.claimed != [lock] or not holds(lock):
             with suppress(OSError):  # what is saved fails too, and says why
-                folders.make_folder(lock.parent)
+                make_folder(lock.parent)
             claim(lock, target.parent)
             self._run.give_up_locks()
             self._run.claimed.append(lock)
@@ -258,7 +259,7 @@ class Checkpoints:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._wait_for_background()
         place = Path(on_main(lambda: str(self._find_own(folder))))
-        is_one = on_main(lambda: (place / folders.MANIFEST_NAME).exists())
+        is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
         only = None if is_one else run
         found = on_main(
@@ -270,7 +271,7 @@ class Checkpoints:
             _log.info(f"resume(): no checkpoint{whose} in {place} yet; training starts from the beginning")
             self._lineages.own(place)
             return None
-        saved_by = on_main(lambda: folders.read_manifest(Path(found)).about.get("run"))
+        saved_by = on_main(lambda: read_manifest(Path(found)).about.get("run"))
         is_own = run is not None and saved_by == run
         named = saved_by or "not recorded"
         if not is_own and self._run.document.launch.value("auto_resume") is False:

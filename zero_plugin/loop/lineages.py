@@ -8,7 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zero_plugin.checkpoint import folders
-from zero_plugin.checkpoint.folders import Manifest
+from zero_plugin.checkpoint.manifest import Manifest
+from zero_plugin.checkpoint.verify import find_damage
 from zero_plugin.config.run_files import keep_run, kept_run
 from zero_plugin.distributed import collectives
 
@@ -59,7 +60,7 @@ class Lineages:
         order = manifest.about.get("order")  # None where the name had no number when it was saved
         order = number[1] if order is None else order
         return not any(
-            one.run == run and one.path not in damaged and one.order > order and folders.find_damage(one.path) is None
+            one.run == run and one.path not in damaged and one.order > order and find_damage(one.path) is None
             for one in folders.known_checkpoints(path.parent, number[0])
         )
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import choose_checkpoint, offer_previous, read_manifest
+from zero_plugin.checkpoint.folders import choose_checkpoint, offer_previous
 from zero_plugin.checkpoint.load import find_differences
+from zero_plugin.checkpoint.manifest import read_manifest
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError, DamagedError

@@ -18,8 +18,9 @@ from typing import Any, Final
 import torch
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync
+from zero_plugin.checkpoint.disk import sync
 from zero_plugin.checkpoint.objects import encode_nested
+from zero_plugin.checkpoint.publish import discard_draft, open_draft, publish_draft
 from zero_plugin.checkpoint.save import complete_draft
 from zero_plugin.checkpoint.summary import recognise
 from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments

@@ -1,0 +1,73 @@
+"""Whether a checkpoint is complete, by the names and sizes of its files; their contents are verified as they load."""
+
+from __future__ import annotations
+
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.checkpoint.manifest import Manifest, read_manifest
+from zero_plugin.errors import CheckpointError
+
+_MOST_LOOKS: Final = 20  # at a checkpoint that is replaced while it is looked at
+
+
+def find_damage(folder: Path) -> str | None:
+    """What makes a checkpoint incomplete, by names and sizes alone; None if nothing does."""
+    damage = None
+    for _ in range(_MOST_LOOKS):
+        before = _which(folder)
+        try:
+            damage = damage_of(folder)
+        except OSError as error:
+            damage = f"{error.filename or folder} cannot be read ({error.strerror})."
+        if damage is None or _which(folder) == before:
+            break  # else another job has put a new checkpoint there since, and the manifest is the old one's
+    return damage
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """By which a folder differs from one that has its name later; None where there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
+def damage_of(folder: Path) -> str | None:
+    """As `find_damage`, but that a file cannot be read now is no damage.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        return str(error)
+    for path in manifest.files:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (folder / path).stat()
+    return next(iter(find_wrong_files(folder, manifest).values()), None)
+
+
+def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
+    found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
+    return {path: problem for path, problem in found.items() if problem is not None}
+
+
+def _wrong_size(path: Path, size: int) -> str | None:
+    try:
+        status = path.stat()
+        found = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path} is no regular file."
+    except FileNotFoundError:
+        return f"{path} is missing."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    return None if found == size else f"{path} has {found:,} bytes instead of {size:,}."
