@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
-from zero_plugin.distributed.collectives import gather_values
+from zero_plugin.distributed.collectives import gather_values, num_processes
 from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import CheckpointError, DamagedError
 from zero_plugin.tensors.modules import as_dtype
@@ -36,6 +36,7 @@ from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
 _logger = logging.getLogger(__name__)
 
+_PLAIN: Final = frozenset((type(None), bool, int, str))  # what JSON writes as it is: most of what is stored
 _TYPE: Final = "$type"  # marks what JSON has no form for: {"$type": name, "value": its content}
 
 # What NumPy arrays, and torch's and NumPy's random states, are rebuilt with: numbers, no code. NumPy 2 has renamed a
@@ -157,7 +158,7 @@ class EncodedTree:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write CPU tensors as safetensors; the library's own writer builds all of the bytes in memory first."""
-    entries = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     header, ranges = encode_header(entries, {"format": "pt"})
     with path.open("wb") as file:
         file.write(header)
@@ -215,6 +216,8 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
 
 def gather_nested(tree: Any, *, what: str) -> list[Any]:
     """Every process's nested containers, process 0's first, on every process; see `encode_nested`. Collective."""
+    if num_processes() == 1:
+        return [tree]
     encoded = encode_nested(tree, what=what)
     tensors = base64.b64encode(save(dict(encoded.tensors))).decode("ascii")
     return [
@@ -237,10 +240,16 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if isinstance(value, kind):
             return _typed(name, _encode(content(value), where, tensors))
     if isinstance(value, list):
-        return [_encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
+        return [
+            item if type(item) in _PLAIN else _encode(item, f"{where}[{index}]", tensors)
+            for index, item in enumerate(value)
+        ]
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _TYPE not in value:
-            return {str(key): _encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+        if _TYPE not in value and not [key for key in value if not isinstance(key, str)]:
+            return {
+                str(key): item if type(item) in _PLAIN else _encode(item, f"{where}[{key!r}]", tensors)
+                for key, item in value.items()
+            }
         pairs = [
             [_encode(key, f"{where}, key {key!r}", tensors), _encode(item, f"{where}[{key!r}]", tensors)]
             for key, item in value.items()

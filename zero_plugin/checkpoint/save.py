@@ -215,7 +215,7 @@ def complete_draft(
     for stem, tree in trees.items():
         tree.write(draft / stem)
     files: dict[str, tuple[int, int | None]] = {}
-    for path in sorted(path for path in draft.rglob("*") if path.is_file()):
+    for path in sorted([path for path in draft.rglob("*") if path.is_file()]):
         name, size = str(path.relative_to(draft)), path.stat().st_size
         if size != sizes.get(name, size):
             raise CheckpointError(f"{path} has {size:,} bytes instead of {sizes[name]:,}.")

@@ -15,9 +15,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -145,9 +146,9 @@ def _cut_into_shards(weights: Sequence[Description], limit: int) -> list[list[De
 
 
 def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadata: Mapping[str, str]) -> None:
-    header, ranges = encode_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
+    header, ranges = encode_header([(t.name, t.dtype, t.shape) for t in tensors], metadata)
     layout.headers[file] = header
-    layout.sizes[file] = max((end for _, end in ranges.values()), default=len(header))
+    layout.sizes[file] = max([len(header), *[end for _, end in ranges.values()]])
     for tensor in tensors:
         place = Place(file, TYPE_NAMES[str(tensor.dtype)], tensor.shape, ranges[tensor.name][0])
         layout.places[tensor.kind, tensor.name] = place
@@ -156,12 +157,10 @@ def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadat
 Row = tuple[int, int, int, int]  # number of a file, first byte, end, checksum
 
 
-def cut(start: int, end: int) -> Iterator[tuple[int, int]]:
+def cut(start: int, end: int) -> list[tuple[int, int]]:
     """The pieces of a range of a file: cut at the multiples of `PIECE_BYTES`."""
-    while start < end:
-        stop = min(end, start - start % PIECE_BYTES + PIECE_BYTES)
-        yield start, stop
-        start = stop
+    inner = range(start - start % PIECE_BYTES + PIECE_BYTES, end, PIECE_BYTES)
+    return list(pairwise([start, *inner, end])) if start < end else []
 
 
 def encode_rows(rows: Sequence[Row]) -> str:
@@ -201,7 +200,7 @@ class Pieces:
             CheckpointError: of `refuse`.
         """
         rows = rows[np.argsort(rows[:, 1], kind="stable")]
-        first = list(cut(0, len(header)))
+        first = cut(0, len(header))
         starts = np.concatenate([[start for start, _ in first], rows[:, 1].astype(np.int64)]).astype(np.int64)
         ends = np.concatenate([[end for _, end in first], rows[:, 2].astype(np.int64)]).astype(np.int64)
         expected = np.concatenate([[0], ends])
@@ -261,8 +260,7 @@ def session_fragments(
 def described_fragments(session: Session) -> Iterator[Fragment]:
     """The same fragments without reading from disk: all but the values of swapped tensors is known."""
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
-    yield from _join(weights, session.optimized_pieces())
-    yield from weights.values()
+    return chain(_join(weights, session.optimized_pieces()), weights.values())
 
 
 def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[Fragment]:
@@ -281,8 +279,7 @@ def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[
 def _join(weights: dict[str, Fragment], pieces: list[OptimizedPiece]) -> Iterator[Fragment]:
     """What there is of the parameters that `pieces` are of, whose weights are taken out of `weights`."""
     trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
-    yield from with_master_weights(trained, (piece.weight() for piece in pieces))
-    yield from state_fragments(pieces)
+    return chain(with_master_weights(trained, [piece.weight() for piece in pieces]), state_fragments(pieces))
 
 
 def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
@@ -392,15 +389,6 @@ class _Files(ExitStack):
             self.callback(os.close, self.open[file])
         return self.open[file]
 
-    @contextmanager
-    def named(self, file: str) -> Iterator[int]:
-        """The file's descriptor; errors of the system inside name the file."""
-        try:
-            yield self.descriptor(file)
-        except OSError as error:
-            error.filename = str(self.folder / file)
-            raise
-
 
 class RangeWriter(_Files):
     """Writes into files that exist at full size.
@@ -425,24 +413,35 @@ class RangeWriter(_Files):
         Raises:
             CheckpointError: they are not in memory.
         """
-        flat = fragment.part_to_write()
-        step = _STAGING_BYTES // max(flat.element_size(), place.dtype.itemsize)
+        flat, dtype = fragment.part_to_write(), place.dtype
+        step = _STAGING_BYTES // max(flat.element_size(), dtype.itemsize)
         for offset in range(0, flat.numel(), step):
-            chunk = flat[offset : offset + step].to("cpu", place.dtype).contiguous()
+            chunk = flat[offset : offset + step].to("cpu", dtype).contiguous()
             first = fragment.start + fragment.written[0] + offset
             data, position = _bytes_of(chunk), place.start + first * chunk.element_size()
             for start, end in cut(position, position + chunk.nbytes):
                 self.written.append((place.file, start, end, checksum(data[start - position : end - position])))
-            with self.named(place.file) as descriptor:
-                _write_all(descriptor, data, position)
-                start_writing(descriptor, position, chunk.nbytes)
+            self._write(place.file, data, position)
             self._progress(chunk.nbytes)
 
     def sync(self) -> None:
         """Wait until the disk has everything that this process wrote."""
-        for file in self.open:
-            with self.named(file) as descriptor:
-                os.fsync(descriptor)
+        for file, descriptor in self.open.items():
+            self._named(file, os.fsync, descriptor)
+
+    def _write(self, file: str, data: memoryview, offset: int) -> None:
+        descriptor, start = self.descriptor(file), offset
+        while offset < start + data.nbytes:  # Linux writes 2 GiB at most
+            offset += self._named(file, os.pwrite, descriptor, data[offset - start :], offset)
+        start_writing(descriptor, start, data.nbytes)
+
+    def _named(self, file: str, call: Callable[..., Any], *arguments: object) -> Any:
+        """Call the system; the error names the file."""
+        try:
+            return call(*arguments)
+        except OSError as error:
+            error.filename = str(self.folder / file)
+            raise
 
 
 class RangeReader(_Files):
@@ -532,9 +531,3 @@ class RangeReader(_Files):
 
 def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        written = os.pwrite(descriptor, data, offset)  # Linux writes 2 GiB at most
-        data, offset = data[written:], offset + written

@@ -16,20 +16,13 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
-from zero_plugin.checkpoint import folders, load
+from zero_plugin.checkpoint import folders, load, save
 from zero_plugin.checkpoint.disk import make_folder
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
-from zero_plugin.checkpoint.save import (
-    Contents,
-    OpenCheckpoint,
-    agree_on,
-    open_folder,
-    plan_layouts,
-    refuse_separate_folders,
-)
+from zero_plugin.checkpoint.save import Contents
 from zero_plugin.checkpoint.tensor_files import Layout, Pieces, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.run_files import RECORD_NAME
@@ -106,7 +99,7 @@ class Checkpoints:
         """Write a checkpoint; see `Accelerator.save_state`."""
         _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self._project
-        self._wait_for_background()
+        self._run.background.wait()
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         self._warn_of_losses()
@@ -116,14 +109,14 @@ class Checkpoints:
         for session in sessions:
             check_weights_to_save(session)
         shard_bytes = require_bytes("save_state(max_shard_size=…)", max_shard_size)
-        layouts = plan_layouts(sessions, shard_bytes)
-        agree_on(layouts)
+        layouts = save.plan_layouts(sessions, shard_bytes)
+        save.agree_on(layouts)
         draft = Path(on_main(lambda: self._open_draft(target, layouts)))
-        opened = OpenCheckpoint(target, draft, layouts, not project.automatic_checkpoint_naming, keep)
+        opened = save.OpenCheckpoint(target, draft, layouts, not project.automatic_checkpoint_naming, keep)
         with opened.removed_on_failure(SCRIPT):
-            refuse_separate_folders(draft)
+            save.refuse_separate_folders(draft)
             if stored := self._run_save_hooks(draft):
-                opened.layouts = plan_layouts(sessions, shard_bytes, stored_by_hooks=stored)
+                opened.layouts = save.plan_layouts(sessions, shard_bytes, stored_by_hooks=stored)
             all_or_none(lambda: opened.add(self._contents(target, run, states), sessions) if SCRIPT.is_main else None)
         is_beside = asynchronous and self._run.background.start(opened, sessions)
         if not is_beside:
@@ -139,10 +132,6 @@ class Checkpoints:
         """Wait for the checkpoint that is written in the background; see `Accelerator.wait_for_save`."""
         return self._run.background.wait()
 
-    def _wait_for_background(self) -> None:
-        if self._run.background.running is not None:
-            self._run.background.wait()
-
     def _claim(self, target: Path) -> None:
         """Keep other jobs from saving there, as long as this one saves nowhere else."""
         lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
@@ -156,7 +145,7 @@ class Checkpoints:
     def _open_draft(self, target: Path, layouts: Sequence[Layout]) -> str:
         """Return a new folder to write into. On the main process."""
         self._claim(target)
-        return str(open_folder(target, layouts))
+        return str(save.open_folder(target, layouts))
 
     def _name_checkpoint(self, output_dir: str | os.PathLike[str] | None) -> Path:
         project = self._project
@@ -241,7 +230,7 @@ class Checkpoints:
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
                 "or None. Tensors are always read to the device that they are used on."
             )
-        self._wait_for_background()
+        self._run.background.wait()
         place = Path(on_main(lambda: str(self._find_checkpoint(input_dir))))
         own = self._lineages.known(place)
         run = own if on_main(lambda: own is not None and folders.has_checkpoints(place, own)) else None
@@ -257,7 +246,7 @@ class Checkpoints:
     @collective("resume", waits_for_all=True)
     def resume(self, folder: str | os.PathLike[str] | None, *, verify: bool) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
-        self._wait_for_background()
+        self._run.background.wait()
         place = Path(on_main(lambda: str(self._find_own(folder))))
         is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
@@ -462,7 +451,6 @@ class Checkpoints:
 
     def _restore(self, saved: dict[str, Any], random_states: Any, report: LoadReport, *, loaders_resume: bool) -> None:
         """Restore all but the models' tensors; random states last, since restoring may draw random numbers."""
-        project = self._project
         for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
             report.not_restored += training.restore(record)
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
@@ -481,8 +469,8 @@ class Checkpoints:
             report.restored.extend([f"{len(objects)} registered objects"] if objects else [])
         elif self.objects:
             report.not_restored.append("registered objects: an imported checkpoint has none")
-        if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
-            project.iteration = saved["iteration"] + 1
+        if self._project.automatic_checkpoint_naming and self._project.iteration <= saved["iteration"]:
+            self._project.iteration = saved["iteration"] + 1
         problem = restore_random_state(random_states, self._run.processes.rank, self._own_generators)
         report.restored.extend(["random states"] if random_states else [])
         report.not_restored.extend([] if problem is None else [problem])

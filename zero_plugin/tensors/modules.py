@@ -263,9 +263,9 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
     for names, tensor in tensor_names(module):
-        name = next((name for name in names if only is None or name in only), None)
-        if name is not None:
-            yield name, tensor
+        wanted = names if only is None else [name for name in names if name in only]
+        if wanted:
+            yield wanted[0], tensor
 
 
 def allocate_unpartitioned(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
