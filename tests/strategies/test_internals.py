@@ -73,7 +73,7 @@ def _rows() -> Iterator[Row]:
             elif line.startswith("| `"):
                 assert heading, f"{table.name}: a row before a heading with a file: {line}"
                 cells = line.strip("| ").split(" | ")
-                assert len(cells) == 4, f"{table.name}: not four cells: {line}"
+                assert len(cells) in (4, 7), f"{table.name}: neither four cells nor those of a patch: {line}"
                 users = tuple(folder / user for user in re.findall(r"`([^`]+)`", cells[1]))
                 assert users, f"{table.name}: no file of ours: {line}"
                 yield Row(heading["file"], heading["owner"] or "", heading["kind"] or "", cells[0].strip("`"), users)
@@ -244,14 +244,17 @@ class _Use:
 
 
 def _uses(path: Path) -> Iterator[_Use]:
-    """Every attribute by a dot, by `getattr`, `hasattr` and `setattr`, and by a key of `__dict__`."""
+    """Every attribute by a dot, by `getattr`, `hasattr`, `setattr` and `Patches`, and by a key of `__dict__`."""
     for node in ast.walk(_source(path).tree):
         owner: ast.expr | None = None
         name: ast.expr | str | None = None
         if isinstance(node, ast.Attribute):
             owner, name = node.value, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-            if node.func.id in ("getattr", "hasattr", "setattr"):
+            if node.func.id in ("getattr", "hasattr", "setattr", "replaced"):
+                owner, name = node.args[0], node.args[1]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 3:
+            if node.func.attr in ("replace", "precede"):  # of `Patches`
                 owner, name = node.args[0], node.args[1]
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
             owner, name = node.value.value, node.slice if node.value.attr == "__dict__" else None

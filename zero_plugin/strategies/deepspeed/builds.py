@@ -14,6 +14,7 @@ from typing import Any
 from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.op_builds import build_folder, describe_missing_tools, missing_builds, refuse_stale_build_locks
+from zero_plugin.strategies.deepspeed.patches import Patches
 
 
 def watch_builders(builder: Any) -> None:
@@ -40,7 +41,7 @@ def watch_builders(builder: Any) -> None:
         with working(f"compiling DeepSpeed's {self.name}, once for this machine"):
             return load(self, *args, **kwargs)
 
-    builder.jit_load = watched
+    Patches().replace(builder, "jit_load", watched)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
 from torch import Tensor, nn
 
-from zero_plugin.config.installed import replaced
 from zero_plugin.distributed.collectives import gather_values
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.patches import Patches, replaced
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.precision import all_finite
 
@@ -89,10 +89,11 @@ def describe_drops(drops: list[bool]) -> str:
 class EngineGradients(ABC):
     """The operations of a session on the accumulated gradients. `finalize` and `norm` are collective."""
 
-    def __init__(self, engine: Any, events: Events) -> None:
+    def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
         self._engine = engine
         self._wrapper: Any = engine.optimizer
         self._events = events
+        self._patches = patches
 
     agreement: StepAgreement | None = None  # where gradients are reduced in the backwards
 
@@ -173,7 +174,7 @@ class EngineGradients(ABC):
         """After a failed backward and before `drop`, reset its unfinished reductions and gathers."""
 
 
-def engine_gradients(engine: Any, events: Events) -> EngineGradients:
+def engine_gradients(engine: Any, events: Events, patches: Patches) -> EngineGradients:
     """Return an object of the class for `engine.optimizer`."""
     wrapper = engine.optimizer
     kind: type[EngineGradients] = ReplicatedGradients
@@ -183,7 +184,7 @@ def engine_gradients(engine: Any, events: Events) -> EngineGradients:
         kind = Bf16Stage1Gradients
     elif isinstance(wrapper, DeepSpeedZeroOptimizer):
         kind = FlatGradients
-    return kind(engine, events)
+    return kind(engine, events, patches)
 
 
 def _finite_or_inf(norm: Tensor) -> Tensor:
@@ -197,31 +198,18 @@ def is_muon(optimizer: object) -> bool:
     return "muon" in type(optimizer).__name__.lower()
 
 
-def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
-    """Make the step use the norm that `norm` computed, instead of computing and reducing it again.
-
-    Returns:
-        A function that clears the cached norm, to be called when the gradients change.
-    """
-    if is_muon(wrapper.optimizer):
-        return lambda: None
-    measure = functools.cache(getattr(wrapper, method))
-    setattr(wrapper, method, measure)
-    return measure.cache_clear
-
-
 class ReplicatedGradients(EngineGradients):
     """Stage 0: every process has all gradients, in `param.grad`."""
 
-    def __init__(self, engine: Any, events: Events) -> None:
-        super().__init__(engine, events)
+    def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
+        super().__init__(engine, events, patches)
         groups = getattr(self._wrapper, "fp16_groups", None)
         if groups is None:  # torch's own optimizer in fp32, or none
             groups = [group["params"] for group in getattr(self._wrapper, "param_groups", ())]
         self._parameters = [p for group in groups for p in group]
         self._measure = functools.cache(self._norm_of_gradients)
-        engine.enable_backward_allreduce = False
-        engine.clip_fp32_gradients = self._clip
+        patches.replace(engine, "enable_backward_allreduce", False)
+        patches.replace(engine, "clip_fp32_gradients", self._clip)
 
     def scale(self, factor: float) -> None:
         if gradients := self._gradients():
@@ -266,10 +254,10 @@ class ReplicatedGradients(EngineGradients):
 class Bf16Stage1Gradients(EngineGradients):
     """Stage 1 with bf16 weights and fp32 gradients: every process has the fp32 gradients of all parameters."""
 
-    def __init__(self, engine: Any, events: Events) -> None:
-        super().__init__(engine, events)
+    def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
+        super().__init__(engine, events, patches)
         self._places = {id(p): (i, j) for i, group in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(group)}
-        engine.enable_backward_allreduce = False
+        patches.replace(engine, "enable_backward_allreduce", False)
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
         group, index = self._places[id(parameter)]
@@ -301,20 +289,24 @@ class Bf16Stage1Gradients(EngineGradients):
 class FlatGradients(EngineGradients):
     """Stages 1 and 2: each process has the reduced gradients of its flat partition, on the device or the CPU."""
 
-    def __init__(self, engine: Any, events: Events) -> None:
-        super().__init__(engine, events)
+    def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
+        super().__init__(engine, events, patches)
         self._partitioned = bool(self._wrapper.partition_gradients)  # stage 2
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
-            self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
+            patches.replace(self._wrapper, "finalize_gradient_accumulation_boundary", lambda: None)
             self.agreement = StepAgreement(engine.device)
         else:
-            engine.enable_backward_allreduce = False
-        self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
+            patches.replace(engine, "enable_backward_allreduce", False)
+        # The step uses the norm that `norm` computed, instead of computing and reducing it again.
+        measure = functools.cache(self._wrapper.scaled_global_norm)
+        self._forget_norm = measure.cache_clear
+        if not is_muon(self._wrapper.optimizer):
+            patches.replace(self._wrapper, "scaled_global_norm", measure)
 
     def emit_from_hooks(self) -> None:
         if self._partitioned and self._events.before_reduce:
-            self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._emit_before_reduce)
+            self._patches.precede(self._wrapper, "reduce_ipg_grads", self._emit_before_reduce)
 
     def numbered_parameters(self) -> dict[int, nn.Parameter]:
         return {self._wrapper.get_param_id(p): p for group in self._wrapper.bit16_groups for p in group}
@@ -426,10 +418,13 @@ class FlatGradients(EngineGradients):
 class Stage3Gradients(EngineGradients):
     """Stage 3: each process has its partition of every parameter's reduced gradient in one flat buffer."""
 
-    def __init__(self, engine: Any, events: Events) -> None:
-        super().__init__(engine, events)
-        self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
-        self._forget_norm = _measure_norm_once(self._wrapper, "_get_norm_groups")
+    def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
+        super().__init__(engine, events, patches)
+        patches.replace(self._wrapper, "finalize_gradient_accumulation_boundary", lambda: None)
+        measure = functools.cache(self._wrapper._get_norm_groups)  # as at stage 2
+        self._forget_norm = measure.cache_clear
+        if not is_muon(self._wrapper.optimizer):
+            patches.replace(self._wrapper, "_get_norm_groups", measure)
         self._own = {
             p.ds_id: p
             for group in self._wrapper.fp16_groups
@@ -439,14 +434,16 @@ class Stage3Gradients(EngineGradients):
         self.agreement: StepAgreement = StepAgreement(engine.device)
 
     def emit_from_hooks(self) -> None:
-        wrapper = self._wrapper
+        patches, wrapper = self._patches, self._wrapper
         if self._events.before_reduce:
-            method = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-            setattr(wrapper, method, preceded(getattr(wrapper, method), self._emit_before_reduce))
+            patches.precede(
+                wrapper, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", self._emit_before_reduce
+            )
         if self._events.before_gather:
             coordinator = wrapper.parameter_offload.get_param_coordinator()
-            method = "_PartitionedParameterCoordinator__all_gather_params"
-            setattr(coordinator, method, preceded(getattr(coordinator, method), self._emit_before_gather))
+            patches.precede(
+                coordinator, "_PartitionedParameterCoordinator__all_gather_params", self._emit_before_gather
+            )
 
     def numbered_parameters(self) -> dict[int, nn.Parameter]:
         return {p.ds_id: p for p in self._engine.module.parameters()}
@@ -516,13 +513,3 @@ class Stage3Gradients(EngineGradients):
             partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             for ds_id in self._own.keys() - seen:
                 partitions[ds_id].zero_()
-
-
-def preceded(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap `method`, so that `note` is called before it with the same arguments."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        note(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.strategies.deepspeed.gradients import preceded
 from zero_plugin.strategies.deepspeed.partitioned_models import NOTES_WRITTEN, OwnHook
+from zero_plugin.strategies.deepspeed.patches import Patches
 from zero_plugin.strategies.deepspeed.states import engine_pieces, gathered_parts, unreachable_by
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import weakly
@@ -52,7 +52,7 @@ class MasterWeights:
         self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
         self._note_versions()
 
-    def watch(self) -> list[Callable[[], Any]]:
+    def watch(self, patches: Patches) -> list[Callable[[], Any]]:
         """Follow writes by `load_state_dict`, DeepSpeed's setters and its own context; return what undoes this."""
         hook = OwnHook(self._note_loaded)
         parts: Iterable[Any] = self._engine.module.modules()
@@ -63,10 +63,10 @@ class MasterWeights:
             undo.append(partial(p.__dict__.pop, NOTES_WRITTEN, None))
         # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
         for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
-            for name in ("set_full_hp_param", "set_local_hp_param"):
-                if (method := getattr(owner, name, None)) is not None:
-                    undo.append(partial(setattr, owner, name, method))
-                    setattr(owner, name, preceded(method, self._note_set_master_weights))
+            if hasattr(owner, "set_full_hp_param"):
+                patches.precede(owner, "set_full_hp_param", self._note_set_master_weights)
+            if hasattr(owner, "set_local_hp_param"):
+                patches.precede(owner, "set_local_hp_param", self._note_set_master_weights)
         return undo
 
     def note(self) -> None:

@@ -22,6 +22,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.distributed.collectives import broadcast_value
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.patches import Patches
 
 _PREFIX = "zero_plugin-swap-"
 _SWAPS = "deepspeed/runtime/swap_tensor/"
@@ -144,7 +145,7 @@ def _remove_left() -> None:
     remove_swap_folders(tuple(_in_use))
 
 
-def fix_swapping(engine: Any) -> None:
+def fix_swapping(engine: Any, patches: Patches) -> None:
     """Fix two defects of DeepSpeed's NVMe offload, so that it trains as CPU offload does.
 
     DeepSpeed requests a weight twice if it occurs twice in its prefetch queue (near the end of a forward, when the
@@ -154,9 +155,9 @@ def fix_swapping(engine: Any) -> None:
     parameters: list[Any] = list(engine.module.parameters())
     swappers = {id(swapper): swapper for p in parameters if (swapper := getattr(p, "nvme_swapper", None)) is not None}
     for swapper in swappers.values():
-        swapper.swap_in = _without_repetition(swapper.swap_in)
+        patches.replace(swapper, "swap_in", _without_repetition(swapper.swap_in))
     if (states := getattr(engine.optimizer, "optimizer_swapper", None)) is not None:
-        states._adjust_for_misaligned_lengths = _with_aligned_offsets(states)
+        patches.replace(states, "_adjust_for_misaligned_lengths", _with_aligned_offsets(states))
 
 
 def _without_repetition(swap_in: Any) -> Any:

@@ -21,6 +21,7 @@ from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import SessionRequest, describe_renormalizing
 from zero_plugin.strategies.deepspeed.optimizer_trial import why_not_elementwise
+from zero_plugin.strategies.deepspeed.patches import Patches
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
 _log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ def _move_schedulers(schedulers: Iterable[Any], optimizer: Optimizer) -> None:
 
     # torch's schedulers look for this mark to warn of a scheduler that runs ahead of its optimizer.
     counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = counted_step  # type: ignore[method-assign]
+    Patches().replace(optimizer, "step", counted_step)
     pending = list(schedulers)
     while pending:
         scheduler = pending.pop()

@@ -33,7 +33,6 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.installed import replaced
 from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
@@ -42,6 +41,7 @@ from zero_plugin.errors import CheckpointError, LoopError, StrategyError
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.construction import UsedByConstructors
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
+from zero_plugin.strategies.deepspeed.patches import Patches, replaced
 from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_names, replace_empty
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
@@ -201,7 +201,7 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     )
     partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
     parameter.ds_tensor = partition
-    parameter.__deepcopy__ = MethodType(_copy_unpartitioned, parameter)
+    Patches().replace(parameter, "__deepcopy__", MethodType(_copy_unpartitioned, parameter))
     free_param(parameter)
     return parameter  # type: ignore[no-any-return]
 
@@ -282,25 +282,22 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
                 "partitioned at ZeRO stage 3: they could not be saved.\n"
                 "Use stage 2, or adapters of another kind, e.g. LoRA."
             )
-    generation = sys.modules.get("transformers.generation.utils")
-    for module in model.modules():
-        if generation is not None and isinstance(module, generation.GenerationMixin) and processes.world_size > 1:
-            _replace(module, "generate", _generate_together)
-        if callable(getattr(type(module), "save_pretrained", None)):
-            _replace(module, "save_pretrained", functools.partial(_save_whole, processes.rank, module))
-        if all(hasattr(type(module), name) for name in ("merge", "unmerge")):  # a layer with adapters of PEFT
-            for name in ("merge", "unmerge"):
-                _replace(module, name, functools.partial(_merge_whole, module))
+    generation, patches = sys.modules.get("transformers.generation.utils"), Patches()
+    parts: list[Any] = list(model.modules())
+    for part in parts:
+        if generation is not None and isinstance(part, generation.GenerationMixin) and processes.world_size > 1:
+            patches.replace(part, "generate", _around(part.generate, _generate_together))
+        if callable(getattr(type(part), "save_pretrained", None)):
+            patches.replace(part, "save_pretrained", _around(part.save_pretrained, _save_whole, processes.rank, part))
+        if all(hasattr(type(part), name) for name in ("merge", "unmerge")):  # a layer with adapters of PEFT
+            patches.replace(part, "merge", _around(part.merge, _merge_whole, part))
+            patches.replace(part, "unmerge", _around(part.unmerge, _merge_whole, part))
 
 
-def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    own = getattr(module, name)
-    if getattr(own, "func", None) not in (
-        _generate_together,
-        _save_whole,
-        _merge_whole,
-    ):  # else an earlier `prepare` has replaced it
-        setattr(module, name, functools.partial(function, own))
+def _around(own: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return a call of `function` with the method `own`; `own` itself, if an earlier `prepare` has replaced it."""
+    is_replaced = getattr(own, "func", None) is function
+    return own if is_replaced else functools.partial(function, *args, own)
 
 
 def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -348,29 +345,25 @@ def gathered_parameters(
     return context
 
 
-def fetch_empty(engine: Any) -> None:
+def fetch_empty(engine: Any, patches: Patches) -> None:
     """Mark parameters without elements as available whenever a module is fetched.
 
     DeepSpeed gathers nothing for a module that has no missing elements, and then asserts that all its parameters were
     gathered.
     """
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
-    if not empty:
-        return
-    coordinator = coordinator_of(engine)
-    fetch = coordinator.fetch_sub_module
 
-    def fetch_with_empty(*args: Any, **kwargs: Any) -> None:
+    def mark(*_: Any, **__: Any) -> None:
         for p in empty:
             if p.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 p.data = p.data.new_empty(p.ds_shape)
                 p.ds_status = ZeroParamStatus.AVAILABLE
-        fetch(*args, **kwargs)
 
-    coordinator.fetch_sub_module = fetch_with_empty
+    if empty:
+        patches.precede(coordinator_of(engine), "fetch_sub_module", mark)
 
 
-def explain_foreign(engine: Any) -> None:
+def explain_foreign(engine: Any, patches: Patches) -> None:
     """Make a forward with parameters that the engine has not partitioned an error in this package's words.
 
     DeepSpeed's hooks read the attributes of partitioned ones from whatever parameters a module has, and run in copies
@@ -394,12 +387,13 @@ def explain_foreign(engine: Any) -> None:
                     "use stage 2."
                 ) from error
 
-        return call
-
-    for name in ("fetch_sub_module", "release_sub_module", "reset_step"):
         # As the methods are; else a compiled model would be traced into this.
         untraced: Any = torch.compiler.disable
-        setattr(coordinator, name, untraced(explaining(getattr(coordinator, name))))
+        return untraced(call)  # type: ignore[no-any-return]
+
+    patches.replace(coordinator, "fetch_sub_module", explaining(coordinator.fetch_sub_module))
+    patches.replace(coordinator, "release_sub_module", explaining(coordinator.release_sub_module))
+    patches.replace(coordinator, "reset_step", explaining(coordinator.reset_step))
 
 
 def coordinator_of(engine: Any) -> Any:
@@ -420,7 +414,7 @@ def partition_any_shape() -> None:
     This is global, since transformers constructs and loads models through these classes. It only affects parameters for
     which they would raise, and forwards of models that are not prepared, which would fail at empty tensors.
     """
-    leave = _wrapped(zero.GatheredParameters.__exit__, _to_send)
+    patches, leave = Patches(), _wrapped(zero.GatheredParameters.__exit__, _to_send)
 
     @functools.wraps(leave)
     def leave_and_note(gathered: Any, *args: Any) -> None:
@@ -429,7 +423,7 @@ def partition_any_shape() -> None:
         for note in notes:
             note()
 
-    zero.GatheredParameters.__exit__ = leave_and_note
+    patches.replace(zero.GatheredParameters, "__exit__", leave_and_note)
     partition = zero.Init._zero_init_param
 
     @functools.wraps(partition)
@@ -438,9 +432,9 @@ def partition_any_shape() -> None:
         with _as_contiguous_1d([parameter]):
             partition(init, parameter)
         parameter.ds_shape = shape  # the shape after a gather
-        parameter.__deepcopy__ = MethodType(_copy_unpartitioned, parameter)
+        patches.replace(parameter, "__deepcopy__", MethodType(_copy_unpartitioned, parameter))
 
-    zero.Init._zero_init_param = partition_any
+    patches.replace(zero.Init, "_zero_init_param", partition_any)
     after_construction = zero.Init._post_init_method
 
     @functools.wraps(after_construction)
@@ -448,7 +442,7 @@ def partition_any_shape() -> None:
         after_construction(init, module)
         _refuse_forwards_of(module, _describe_unprepared)
 
-    zero.Init._post_init_method = partition_and_refuse
+    patches.replace(zero.Init, "_post_init_method", partition_and_refuse)
 
 
 def _wrapped(own: Callable[..., Any], parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> Callable[..., Any]:

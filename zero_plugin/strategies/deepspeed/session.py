@@ -29,6 +29,7 @@ from zero_plugin.strategies.deepspeed import explanations, lifetime, partitioned
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon
 from zero_plugin.strategies.deepspeed.master_weights import MasterWeights
 from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
+from zero_plugin.strategies.deepspeed.patches import Patches
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import StepInParts, weakly
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
@@ -56,6 +57,7 @@ class EngineSession(Session):
         gradients: the accumulated gradients in the engine.
         masters: the fp32 master weights.
         trained: the trained parameters.
+        patches: the attributes of DeepSpeed that are replaced until `close`.
         steps_by_grad: whether the step applies `p.grad`.
         at_end: what `close` calls when the engine is destroyed.
     """
@@ -77,7 +79,8 @@ class EngineSession(Session):
         self.optimizer: Optimizer | None = engine.basic_optimizer
         self.given = given
         self.events = Events()
-        self.gradients = engine_gradients(engine, self.events)
+        self.patches = Patches()
+        self.gradients = engine_gradients(engine, self.events, self.patches)
         self.trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
@@ -101,7 +104,7 @@ class EngineSession(Session):
         if self.stage == 0 and not engine.has_moe_layers:
             self.copies = self.trained
         self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
-        self.undo = self.masters.watch()
+        self.undo = self.masters.watch(self.patches)
         self.at_end: list[Callable[[], None]] = []
         self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
         if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
@@ -120,10 +123,10 @@ class EngineSession(Session):
         self._replace_calls()
         self._pass_scale()
         compute_in(engine, engine.get_data_types()[0])
-        fix_swapping(engine)
-        partitioned_models.fetch_empty(engine)
+        fix_swapping(engine, self.patches)
+        partitioned_models.fetch_empty(engine, self.patches)
         if self._partitioned:
-            partitioned_models.explain_foreign(engine)
+            partitioned_models.explain_foreign(engine, self.patches)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed broadcasts the parameters only
         lifetime.break_reference_cycles(engine)
@@ -144,20 +147,24 @@ class EngineSession(Session):
 
     def _replace_calls(self) -> None:
         """Replace the engine's methods that would run a backward or a step outside of the session."""
-        engine = self.engine
+        engine, module, patches = self.engine, self.module, self.patches
         # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
         # every output, and divide the gradients by the accumulation steps.
-        engine._backward_prologue = self._pass_outputs
-        engine._backward_prologue_per_tensor = self._pass_output
+        patches.replace(engine, "_backward_prologue", self._pass_outputs)
+        patches.replace(engine, "_backward_prologue_per_tensor", self._pass_output)
         if self._scale is not None:
             # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
             # they are halved. The session moves it after the step, on every stage alike.
-            engine.optimizer._update_scale = lambda *_: None
-        engine.backward, engine.step = explanations.refuse_engine_backward, explanations.refuse_engine_step
-        engine.no_sync = nullcontext  # as the session's; the engine's own refuses stages 2 and 3
-        engine.__deepcopy__ = functools.partial(partitioned_models.refuse_engine_copy, type(self.module).__name__)
-        engine.state_dict, engine.load_state_dict = self.module.state_dict, functools.partial(load_plain, self.module)
-        engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
+            patches.replace(engine.optimizer, "_update_scale", lambda *_: None)
+        patches.replace(engine, "backward", explanations.refuse_engine_backward)
+        patches.replace(engine, "step", explanations.refuse_engine_step)
+        patches.replace(engine, "no_sync", nullcontext)  # as the session's; the engine's own refuses stages 2 and 3
+        refuse_copy = functools.partial(partitioned_models.refuse_engine_copy, type(module).__name__)
+        patches.replace(engine, "__deepcopy__", refuse_copy)
+        patches.replace(engine, "state_dict", module.state_dict)
+        patches.replace(engine, "load_state_dict", functools.partial(load_plain, module))
+        patches.replace(engine, "train", _returning(engine, engine.train))
+        patches.replace(engine, "eval", _returning(engine, engine.eval))
 
     def load_given_states(self, given: GivenStates) -> None:
         """Load the states that the optimizer had before it was partitioned. Collective.
@@ -183,7 +190,8 @@ class EngineSession(Session):
         wrapper, reference = self.engine.optimizer, weakref.ref(self)
         if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
             # DeepSpeed's own hook on each parameter calls this method first.
-            wrapper.reenter_backward_if_needed = _emit_gradient_outside(reference, wrapper.reenter_backward_if_needed)
+            emit = _emit_gradient_outside(reference, wrapper.reenter_backward_if_needed)
+            self.patches.replace(wrapper, "reenter_backward_if_needed", emit)
             return
         trained: list[Any] = self.trained
         emit = _emit_gradient_outside(reference, lambda *_: None)
@@ -298,7 +306,7 @@ class EngineSession(Session):
         def routed(set_to_none: bool = True) -> None:  # noqa: ARG001 - as torch's
             (own if engine._running_engine_step else zero_grad)()
 
-        engine.zero_grad = routed
+        self.patches.replace(engine, "zero_grad", routed)
 
     def scale_gradients(self, factor: float) -> None:
         for check in self.events.before_scaling:
@@ -441,7 +449,7 @@ class EngineSession(Session):
     def close(self) -> None:
         if self.engine is None:
             return
-        for undo in self.undo:
+        for undo in (*self.undo, self.patches.undo):
             undo()
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.handlers import Handlers
-from zero_plugin.config.installed import replaced, warn_of_transformers
+from zero_plugin.config.installed import warn_of_transformers
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
@@ -46,6 +46,7 @@ from zero_plugin.strategies.deepspeed.guards.rank_allocation import refuse_rank_
 from zero_plugin.strategies.deepspeed.lifetime import clear_caches, weaken_module_stack
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, refuse_unfit, share_groups
+from zero_plugin.strategies.deepspeed.patches import replaced
 from zero_plugin.strategies.deepspeed.session import EngineSession
 from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 from zero_plugin.strategies.events import subscribe
@@ -193,7 +194,8 @@ class DeepSpeedStrategy(Strategy):
         session.step_hooks = hooks
         if given is not None and (resolved.zero_stage > 0 or resolved.precision != "no"):
             session.at_end.append(partial(_release_optimizer, given, groups))
-        session.undo += [*ties, *refuse_rank_allocation(engine.module)]
+        session.undo += ties
+        refuse_rank_allocation(engine.module, session.patches)
         subscribe(session, GUARDS[resolved.zero_stage], self.checks)
         if states is not None:
             try:

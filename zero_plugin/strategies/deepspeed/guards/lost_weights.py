@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.deepspeed.gradients import preceded
 from zero_plugin.strategies.deepspeed.states import gathered_parts, own_part
 from zero_plugin.strategies.events import Guard, Sampling
 from zero_plugin.strategies.optimizer_only import weakly
@@ -38,7 +36,6 @@ class PartitionedWrites(Guard):
         self._watched: list[Any] = list(session.module.parameters())
         self._versions: dict[int, int] = {}  # by the parameters' ids
         self._lost: set[int] = set()  # ids of parameters that were written
-        self._undo: list[Callable[[], Any]] = []
         self.weights_noted()
         for p in self._watched:
             self._watch(p)
@@ -47,11 +44,6 @@ class PartitionedWrites(Guard):
     def is_needed(cls, session: Any) -> bool:
         """Only where parameters are partitioned."""
         return bool(session.engine.zero_optimization_partition_weights())
-
-    def remove(self) -> None:
-        """Restore the methods of the parameters."""
-        for undo in self._undo:
-            undo()
 
     def weights_noted(self) -> None:
         """Note the versions after a write that is kept."""
@@ -78,20 +70,20 @@ class PartitionedWrites(Guard):
 
     def _watch(self, parameter: Any) -> None:
         """Compare versions where DeepSpeed gathers and releases the parameter, by the methods that it calls of it."""
-        for name, check in (
-            ("all_gather", self._check_empty),
-            ("all_gather_coalesced", self._check_empty),
-            ("partition", self._check_gathered),
-        ):
-            method, check_those = getattr(parameter, name), weakly(check)
 
-            def precede(*args: Any, own: Any = check_those, **kwargs: Any) -> None:
+        def calling(check: Callable[..., None]) -> Callable[..., None]:
+            own = weakly(check)
+
+            def precede(*args: Any, **kwargs: Any) -> None:
                 own(args[0] if args else kwargs.get("param_list") or kwargs.get("params") or [parameter])
 
-            setattr(parameter, name, preceded(method, precede))
-            self._undo.append(partial(setattr, parameter, name, method))
-        parameter.set_ = _ignoring_itself(parameter)
-        self._undo.append(partial(parameter.__dict__.pop, "set_", None))
+            return precede
+
+        patches = self.session.patches
+        patches.precede(parameter, "all_gather", calling(self._check_empty))
+        patches.precede(parameter, "all_gather_coalesced", calling(self._check_empty))
+        patches.precede(parameter, "partition", calling(self._check_gathered))
+        patches.replace(parameter, "set_", _ignoring_itself(parameter))
 
     def _check_empty(self, parameters: Iterable[Any]) -> None:
         """Note parameters that were written since they are empty, before they are gathered: those values are lost."""

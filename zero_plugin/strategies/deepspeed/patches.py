@@ -1,0 +1,516 @@
+"""The attributes of DeepSpeed, torch, transformers and PEFT that this package replaces, and their undo.
+
+`PATCHES` has one row for each attribute. `Patches` replaces attributes that have a row, and no others.
+`docs/deepspeed-internals.md` shows the rows: `python tests/strategies/test_patches.py` writes them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, Literal
+
+_ENGINE: Final = "deepspeed.runtime.engine.DeepSpeedEngine"
+_STAGE_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+_PARTITIONED: Final = "deepspeed.runtime.zero.partition_parameters"
+_MODULE: Final = "torch.nn.modules.module.Module"
+_TENSOR: Final = "torch.Tensor"
+_PRETRAINED: Final = "transformers.modeling_utils.PreTrainedModel"
+_LAYER: Final = "peft.tuners.tuners_utils.BaseTunerLayer"
+_TORCH, _TRANSFORMERS, _PEFT = "2.13.0", "5.23.0", "0.21.2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """One attribute that is replaced.
+
+    Attributes:
+        owner: the class or the module of the attribute, with dots. A row of a class is for its objects too.
+        name: the attribute.
+        what_for: what the package puts there, and why.
+        without_it: what a user sees if the attribute goes away, or is not replaced.
+        undone: when the owner gets its attribute back. `with the engine`: the replacement lives as long as its owner,
+            since a script that still has the engine gets this package's errors. `never`: as long as the process, or
+            the user's model.
+        public: the public way to the same, and why it does not serve.
+        releases: the release in which the attribute was read.
+        defined_in: the class or the module that defines the attribute, if that is not `owner`.
+    """
+
+    owner: str
+    name: str
+    what_for: str
+    without_it: str
+    undone: Literal["at close", "with the engine", "after the call", "never"]
+    public: str = "none"
+    releases: str = "0.19.8"
+    defined_in: str = ""
+
+
+PATCHES: Final = (
+    Patch(
+        owner=_ENGINE,
+        name="_backward_prologue",
+        what_for="The session calls it once per backward. The output hook gets a check of the session.",
+        without_it="`prepare` fails with AttributeError",
+        undone="with the engine",
+        public="`engine.backward`: takes one scalar loss of one model",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="_backward_prologue_per_tensor",
+        what_for="The engine's method divides each output's gradient by the accumulation steps.",
+        without_it="**Silent**: gradients are divided twice; at stage 3 a second backward fails in torch's words",
+        undone="with the engine",
+        public="`scale_wrt_gas=False`: an argument of `engine.backward` alone",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="backward",
+        what_for="Raises: the engine's method would divide the loss.",
+        without_it="**Silent**: `model.backward(loss)` divides the loss and ignores the window",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="step",
+        what_for="Raises: the engine's method would ignore the accumulation window. The session keeps and calls it.",
+        without_it="**Silent**: `model.step()` steps in the middle of a window",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="no_sync",
+        what_for="A context that does nothing, like `accelerator.no_sync` under ZeRO.",
+        without_it="`model.no_sync()` fails with AssertionError at stages 2 and 3",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="__deepcopy__",
+        what_for="Raises: no second engine trains.",
+        without_it="`deepcopy(model)` copies the engine, or fails in other words",
+        undone="with the engine",
+        defined_in="copy",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="state_dict",
+        what_for="The user's module's method: names without `module.`.",
+        without_it="names in `model.state_dict()` begin with `module.`",
+        undone="with the engine",
+        public="`engine.module.state_dict`: scripts call the prepared model's",
+        defined_in=_MODULE,
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="load_state_dict",
+        what_for="Loads into the user's module, with or without `module.` in the names.",
+        without_it="`model.load_state_dict()` fails for names without `module.`",
+        undone="with the engine",
+        public="`engine.module.load_state_dict`: scripts call the prepared model's",
+        defined_in=_MODULE,
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="train",
+        what_for="Returns the model, like `Module.train`.",
+        without_it="`model.train()` returns None",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="eval",
+        what_for="Returns the model, like `Module.eval`.",
+        without_it="`model.eval()` returns None",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="zero_grad",
+        what_for="Calls `zero_grad` of the prepared optimizer. Inside the engine's step, the engine's method runs.",
+        without_it="**Silent**: `model.zero_grad()` leaves the gradients of the window",
+        undone="with the engine",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="enable_backward_allreduce",
+        what_for="False at stages 0 and 1: `finalize` reduces gradients, not each backward.",
+        without_it="**Silent**: the step reduces a second time, after the clip and the rescaling",
+        undone="at close",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="clip_fp32_gradients",
+        what_for="Clips at stage 0 in fp32 by the known norm. The engine measures and averages the norm again.",
+        without_it="**Silent**: the norm is measured twice; results stay",
+        undone="at close",
+    ),
+    Patch(
+        owner=_ENGINE,
+        name="_broadcast_model",
+        what_for="Scalars and non-contiguous parameters are made sendable while an engine is built.",
+        without_it="`prepare` fails for such models (CLIP, channels_last), in DeepSpeed's words",
+        undone="after the call",
+    ),
+    Patch(
+        owner="deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        name="reenter_backward_if_needed",
+        what_for="Each parameter's hook calls it first. There, a backward that was not opened is refused.",
+        without_it="`prepare` fails; with a new first call, **silent**: `loss.backward()` trains wrongly",
+        undone="with the engine",
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name="_update_scale",
+            what_for="Does nothing: the session moves the loss scale after the step, not in its middle.",
+            without_it="**Silent**: in a step after which the scale doubles, gradients are halved",
+            undone="at close",
+        )
+        for owner in (
+            _STAGE_2,
+            _STAGE_3,
+            "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer",
+            "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
+        )
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name="finalize_gradient_accumulation_boundary",
+            what_for="Does nothing in the step: `finalize` calls the class's method before the clip.",
+            without_it="**Silent** if the step calls another method: gradients are finalized twice",
+            undone="at close",
+        )
+        for owner in (_STAGE_2, _STAGE_3)
+    ),
+    Patch(
+        owner=_STAGE_2,
+        name="reduce_ipg_grads",
+        what_for="Preceded by `before_reduce`: guards compare the order of reductions between the processes.",
+        without_it="**Silent**: processes in different branches mix up gradients",
+        undone="at close",
+    ),
+    Patch(
+        owner=_STAGE_2,
+        name="scaled_global_norm",
+        what_for="Cached until gradients change, so the step does not reduce the norm again.",
+        without_it="`prepare` fails with AttributeError",
+        undone="at close",
+        public="`get_global_grad_norm`: known only after the step",
+    ),
+    Patch(
+        owner=_STAGE_3,
+        name="_get_norm_groups",
+        what_for="Norms by group, cached until gradients change.",
+        without_it="`prepare` fails with AttributeError",
+        undone="at close",
+        public="`get_global_grad_norm`: known only after the step",
+    ),
+    Patch(
+        owner=_STAGE_3,
+        name="_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        what_for="Preceded by `before_reduce`, as at stage 2.",
+        without_it="`prepare` fails; after a renaming, **silent**: processes in different branches mix up gradients",
+        undone="at close",
+    ),
+    Patch(
+        owner=_STAGE_3,
+        name="fp16_groups",
+        what_for="One sub-group at a time with NVMe: DeepSpeed keeps all fp32 gradients on the device until the end.",
+        without_it="`prepare` fails with AttributeError",
+        undone="after the call",
+    ),
+    Patch(
+        owner=_STAGE_3,
+        name="set_full_hp_param",
+        what_for="`safe_set_full_fp32_param` calls it. Preceded by a note of `MasterWeights`.",
+        without_it="**Silent**: a later warning of lost weights is wrong; a background save may read half",
+        undone="at close",
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="set_full_hp_param",
+        what_for="The same, of parameters at stages 1 and 2.",
+        without_it="**Silent**: a later warning of lost weights is wrong",
+        undone="at close",
+        defined_in="deepspeed.utils.mixed_precision_linkage",
+    ),
+    Patch(
+        owner=_STAGE_3,
+        name="set_local_hp_param",
+        what_for="`safe_set_local_fp32_param` calls it. Preceded by a note of `MasterWeights`.",
+        without_it="**Silent**: a later warning of lost weights is wrong; a background save may read half",
+        undone="at close",
+    ),
+    Patch(
+        owner=_COORDINATOR,
+        name="fetch_sub_module",
+        what_for="Empty parameters count as gathered. Errors about foreign parameters get this package's words.",
+        without_it="an assertion of DeepSpeed's in the first forward of models with empty parameters",
+        undone="at close",
+    ),
+    Patch(
+        owner=_COORDINATOR,
+        name="release_sub_module",
+        what_for="Errors about foreign parameters get this package's words.",
+        without_it="`no attribute 'ds_id'`, or `tracing error`, after a change of a prepared model",
+        undone="at close",
+    ),
+    Patch(
+        owner=_COORDINATOR,
+        name="reset_step",
+        what_for="Errors about foreign parameters get this package's words.",
+        without_it="`no attribute 'ds_id'`, or `tracing error`, after a change of a prepared model",
+        undone="at close",
+    ),
+    Patch(
+        owner=_COORDINATOR,
+        name="_PartitionedParameterCoordinator__all_gather_params",
+        what_for="Preceded by `before_gather`: guards compare the order of gathers between the processes.",
+        without_it="`prepare` fails with AttributeError; after a renaming, processes in different branches hang",
+        undone="at close",
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="all_gather",
+        what_for="Preceded by a check of `PartitionedWrites`; `states.py` calls it after a load.",
+        without_it="AttributeError in `load_state` and `prepare`",
+        undone="at close",
+        defined_in=_PARTITIONED,
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="all_gather_coalesced",
+        what_for="Preceded by a check: writes into an empty parameter are lost.",
+        without_it="`prepare` fails; if no longer called, **silent**: no check finds such a write",
+        undone="at close",
+        defined_in=_PARTITIONED,
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="partition",
+        what_for="Preceded by a check, which compares written values with the partition. `lifetime.py` calls it.",
+        without_it="`prepare` fails; if no longer called, **silent**: no check finds a write in a forward",
+        undone="at close",
+        defined_in=_PARTITIONED,
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="set_",
+        what_for="Ignores the parameter itself, which `torch.nn.utils.parametrize` passes: an empty one has no writes.",
+        without_it="a parametrization that a forward registers is refused as a write",
+        undone="at close",
+        releases=_TORCH,
+        defined_in="torch._C.TensorBase",
+    ),
+    Patch(
+        owner=_TENSOR,
+        name="__deepcopy__",
+        what_for="Raises for a partitioned parameter: no process has all of its values.",
+        without_it="**Silent**: a copy of a partitioned model has empty weights",
+        undone="never",
+        releases=_TORCH,
+        defined_in="torch._tensor.Tensor",
+    ),
+    Patch(
+        owner=f"{_PARTITIONED}.Init",
+        name="_zero_init_param",
+        what_for="Wrapped: shapes that cannot be sent, and the error of `deepcopy`. A subclass here casts late.",
+        without_it="**Silent**: models built in `init_model` have other initial values than unpartitioned ones",
+        undone="never",
+    ),
+    Patch(
+        owner=f"{_PARTITIONED}.Init",
+        name="_post_init_method",
+        what_for="Partitions a constructed module. A hook follows that refuses forwards until `prepare`.",
+        without_it="`Accelerator()` fails with AttributeError; if no longer called, forwards fail in torch's words",
+        undone="never",
+    ),
+    Patch(
+        owner=f"{_PARTITIONED}.GatheredParameters",
+        name="__exit__",
+        what_for="Makes parameters sendable for the moment, and notes writes into weights.",
+        without_it="`from_pretrained` of such models (CLIP) fails in DeepSpeed's words",
+        undone="never",
+    ),
+    Patch(
+        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper",
+        name="swap_in",
+        what_for="Requests each weight once: DeepSpeed requests one twice, and asserts that no code does.",
+        without_it="an assertion of DeepSpeed's, near the end of a forward",
+        undone="at close",
+    ),
+    Patch(
+        owner="deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
+        name="_adjust_for_misaligned_lengths",
+        what_for="Aligns places too, not only lengths.",
+        without_it="**Silent**: steps use old gradients where a place is not aligned",
+        undone="at close",
+    ),
+    Patch(
+        owner="deepspeed.ops.op_builder.builder.OpBuilder",
+        name="jit_load",
+        what_for="Compiles or loads every op. Missing tools and locks of killed builds are found before.",
+        without_it="AttributeError in `prepare` and in scripts that `launch` starts",
+        undone="never",
+    ),
+    Patch(
+        owner="deepspeed.runtime.bf16_optimizer",
+        name="see_memory_usage",
+        what_for="Does nothing while an engine is built: it prints at any log level.",
+        without_it="`prepare` fails with AttributeError",
+        undone="after the call",
+    ),
+    Patch(
+        owner="torch.optim.optimizer.Optimizer",
+        name="step",
+        what_for="Has the marks that torch's schedulers look for, if DeepSpeed's kernel replaces the optimizer.",
+        without_it="torch warns of a scheduler that runs ahead of its optimizer",
+        undone="with the engine",
+        releases=_TORCH,
+    ),
+    Patch(
+        owner="transformers.integrations.deepspeed",
+        name="_hf_deepspeed_config_weak_ref",
+        what_for="`from_pretrained` partitions by this configuration. The earlier one is restored.",
+        without_it="AttributeError in `from_pretrained` at stage 3",
+        undone="after the call",
+        public="`set_hf_deepspeed_config` and `unset_…`: no code reads the earlier one",
+        releases=_TRANSFORMERS,
+    ),
+    Patch(
+        owner="transformers.modeling_utils",
+        name="_is_ds_init_called",
+        what_for="Tells `from_config` and `from_pretrained` in `init_model` that modules are partitioned already.",
+        without_it="AttributeError in `init_model`; after a renaming, a RuntimeError of DeepSpeed's there",
+        undone="after the call",
+        releases=_TRANSFORMERS,
+    ),
+    Patch(
+        owner=_PRETRAINED,
+        name="_from_config",
+        what_for="At stage 3 a new model has the values that it has below it.",
+        without_it="AttributeError in `Accelerator()`; after a renaming, **silent**: other values than below stage 3",
+        undone="after the call",
+        releases=_TRANSFORMERS,
+    ),
+    Patch(
+        owner=_PRETRAINED,
+        name="_initialize_weights",
+        what_for="Gathers a module while transformers initializes it again, after it is partitioned.",
+        without_it="AttributeError in `init_model`; after a renaming, **silent**: weights of another distribution",
+        undone="after the call",
+        releases=_TRANSFORMERS,
+    ),
+    Patch(
+        owner="transformers.generation.utils.GenerationMixin",
+        name="generate",
+        what_for="Passes `synced_gpus`: each process has a partition of every weight.",
+        without_it="`generate` can hang if processes end at different lengths",
+        undone="never",
+        public="the argument itself: a script written for one device lacks it",
+        releases=_TRANSFORMERS,
+    ),
+    Patch(
+        owner=_MODULE,
+        name="save_pretrained",
+        what_for="Writes the given state dict; raises without one, if weights are partitioned.",
+        without_it="**Silent**: empty weights in the file",
+        undone="never",
+        releases=_TRANSFORMERS,
+        defined_in=_PRETRAINED,
+    ),
+    Patch(
+        owner=_MODULE,
+        name="merge",
+        what_for="Raises if the weights of a layer with adapters are partitioned.",
+        without_it="**Silent**: nothing is added to the weights",
+        undone="never",
+        releases=_PEFT,
+        defined_in=_LAYER,
+    ),
+    Patch(
+        owner=_MODULE,
+        name="unmerge",
+        what_for="Raises if the weights of a layer with adapters are partitioned.",
+        without_it="**Silent**: nothing is subtracted from the weights",
+        undone="never",
+        releases=_PEFT,
+        defined_in=_LAYER,
+    ),
+    Patch(
+        owner=_MODULE,
+        name="update_and_allocate",
+        what_for="Raises: AdaLoRA would read `p.grad` after the step.",
+        without_it="AdaLoRA fails in PEFT's words",
+        undone="at close",
+        releases=_PEFT,
+        defined_in="peft.tuners.adalora.model.AdaLoraModel",
+    ),
+)
+_ROWS: Final = {(patch.owner, patch.name): patch for patch in PATCHES}
+_UNDONE: Final = ("at close", "after the call")
+_ABSENT: Final = object()
+
+
+class Patches:
+    """The attributes that one session, or one call, has replaced. The session's `close` undoes them."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, new: object) -> None:
+        """Set the attribute of an object, a class or a module to `new`.
+
+        Raises:
+            KeyError: no row of `PATCHES` names it.
+        """
+        if _row_of(owner, name).undone in _UNDONE:
+            self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, new)
+
+    def precede(self, owner: Any, name: str, note: Callable[..., object]) -> None:
+        """Call `note` before each call of the method, with the same arguments."""
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        self.replace(owner, name, call)
+
+    def undo(self) -> None:
+        """Restore what was there, the last one first. Attributes that live as long as their owner stay replaced."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is not _ABSENT:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: object) -> Iterator[None]:
+    """Replace an attribute while this context is open."""
+    patches = Patches()
+    patches.replace(owner, name, new)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _row_of(owner: Any, name: str) -> Patch:
+    kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+    is_module = isinstance(owner, ModuleType)
+    places = [owner.__name__] if is_module else [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    for place in places:
+        if (row := _ROWS.get((place, name))) is not None:
+            return row
+    raise KeyError(f"no row of PATCHES names {name} of {places[0]}: add one to patches.py before you replace it")
