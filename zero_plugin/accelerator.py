@@ -66,6 +66,7 @@ from zero_plugin.loop.run import Run, open_configurations
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.state import newest_accelerator, newest_run, show_run
 from zero_plugin.loop.weights import Weights
+from zero_plugin.strategies.torch_strategies import TorchStrategy
 from zero_plugin.trackers.trackers import GeneralTracker, choose_trackers
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Accelerator:
             full batches.
         shard_iterable: `auto` shards an iterable dataset unless it is known to shard itself; `never` assumes that
             every iterable dataset already yields different samples in each process and worker.
+        strategy: the class of a strategy of your own, instead of DDP or one device; see docs/own-strategy.md.
 
     Attributes:
         log_with: the configured trackers: classes of the known ones, and the script's own objects.
@@ -173,6 +175,7 @@ class Accelerator:
         config: str | Path | Mapping[str, Any] | None = None,
         even_batches: bool | None = None,
         shard_iterable: ShardIterable = "auto",
+        strategy: type[TorchStrategy] | None = None,
     ) -> None:
         refuse_arguments(
             fsdp_plugin=fsdp_plugin, torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin
@@ -186,6 +189,7 @@ class Accelerator:
             project=choose_project(project_config, project_dir),
             handlers=sort_handlers(kwargs_handlers),
             shard_iterable=shard_iterable,
+            strategy=strategy,
         )
         self.log_with = choose_trackers(log_with, options.project.logging_dir)
         in_code: Any = {"mixed_precision": mixed_precision, "cpu": cpu, "parallelism_config": parallelism_config}

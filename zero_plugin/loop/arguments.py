@@ -25,6 +25,7 @@ from zero_plugin.config.plugins import ONLY, DeepSpeedPlugin
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.data.stream import ShardIterable
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.strategies.torch_strategies import TorchStrategy
 
 _SHARD: Final = (
     "Pass deepspeed_plugin=DeepSpeedPlugin(zero_stage=3), which shards the same states as FSDP's FULL_SHARD."
@@ -63,6 +64,7 @@ class Options:
         project: where the run writes its checkpoints and logs.
         handlers: arguments of torch's own objects.
         shard_iterable: which iterable datasets are sharded.
+        strategy: the class of the script's own strategy, or None.
     """
 
     device_placement: bool
@@ -73,6 +75,7 @@ class Options:
     project: ProjectConfiguration
     handlers: Handlers
     shard_iterable: ShardIterable
+    strategy: type[TorchStrategy] | None = None
 
 
 def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, DeepSpeedPlugin]:

@@ -218,7 +218,7 @@ class Run(ProcessCalls):
             message = f"{size}, but the run has begun with {self.processes.shared_by}"
             raise _refused_sequences(document, message, "Write the same number in all plugins.")
         self.document = document
-        selection = select_strategy(document, launch_settings(document), self.processes)
+        selection = select_strategy(document, launch_settings(document), self.processes, self.options.strategy)
         self.strategy = selection.strategy
         self.distributed_type = selection.strategy.distributed_type
         notes = (note.remark for note in (*document.notes, *self._lost_without_engine()))

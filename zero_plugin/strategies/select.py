@@ -12,7 +12,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import StrategyError
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE
 from zero_plugin.strategies.base import Strategy
-from zero_plugin.strategies.torch_strategies import DdpStrategy, SingleStrategy
+from zero_plugin.strategies.torch_strategies import DdpStrategy, SingleStrategy, TorchStrategy
 from zero_plugin.strategies.xla import XlaStrategy
 
 
@@ -23,16 +23,29 @@ class Selection(NamedTuple):
     reason: str
 
 
-def select_strategy(document: Document, settings: LaunchSettings, processes: Processes) -> Selection:
-    """The strategy for this run.
+def select_strategy(
+    document: Document,
+    settings: LaunchSettings,
+    processes: Processes,
+    own: type[TorchStrategy] | None = None,
+) -> Selection:
+    """Return the strategy for this run.
 
     ZeRO runs if `distributed_type: DEEPSPEED` is configured, or if no type is configured and the document has a ZeRO
     section; otherwise DDP, or one device. Processes on XLA devices use XLA, unless ZeRO is configured explicitly.
+
+    Args:
+        document: the configuration.
+        settings: its launch settings.
+        processes: the processes of the run.
+        own: the class of the script's own strategy, or None.
 
     Raises:
         StrategyError: the configured strategy cannot run.
     """
     where = f"{processes.world_size} × {processes.device.type}"
+    if own is not None:
+        return _own_selection(own(processes), where, document, settings)
     if processes.device.type == "xla" and settings.distributed_type != "DEEPSPEED":
         settings = settings.model_copy(update={"distributed_type": "XLA"})  # as a TPU implies
         runtime = f"{PJRT_DEVICE} is {os.environ.get(PJRT_DEVICE, 'open')}"  # an import of torch_xla may have set it
@@ -45,6 +58,16 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
         note += f"; {document.launch.entries[('distributed_type',)].origin.where} requests GPUs, but none is available"
     strategy: Strategy = SingleStrategy(processes) if processes.world_size == 1 else DdpStrategy(processes)
     return _selection(strategy, f"{strategy.name} on {where}{note}", settings)
+
+
+def _own_selection(strategy: Strategy, where: str, document: Document, settings: LaunchSettings) -> Selection:
+    name = type(strategy).__name__
+    if asks_for_deepspeed(document, settings):
+        raise StrategyError(
+            f"Accelerator(strategy={name}), but the configuration requests DeepSpeed.\n"
+            "Remove one of the two: the argument, or distributed_type: DEEPSPEED and the ZeRO section."
+        )
+    return _selection(strategy, f"{name} on {where}{_clause(dropped_zero(document, settings))}", settings)
 
 
 def _selection(strategy: Strategy, reason: str, settings: LaunchSettings) -> Selection:

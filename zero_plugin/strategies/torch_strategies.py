@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
-from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.config.placeholders import DummyOptim
-from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
+from zero_plugin.config.resolve.facts import OptimizerSection, Resolved, StrategyName
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
@@ -140,12 +139,28 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class TorchStrategy(Strategy):
-    """Training without an engine: the complete model in every process, and optimizers that may be prepared later."""
+    """Training without an engine: the complete model in every process, and optimizers that may be prepared later.
 
+    Subclass it for a strategy of your own; docs/own-strategy.md has an example that runs.
+
+    Attributes:
+        session_class: the class of its sessions.
+        guards: the checks of its sessions.
+    """
+
+    name: StrategyName = "ddp"  # how a configuration is resolved: without DeepSpeed's engine
     optimizer_may_follow = True
+    session_class: type[TorchSession] = TorchSession
+    guards: tuple[type[Guard], ...] = GUARDS
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
+        self.distributed_type = processes.distributed_type
+
+    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
+        convert_weights_to_fp32(request)
+        module = request.model.to(processes.device) if request.is_placed else request.model
+        return self._session(module, request, torch_optimizer(request))
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         return autocast_as(precision, self._processes.device.type, handler)
@@ -160,7 +175,7 @@ class TorchStrategy(Strategy):
         assert isinstance(session, TorchSession)
         assert optimizer is not None, "the request is for one"
         session.train_with(optimizer)
-        subscribe(session, GUARDS, self.checks)
+        subscribe(session, self.guards, self.checks)
 
     def _session(
         self, model: nn.Module, request: SessionRequest, optimizer: Optimizer | None, recorder: Recorder | None = None
@@ -173,7 +188,7 @@ class TorchStrategy(Strategy):
         if resolved.precision == "fp16":
             factors = () if scaler is None else (scaler.growth_factor, scaler.backoff_factor)
             scale = LossScale(resolved.tree.section("fp16").nested(), *factors)
-        session = TorchSession(
+        session = self.session_class(
             model,
             request.model,
             optimizer,
@@ -186,7 +201,7 @@ class TorchStrategy(Strategy):
             has_own_samples=resolved.facts.machine.shared_by == 1,
         )
         if optimizer is not None:
-            subscribe(session, GUARDS, self.checks)
+            subscribe(session, self.guards, self.checks)
         return session
 
 
@@ -194,22 +209,10 @@ class SingleStrategy(TorchStrategy):
     """Plain torch on one device."""
 
     name = "single"
-    distributed_type = DistributedType.NO
-
-    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        convert_weights_to_fp32(request)
-        module = request.model.to(processes.device) if request.is_placed else request.model
-        return self._session(module, request, torch_optimizer(request))
 
 
 class DdpStrategy(TorchStrategy):
     """DistributedDataParallel: an unpartitioned copy of the model in every process."""
-
-    name = "ddp"
-
-    def __init__(self, processes: Processes) -> None:
-        super().__init__(processes)
-        self.distributed_type = processes.distributed_type
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         convert_weights_to_fp32(request)

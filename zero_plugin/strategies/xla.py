@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
+from zero_plugin.config.choices import DDPCommunicationHookType
 from zero_plugin.config.handlers import DistributedDataParallelKwargs, Handlers
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed import collectives
@@ -26,7 +26,6 @@ class XlaStrategy(TorchStrategy):
     """Replicas on XLA devices, whose gradients are averaged by one all-reduce where an accumulation window ends."""
 
     name = "xla"
-    distributed_type = DistributedType.XLA
 
     def accept(self, handlers: Handlers) -> list[str]:
         self.handlers = handlers
