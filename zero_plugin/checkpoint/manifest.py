@@ -193,7 +193,7 @@ def checksum(data: Any) -> int:
 
 
 def checksum_of_file(path: Path) -> int:
-    """Of a file of any size, which is read in pieces."""
+    """Return the checksum of a file, which is read in pieces."""
     found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(2**20):

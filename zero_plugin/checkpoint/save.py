@@ -45,7 +45,7 @@ _found_shared: set[Path] = set()  # file systems do not change while a process r
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint stores in addition to its models' tensors.
+    """The content of a checkpoint in addition to its models' tensors.
 
     Attributes:
         about: facts for the manifest.

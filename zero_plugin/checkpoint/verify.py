@@ -14,7 +14,7 @@ _MOST_LOOKS: Final = 20  # at a checkpoint that is replaced while it is looked a
 
 
 def find_damage(folder: Path) -> str | None:
-    """What makes a checkpoint incomplete, by names and sizes alone; None if nothing does."""
+    """Return what makes a checkpoint incomplete, by names and sizes alone; None if it is complete."""
     damage = None
     for _ in range(_MOST_LOOKS):
         before = _which(folder)
@@ -28,7 +28,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _which(folder: Path) -> tuple[int, int] | None:
-    """By which a folder differs from one that has its name later; None where there is none."""
+    """Return what tells a folder from a later one of the same name; None if there is no folder."""
     try:
         status = folder.stat()
     except OSError:

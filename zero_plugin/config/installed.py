@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,15 +31,21 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+_INHERITED: Final = object()
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While it is entered, an attribute of a package's class or module has another value."""
-    own = inspect.getattr_static(owner, name)  # a class method itself, which is not bound to this class
+    """Give an attribute of a package's object, class or module another value while this context is open."""
+    own = vars(owner).get(name, _INHERITED)  # a class method itself, which is not bound to this class
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 @functools.cache  # each look parses the package's metadata anew

@@ -19,7 +19,7 @@ from zero_plugin.loop.training import Training
 
 
 class Accumulation:
-    """Which micro-batches make up a step, and in which of them the processes average gradients.
+    """Decides which micro-batches make up a step, and in which of them the processes average gradients.
 
     Args:
         run: the run.

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, Literal
+
+from zero_plugin.config import installed
 
 _ENGINE: Final = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -495,15 +497,10 @@ class Patches:
                 delattr(owner, name)
 
 
-@contextmanager
-def replaced(owner: Any, name: str, new: object) -> Iterator[None]:
-    """Replace an attribute while this context is open."""
-    patches = Patches()
-    patches.replace(owner, name, new)
-    try:
-        yield
-    finally:
-        patches.undo()
+def replaced(owner: Any, name: str, new: object) -> AbstractContextManager[None]:
+    """Replace an attribute that has a row while the context is open."""
+    _row_of(owner, name)
+    return installed.replaced(owner, name, new)
 
 
 def _row_of(owner: Any, name: str) -> Patch:
