@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,10 +104,36 @@ def test_what_is_said_of_a_lost_process(has_said_why: bool, ended: list[str]) ->
         time.sleep(0.5)
     watching._store = Ended()
     assert watching.describe_lost(0.1) == (
-        "process 0 is in end_training(), after sys.exit(3)" if has_said_why else f"{lost}."
+        "process 0 is in end_training(), after sys.exit(3)"
+        if has_said_why
+        else "process 1 failed, and process 0, which holds the store, has ended."
     )
     watching.stop()
     assert ended == []
+
+
+def test_the_holder_of_the_store_is_named_when_another_survivor_has_ended_before(ended: list[str]) -> None:
+    """Process 0 dies, process 2 ends by that, and only then process 1 asks: of two that are gone, it knows no order."""
+    store = dist.HashStore()
+    watching = CollectiveCheck(store, 1, 3, Patience(tick=0.1, asks=60))
+    for rank in (0, 2):
+        publish(store, rank, replace(begin_progress(), pid=ended_process()))
+    deadline = time.monotonic() + 20
+    while len(watching._others) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watching._store = Ended()
+    assert watching.describe_lost(0.1) == (
+        "process 1 failed, and process 0, which holds the store, has ended. On this machine process 2 has ended too."
+    )
+    watching.stop()
+    assert ended == []
+
+
+def ended_process() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 def test_a_process_is_known_from_its_beginning() -> None:

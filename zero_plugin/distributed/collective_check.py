@@ -504,14 +504,21 @@ class CollectiveCheck:
 
     def _without_store(self) -> Finding:
         """Return the message for a store that has ended; other processes of this machine are known by their ids."""
-        holder = "the launcher" if has_agent_store() else "process 0"
-        gone = [rank for rank, one in self._others.items() if rank and one.process_state == "gone"]
-        too = f" {_ranks(gone)} of this machine {'has' if len(gone) == 1 else 'have'} ended too." if gone else ""
+        gone = [rank for rank, one in self._others.items() if one.process_state == "gone"]
         return Finding(
-            f"{self._here()}, but {holder} has ended or cannot be reached any more; it holds the store by which the "
-            f"processes find each other.{too}",
+            f"{self._here()}, but {self._holder()} has ended or cannot be reached any more; it holds the store by "
+            f"which the processes find each other.{self._ended_too(gone)}",
             lost_peer=True,
         )
+
+    def _holder(self) -> str:
+        return "the launcher" if has_agent_store() else "process 0"
+
+    def _ended_too(self, gone: Sequence[int]) -> str:
+        """Return a sentence on who has ended besides the holder of the store; "" for nobody."""
+        others = [rank for rank in gone if rank or has_agent_store()]
+        has = "has" if len(others) == 1 else "have"
+        return f" On this machine {_ranks(others)} {has} ended too." if others else ""
 
     def describe_lost(self, seconds: float) -> str:
         """Name the process that is gone, for a script that has failed because of that; "" if none is.
@@ -531,15 +538,14 @@ class CollectiveCheck:
             if first or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        if not first and not answers:  # it died before this process had read any id
-            holder = "the launcher" if has_agent_store() else "process 0"
-            return f"process {self._rank} failed, and {holder}, which holds the store, has ended or cannot be reached."
+        if not answers:  # what this process knows of the others is old: which are gone, and not which one went first
+            ends = "has ended" if 0 in gone and not has_agent_store() else "has ended or cannot be reached"
+            holder = f"{self._holder()}, which holds the store, {ends}"
+            return f"process {self._rank} failed, and {holder}.{self._ended_too(gone)}"
         if not first:
             return ""
         has = "has" if len(first) == 1 else "have"
         ended = f"{_ranks(first)} {has} ended, and process {self._rank} failed by that"
-        if not answers:  # the store has ended too: what this process knows of the others is as old as the run
-            return f"{ended}."
         seen = {rank: self._others[rank] for rank in first}
         places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
         return f"{ended}: {places}."
