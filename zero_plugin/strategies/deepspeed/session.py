@@ -86,50 +86,44 @@ class EngineSession(Session):
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
         self._clipping = clipping or 0.0
+        self._clips_steps = _clips_steps(engine.optimizer)
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
-        wrapper = engine.optimizer
-        self._describe_states()
-        self._clips_steps = _clips_steps(wrapper)
+        self.at_end: list[Callable[[], None]] = []
         self._progress = own_progress()  # as `pass_together`, without its call in each step
+        self._passed = False  # whether the running backward has reached the model's outputs
+        self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
+        self._describe_gradients()
+        self._describe_states()
+        self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
+        self.undo = self.masters.watch(self.patches)
+        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
+        if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            self._parts = StepInParts(self.optimizer)
+            self.undo.append(self._parts.remove)
+        self._watch_weights()
+        self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
+        self._replace_calls()
+        self._pass_scale()
+        self._buffers = SharedBuffers(self.module)
+        self._buffers.send()  # DeepSpeed broadcasts the parameters only
+        lifetime.break_reference_cycles(engine)
+
+    def _describe_gradients(self) -> None:
+        """Set where gradients accumulate, and when they are reduced."""
+        engine, wrapper = self.engine, self.engine.optimizer
+        self.stage = engine.zero_optimization_stage()
         # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
         # buffers of the engine.
-        self.stage = engine.zero_optimization_stage()
         self.steps_by_grad = self.stage == 0 or not (
             self.stage > 1
             or getattr(wrapper, "overlap_comm", False)
             or getattr(wrapper, "use_grad_accum_attribute", True)
         )
+        self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         self.partitioned = self.trained
         if self.stage == 0 and not engine.has_moe_layers:
             self.copies = self.trained
-        self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
-        self.undo = self.masters.watch(self.patches)
-        self.at_end: list[Callable[[], None]] = []
-        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
-        if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-            self._parts = StepInParts(self.optimizer)
-            self.undo.append(self._parts.remove)
-        self._passed = False  # whether the running backward has reached the model's outputs
-        self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
-        self._reduces_in_backward = engine.zero_optimization_partition_gradients()
-        self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
-        self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
-        self._state_dicts: partitioned_models.PartitionedStates | None = None
-        if engine.zero_optimization_partition_weights():
-            partitioned_models.begin_gathering(self.module)
-            self._watch_fetches()
-        self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
-        self._replace_calls()
-        self._pass_scale()
-        compute_in(engine, engine.get_data_types()[0])
-        fix_swapping(engine, self.patches)
-        partitioned_models.fetch_empty(engine, self.patches)
-        if self._partitioned:
-            partitioned_models.explain_foreign(engine, self.patches)
-        self._buffers = SharedBuffers(self.module)
-        self._buffers.send()  # DeepSpeed broadcasts the parameters only
-        lifetime.break_reference_cycles(engine)
 
     def _describe_states(self) -> None:
         """Where the optimizer's states are, and how they lie."""
@@ -144,6 +138,21 @@ class EngineSession(Session):
             self.states_are = "on NVMe"
         elif self.optimizer is not None and engine.zero_optimization_partition_weights():
             self.states_are = "in sub-groups of stage 3, which are not in the parameter groups"
+
+    def _watch_weights(self) -> None:
+        """Count the forwards that gather partitioned weights; each begins with weights that autograd can save."""
+        self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
+        self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
+        self._state_dicts: partitioned_models.PartitionedStates | None = None
+        if not self.engine.zero_optimization_partition_weights():
+            return
+        partitioned_models.begin_gathering(self.module)
+        self._state_dicts = partitioned_models.PartitionedStates(self.module)
+        self.undo += [handle.remove for handle in self._state_dicts.handles]
+        self._fetched = [p for p in self._partitioned if not p.ds_persist]
+        self.undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
+        # A script may also call the module itself; a copy of the module is not to copy the engine.
+        self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _replace_calls(self) -> None:
         """Replace the engine's methods that would run a backward or a step outside of the session."""
@@ -165,6 +174,11 @@ class EngineSession(Session):
         patches.replace(engine, "load_state_dict", functools.partial(load_plain, module))
         patches.replace(engine, "train", _returning(engine, engine.train))
         patches.replace(engine, "eval", _returning(engine, engine.eval))
+        compute_in(engine, engine.get_data_types()[0])
+        fix_swapping(engine, patches)
+        partitioned_models.fetch_empty(engine, patches)
+        if self._partitioned:
+            partitioned_models.explain_foreign(engine, patches)
 
     def load_given_states(self, given: GivenStates) -> None:
         """Load the states that the optimizer had before it was partitioned. Collective.
@@ -543,15 +557,6 @@ class EngineSession(Session):
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
             raise explanations.second_backward(self.module)
         return gradient
-
-    def _watch_fetches(self) -> None:
-        """Count the forwards that gather weights, and let each begin with weights that autograd can save."""
-        self._state_dicts = partitioned_models.PartitionedStates(self.module)
-        self.undo += [handle.remove for handle in self._state_dicts.handles]
-        self._fetched = [p for p in self._partitioned if not p.ds_persist]
-        self.undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
-        # A script may also call the module itself; a copy of the module is not to copy the engine.
-        self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _begin_window(self) -> None:
         for p in self.left_out:
