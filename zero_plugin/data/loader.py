@@ -19,16 +19,17 @@ from zero_plugin.data.active import RUNNING, DataLoaderStateMixin, GradientState
 from zero_plugin.data.batch_sampler import (
     SkipBatchSampler,
     batches_of,
-    drawing_part,
     has_exact_length_and_order,
     shard_of,
     with_batches,
 )
 from zero_plugin.data.batches import OverwriteCheck, Portion, move_batch
+from zero_plugin.data.epochs import Epochs
+from zero_plugin.data.resume import ResumePoint
 from zero_plugin.data.sharing import Sharing, take_skipped
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_values, num_processes, start_sum
-from zero_plugin.distributed.seeding import Draws, generator_of, synchronize_rng_states, undisturbed
+from zero_plugin.distributed.seeding import synchronize_rng_states, undisturbed
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
 
@@ -55,67 +56,6 @@ class Delivery:
         synchronize_rng_states(known, self.generator)
 
 
-class Epochs:
-    """The epochs of a loader.
-
-    What has a `set_epoch` gets the epoch that the loop sets. A loop that sets none gets the next one at each start,
-    so that shuffling differs from epoch to epoch; what the user has set by himself, on the object, is left as it is.
-
-    Args:
-        parts: the dataset, the batch sampler, the sampler, …
-
-    Attributes:
-        current: the running epoch; -1 before the first.
-        chosen: the epoch that the coming start begins, where one was set since the last start.
-    """
-
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self.current = -1
-        self.chosen: int | None = None
-        self.follow(parts)
-
-    def follow(self, parts: Iterable[Any]) -> None:
-        """Tell these from now on, and no others."""
-        self._parts = [part for part in parts if hasattr(part, "set_epoch")]
-        self._seen: list[int | None] = []  # of each part, at the last start
-        if self.chosen is not None:
-            self.choose(self.chosen)
-
-    def choose(self, epoch: int, *, by_loop: bool = True) -> None:
-        """The coming start begins this one.
-
-        Args:
-            epoch: which.
-            by_loop: else `set_epoch` is called only of what shows its `epoch`, as at each start.
-        """
-        self.chosen = epoch
-        for part in self._parts:
-            if by_loop or _epoch_of(part) is not None:
-                part.set_epoch(epoch)
-
-    def begin(self) -> None:
-        """An epoch starts."""
-        self.current = self.current + 1 if self.chosen is None else self.chosen
-        if self.chosen is None:
-            for part, seen in zip(self._parts, self._seen, strict=False):
-                if seen is not None and _epoch_of(part) == seen:
-                    part.set_epoch(self.current)
-        self.chosen = None
-        self._seen = [_epoch_of(part) for part in self._parts]
-
-    def of(self, part: Any) -> int | None:
-        """The epoch that `part` is at; None where it does not count them."""
-        if not any(part is known for known in self._parts):
-            return None
-        epoch = _epoch_of(part)
-        return self.current if epoch is None else epoch
-
-
-def _epoch_of(part: Any) -> int | None:
-    epoch = getattr(part, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
-
-
 _SEEDS = 2**62
 _BEGINS_AGAIN = (
     "this process's part of the data ended after {} batches, before another's; it begins again, and gather_for_metrics "
@@ -127,31 +67,6 @@ _READS_AHEAD = (
     "GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
 )
 _Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
-
-
-@dataclass
-class _Place:
-    """Where the running epoch is, or was last; a loader and its copies that skip batches share it.
-
-    Attributes:
-        batches: that the loop has had, the skipped ones too.
-        is_end: whether these are all.
-        loaded: the state that the coming loop begins with; None where none was loaded since the last one began.
-        resumed: the batches that the coming loop skips, since it resumes.
-        is_seeded: whether the seed of the coming iterator's workers was drawn before that state was saved.
-        loop: number of the newest loop.
-        trains: whether gradients were computed in it; known when it was left.
-        left_at: how many batches all loops of this process had had when it was left; None before.
-    """
-
-    batches: int = 0
-    is_end: bool = False
-    loaded: dict[str, Any] | None = None
-    resumed: int = 0
-    is_seeded: bool = False
-    loop: int = 0
-    trains: bool = False
-    left_at: int | None = None
 
 
 class LogOnce:
@@ -300,7 +215,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._ends_unknown = ends_unknown and sharing.processes > 1
         self.repeats_unseen = repeats_unseen
         self._shard = shard_of(base)
-        self._place = _Place()
         self._outer: Any = base.batch_sampler if self._shard is None else self._shard.batch_sampler
         self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
         self._workers_epoch: int | None = None  # what lasting workers' copies of the dataset have got
@@ -313,6 +227,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._report_reading_ahead = LogOnce(_READS_AHEAD)
         self.batch_size = sharing.batch_size if sharing.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
+        self._point = ResumePoint(base, self._epochs, self._shard, self._outer, self.total_batch_size)
         self.cut, self.drop_last = sharing.cut, sharing.drop_last
         self.device = delivery.device
         self.remainder = -1
@@ -360,7 +275,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         if self._is_last is None:
             if not (self._is_stream or has_exact_length_and_order(self._outer)):
                 self._report_reading_ahead(type(self.get_sampler() or self._outer).__name__)
-            self._is_last = self._place.is_end = self._reading.is_last()
+            self._is_last = self._point.is_end = self._reading.is_last()
         return self._is_last
 
     @end_of_dataloader.setter
@@ -420,14 +335,14 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._epochs.follow([self.dataset, self._outer, sampler])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        device, non_blocking, place = self.device, self._delivery.non_blocking, self._place
+        device, non_blocking, point = self.device, self._delivery.non_blocking, self._point
         first = self._begin_epoch()
         is_stream, is_sure, batches = self._know_end(first)
         reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
         self._batches = batches
-        place.batches, place.is_end, place.loaded, place.left_at = first, False, None, None
         self.begin()
-        loop = place.loop = self.loop
+        loop = self.loop
+        point.enter(first, loop)
         try:
             while (portion := reading.take()) is not None:
                 if is_sure and self.position + 1 == batches:
@@ -437,13 +352,13 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                     self.real_samples = 0
                 self.position += 1
                 RUNNING.batches += 1
-                place.batches, place.loaded = place.batches + 1, None  # it may have been loaded in this loop
-                place.is_end = self.position + 1 == batches
+                point.batches, point.loaded = point.batches + 1, None  # it may have been loaded in this loop
+                point.is_end = self.position + 1 == batches
                 # In a list, so that nothing here keeps it from being freed when the loop drops it.
                 stays = device is None and is_sure
                 given = [made if stays else move_batch(made, device, non_blocking=non_blocking)]
                 if is_sure:
-                    self._is_last = place.is_end
+                    self._is_last = point.is_end
                 else:
                     reading.hold(made, given[0])
                     self._is_last = None
@@ -452,117 +367,44 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 yield given.pop()
             if is_sure and self.position + 1 != batches:
                 raise LoopError(self._describe_wrong_length("fewer"))
-            self._is_last = place.is_end = True
+            self._is_last = point.is_end = True
         finally:
             self.end()
-            if place.loop == loop:
-                place.trains, place.left_at = self.trains, RUNNING.batches
+            point.leave(loop, trains=self.trains)
             if self._reading is reading:  # a loop that is left lets the wrapped loader's iterator, and its workers, end
                 self._is_last = bool(self._is_last)
                 self._reading = Reading()
 
     @property
     def generators(self) -> list[torch.Generator | None]:
-        """Of the script's own: what the workers' seeds are drawn from, and the sampler's; None where it has none."""
-        return [self.base_dataloader.generator, generator_of(drawing_part(self._outer))]
+        """The script's own generators: the one that seeds workers, and the sampler's; None for one it does not have."""
+        return self._point.generators
 
     @property
     def was_given_up(self) -> bool:
-        """Whether the newest loop was left by `break` and will not go on.
-
-        An evaluation's, one since which other loops have had batches, or where the script has set another epoch since.
-        A training that has just been left inside an epoch may have been asked to stop.
-        """
-        place = self._place
-        is_newest = RUNNING.batches == place.left_at and self._epochs.chosen is None
-        return place.left_at is not None and not (place.trains and is_newest)
+        """See `ResumePoint.was_given_up`."""
+        return self._point.was_given_up
 
     @property
     def was_left_inside(self) -> bool:
-        """Whether the newest loop was left by `break` and may go on: the other case."""
-        place = self._place
-        return place.left_at is not None and not place.is_end and not self.was_given_up
+        """See `ResumePoint.was_left_inside`."""
+        return self._point.was_left_inside
 
     def state_dict(self, *, is_over: bool = False) -> dict[str, Any]:
-        """Where the loop is, for `load_state_dict`.
-
-        Args:
-            is_over: what is to come is the next epoch, though this one was left before its end.
-
-        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators: all of
-        it before its first batch, or with one that nothing else draws from. Random numbers that the dataset draws while
-        it is read are not.
-        """
-        place = self._place
-        is_over = is_over or (place.is_end and place.left_at is not None)
-        if place.loaded is not None:
-            return dict(place.loaded)
-        draws = None if self._shard is None else self._shard.draws
-        return {
-            "epoch": self._epochs.current if not is_over or self._epochs.chosen is None else self._epochs.chosen - 1,
-            "batches": place.batches,
-            "total_batch_size": self.total_batch_size,
-            "draws": None if draws is None else draws._asdict(),
-            "generators": [None if own is None else own.get_state() for own in self.generators],
-            "is_last": place.is_end,
-            "_iterator_finished": is_over,
-        }
+        """Return where the loop is; see `ResumePoint.state_dict`."""
+        return self._point.state_dict(is_over=is_over)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, skip: bool = True) -> None:
-        """Resume, in the coming loop, where the loop was that `state_dict` was called in.
-
-        With another number of processes, it is the same sample; where that is within a batch, the batch is read again.
-
-        Args:
-            state_dict: from there.
-            skip: leave out the batches that the loop has had; else the script does, with `skip_first_batches`.
-        """
-        place, shard, epoch = self._place, self._shard, state_dict["epoch"]
-        place.loaded, place.resumed, place.is_seeded = None, 0, False
-        # Checkpoints of before have neither these states nor `is_last`.
-        for own, then in zip(self.generators, state_dict.get("generators", ()), strict=False):
-            if own is not None and then is not None:
-                own.set_state(then)
-        draws = None if state_dict["draws"] is None else Draws(**state_dict["draws"])
-        if shard is not None:
-            shard.resumed = None
-        if epoch < 0:
-            return
-        place.loaded = state_dict
-        self._epochs.choose(epoch, by_loop=False)
-        if state_dict["_iterator_finished"]:
-            self._pass_over(epoch)
-            return
-        place.resumed = self.batches_had(state_dict) if skip else 0
-        place.is_seeded = True
-        if shard is not None:
-            shard.resumed = draws
+        """Resume there in the coming loop; see `ResumePoint.load_state_dict`."""
+        self._point.load_state_dict(state_dict, skip=skip)
 
     def batches_had(self, state_dict: dict[str, Any]) -> int:
-        """Batches of this loader that the interrupted epoch has had, whose batch size may have been another one."""
-        if state_dict["_iterator_finished"]:
-            return 0
-        batches, then = int(state_dict["batches"]), state_dict["total_batch_size"]
-        return batches if then is None or self.total_batch_size is None else batches * then // self.total_batch_size
-
-    def _pass_over(self, epoch: int) -> None:
-        """The coming loop is not the rest of this epoch, but the next one, or what the script has set since."""
-        if self._epochs.chosen == epoch:
-            self._epochs.choose(epoch + 1, by_loop=False)
-        if self._shard is not None:
-            self._shard.end_resumed()
-        # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
-        has_new = self._stream is None and self._epochs.of(self.dataset) is not None
-        self._place.is_seeded = self.base_dataloader.persistent_workers and not has_new
+        """Return how many batches of this loader the interrupted epoch has had; see `ResumePoint.batches_had`."""
+        return self._point.batches_had(state_dict)
 
     def _begin_epoch(self) -> int:
-        """How many batches are skipped."""
-        loaded = self._place.loaded
-        if loaded is not None and loaded.get("is_last") and not loaded["_iterator_finished"]:
-            # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
-            is_through = max(self._skip, self._place.resumed) < self.batches_had(loaded)
-            if is_through or self._epochs.chosen != loaded["epoch"]:
-                self._pass_over(loaded["epoch"])
+        """Begin an epoch, and return how many batches it skips."""
+        skip = self._point.begin(self._skip)
         self._delivery.begin_epoch()
         self._epochs.begin()
         epoch = self._epochs.of(self.dataset)
@@ -574,8 +416,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
             self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
         self._workers_epoch = epoch
-        resumed, self._place.resumed = self._place.resumed, 0
-        return max(self._skip, resumed)
+        return skip
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
@@ -608,12 +449,12 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     def _read(self, skip: int) -> Iterator[Portion]:
         """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
-        base, shard, place = self.base_dataloader, self._shard, self._place
+        base, shard, point = self.base_dataloader, self._shard, self._point
         let_threads_settle(base.num_workers)
         if shard is not None:
             shard.skip = skip
         # An iterator draws a seed for its workers, of which this one's is no part of the script's random numbers.
-        is_seeded, place.is_seeded, own = place.is_seeded, False, base.generator
+        is_seeded, point.is_seeded, own = point.is_seeded, False, base.generator
         if is_seeded:
             base.generator = (own or torch.default_generator).clone_state()
         try:
