@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
 
-from zero_plugin.strategies.deepspeed.partitioned_models import broadcasting_any_shape
+from zero_plugin.strategies.deepspeed.shapes import broadcasting_any_shape
 
 
 def test_a_scalar_stays_one_when_its_broadcast_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from zero_plugin.distributed.processes import Processes, is_registered
 from zero_plugin.errors import LoopError, MachineError
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.strategies.base import SessionRequest
-from zero_plugin.strategies.deepspeed import partitioned_models
+from zero_plugin.strategies.deepspeed import partitioned_models, pretrained, shapes
 from zero_plugin.strategies.deepspeed.builds import omit_shared_memory_op, showing_refusals, watch_builders
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
 from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
@@ -128,7 +128,7 @@ class EngineBuild:
             showing_refusals(),
             warnings.catch_warnings(),
             self._processes.counted_by_gpu(),
-            partitioned_models.broadcasting_any_shape(),
+            shapes.broadcasting_any_shape(),
             _quiet_construction(),
         ):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -190,7 +190,7 @@ class EngineBuild:
             partitioned_models.forget_second_copies()
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=self._config)
-        partitioned_models.adapt_pretrained_methods(model, self._processes)
+        pretrained.adapt_pretrained_methods(model, self._processes)
 
     def _tie_experts(self) -> None:
         """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
@@ -279,7 +279,7 @@ def set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
         compatible.update(own)
-    partitioned_models.partition_any_shape()
+    shapes.partition_any_shape()
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:

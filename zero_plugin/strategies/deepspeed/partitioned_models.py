@@ -1,8 +1,4 @@
-"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, broadcast, saved, loaded and copied.
-
-DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`, which fails for scalar parameters, such as
-CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. Wrappers
-here make it work for them.
+"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, loaded and copied.
 
 `state_dict`, `load_state_dict` and deep copies of a partitioned module are errors that say what to write. In hooks of
 `save_state` and `load_state` the second gathers one submodule's parameters after the other, and the first gives weights
@@ -12,18 +8,16 @@ that were collected before, or, where they are about to be loaded, their names a
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from deepspeed import DeepSpeedEngine, zero
+from deepspeed import zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
@@ -37,12 +31,12 @@ from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import CheckpointError, LoopError, StrategyError
+from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.construction import UsedByConstructors
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
-from zero_plugin.strategies.deepspeed.patches import Patches, replaced
-from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, reading_names, replace_empty
+from zero_plugin.strategies.deepspeed.patches import Patches
+from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_empty
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
 """Whether `state_dict` of a partitioned module has its weights in this process now."""
@@ -103,56 +97,6 @@ def forget_second_copies() -> None:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-@contextmanager
-def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
-    """Context manager: transformers models constructed inside are partitioned (zero.Init); unpartitioned for None.
-
-    transformers also gathers the parameters of partitioned ones when it resizes embeddings or generates. Before 5.3 it
-    gathers none to initialize them, in `from_config`, and in 4.57 for what a file does not have.
-    """
-    from transformers.integrations import deepspeed as integration
-
-    with replaced(integration, "_hf_deepspeed_config_weak_ref", None):
-        if build is None:
-            yield
-            return
-        integration.set_hf_deepspeed_config(build)
-        gathers = hasattr(integration, "initialize_weights_zero3")
-        initializing = nullcontext() if gathers else _initializing_gathered()
-        with build.counted_by_gpu(), initializing, _drawing_as_unpartitioned(build):
-            yield
-
-
-def _drawing_as_unpartitioned(build: BuildConfig) -> AbstractContextManager[None]:
-    """Inside, `from_config` of a transformers model draws the random values that it draws unpartitioned.
-
-    transformers leaves out what torch's own layers draw, and draws on rank 0 alone, so that the model has other values
-    than below stage 3, and the generators of the processes are no longer in step.
-    """
-    from transformers import modeling_utils as modeling
-    from transformers.integrations import deepspeed as integration
-
-    plain_from_config = inspect.getattr_static(modeling.PreTrainedModel, "_from_config").__func__
-
-    def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where transformers itself would partition: not within `from_pretrained`, `init_model` or another from_config.
-        partitions = integration.is_deepspeed_zero3_enabled() and not modeling._is_quantized
-        inside: AbstractContextManager[None] = nullcontext()
-        if partitions and not modeling._is_ds_init_called:
-            inside = partition_when_built(build)
-        with inside:
-            return plain_from_config(cls, *args, **kwargs)
-
-    return replaced(modeling.PreTrainedModel, "_from_config", classmethod(from_config))
-
-
-@contextmanager
-def partition_when_built(build: BuildConfig) -> Iterator[None]:
-    """Context manager: the parameters of modules constructed inside are partitioned, with the usual initial values."""
-    with _transformers_initializes_gathered(), build.init():
-        yield
-
-
 def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
     """Replace parameters on the meta device by partitioned ones, with uninitialized memory. Collective.
 
@@ -172,7 +116,7 @@ def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
         init._enable_mem_efficient_linear()
     init._convert_to_zero_parameters(module.parameters())  # those not on the meta device
     for part in module.modules():
-        _refuse_forwards_of(part, _describe_unprepared)
+        refuse_forwards_of(part, describe_unprepared)
 
 
 def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
@@ -201,7 +145,7 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     )
     partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
     parameter.ds_tensor = partition
-    Patches().replace(parameter, "__deepcopy__", MethodType(_copy_unpartitioned, parameter))
+    Patches().replace(parameter, "__deepcopy__", MethodType(copy_unpartitioned, parameter))
     free_param(parameter)
     return parameter  # type: ignore[no-any-return]
 
@@ -232,103 +176,6 @@ class _Init(zero.Init):  # type: ignore[misc]
     def _zero_init_param(self, param: nn.Parameter) -> None:
         param.data = param.data.to(self.dtype)
         super()._zero_init_param(param)
-
-
-@contextmanager
-def _transformers_initializes_gathered() -> Iterator[None]:
-    """Inside, transformers gathers partitioned modules for its second initialization after construction."""
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        yield
-        return
-    # Else from_config partitions by itself, and initializes on rank 0 alone.
-    with _initializing_gathered(), replaced(modeling, "_is_ds_init_called", True):
-        yield
-
-
-def _initializing_gathered() -> AbstractContextManager[None]:
-    """Inside, a module of a transformers model is gathered while it is initialized."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    plain_initialize = PreTrainedModel._initialize_weights
-
-    def initialize(self: Any, module: nn.Module, *args: Any) -> None:
-        # A module's own function may also initialize the parameters of its direct children. Every process draws the
-        # same random numbers, so that their generators stay in step; the values of rank 0 are kept. from_pretrained has
-        # gathered already what its files do not have.
-        reached = [p for part in (module, *module.children()) for p in own_partitioned(part)]
-        with zero.GatheredParameters(reached, modifier_rank=0):
-            plain_initialize(self, module, *args)
-
-    return replaced(PreTrainedModel, "_initialize_weights", initialize)
-
-
-def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
-    """Adapt `generate`, `save_pretrained` and PEFT's `merge`, of the model and of inner models, to partitioned weights.
-
-    * `generate`: processes that are done continue until all are, since each has a partition of every weight.
-    * `save_pretrained`: writes the given `state_dict`. Without one it does nothing on processes other than the main
-      process, where `accelerator.get_state_dict` returns None, and raises on the main process.
-    * `merge` and `unmerge`, of layers with adapters: an error where their weights are not gathered. PEFT would add an
-      empty product to an empty weight, and then leave the adapters out of the forward.
-
-    Raises:
-        StrategyError: PEFT saves the adapters without using a state dict.
-    """
-    for adapter in getattr(model, "peft_config", {}).values():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise StrategyError(
-                f"PEFT reads the prompts of {adapter.peft_type.value} from the model, where they are "
-                "partitioned at ZeRO stage 3: they could not be saved.\n"
-                "Use stage 2, or adapters of another kind, e.g. LoRA."
-            )
-    generation, patches = sys.modules.get("transformers.generation.utils"), Patches()
-    parts: list[Any] = list(model.modules())
-    for part in parts:
-        if generation is not None and isinstance(part, generation.GenerationMixin) and processes.world_size > 1:
-            patches.replace(part, "generate", _around(part.generate, _generate_together))
-        if callable(getattr(type(part), "save_pretrained", None)):
-            patches.replace(part, "save_pretrained", _around(part.save_pretrained, _save_whole, processes.rank, part))
-        if all(hasattr(type(part), name) for name in ("merge", "unmerge")):  # a layer with adapters of PEFT
-            patches.replace(part, "merge", _around(part.merge, _merge_whole, part))
-            patches.replace(part, "unmerge", _around(part.unmerge, _merge_whole, part))
-
-
-def _around(own: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a call of `function` with the method `own`; `own` itself, if an earlier `prepare` has replaced it."""
-    is_replaced = getattr(own, "func", None) is function
-    return own if is_replaced else functools.partial(function, *args, own)
-
-
-def _generate_together(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return generate(*args, **{"synced_gpus": True, **kwargs})
-
-
-def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(save).bind_partial(*args, **kwargs)
-    if SHOWS_WEIGHTS.get() or not any(map(own_partitioned, module.modules())):
-        return save(*args, **kwargs)
-    if {**given.kwargs, **given.arguments}.get("state_dict") is not None:
-        # PEFT takes the values from that one, and asks the modules that it saves beside adapters for their names.
-        with reading_names() if getattr(module, "peft_config", None) else nullcontext():
-            return save(*args, **kwargs)
-    if rank == 0:
-        raise LoopError(
-            "save_pretrained() of a model that is partitioned by ZeRO stage 3: no process has all of its weights.\n"
-            "Call accelerator.save_model(model, folder), or pass state_dict=accelerator.get_state_dict(model), which "
-            "all processes call."
-        )
-    return None
-
-
-def _merge_whole(module: nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if any(map(own_partitioned, module.modules())):
-        raise LoopError(
-            f"merging or unmerging adapters of a {type(module).__name__} whose weights ZeRO stage 3 has partitioned: "
-            "nothing would be added to them.\nCall merge_adapter(), unmerge_adapter() and merge_and_unload() inside "
-            "`with accelerator.whole_weights(model):`, on every process."
-        )
-    return merge(*args, **kwargs)
 
 
 def gathered_parameters(
@@ -401,84 +248,6 @@ def coordinator_of(engine: Any) -> Any:
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
 
 
-def broadcasting_any_shape() -> AbstractContextManager[None]:
-    """Inside, a new engine can broadcast parameters of any shape and memory format, which become contiguous."""
-    broadcast = _wrapped(DeepSpeedEngine._broadcast_model, lambda engine: engine.module.parameters())
-    return replaced(DeepSpeedEngine, "_broadcast_model", broadcast)
-
-
-@functools.cache  # once in a process
-def partition_any_shape() -> None:
-    """Make `zero.Init` and `zero.GatheredParameters` support parameters of any shape and memory format.
-
-    This is global, since transformers constructs and loads models through these classes. It only affects parameters for
-    which they would raise, and forwards of models that are not prepared, which would fail at empty tensors.
-    """
-    patches, leave = Patches(), _wrapped(zero.GatheredParameters.__exit__, _to_send)
-
-    @functools.wraps(leave)
-    def leave_and_note(gathered: Any, *args: Any) -> None:
-        leave(gathered, *args)
-        notes: set[Any] = {getattr(p, NOTES_WRITTEN, _do_nothing) for p in _to_send(gathered)}
-        for note in notes:
-            note()
-
-    patches.replace(zero.GatheredParameters, "__exit__", leave_and_note)
-    partition = zero.Init._zero_init_param
-
-    @functools.wraps(partition)
-    def partition_any(init: Any, parameter: Any) -> None:
-        shape = parameter.shape
-        with _as_contiguous_1d([parameter]):
-            partition(init, parameter)
-        parameter.ds_shape = shape  # the shape after a gather
-        patches.replace(parameter, "__deepcopy__", MethodType(_copy_unpartitioned, parameter))
-
-    patches.replace(zero.Init, "_zero_init_param", partition_any)
-    after_construction = zero.Init._post_init_method
-
-    @functools.wraps(after_construction)
-    def partition_and_refuse(init: Any, module: nn.Module) -> None:
-        after_construction(init, module)
-        _refuse_forwards_of(module, _describe_unprepared)
-
-    patches.replace(zero.Init, "_post_init_method", partition_and_refuse)
-
-
-def _wrapped(own: Callable[..., Any], parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, *args: Any) -> Any:
-        with _as_contiguous_1d(parameters_of(self)):
-            return own(self, *args)
-
-    return call
-
-
-def _to_send(gathered: Any) -> Iterable[nn.Parameter]:
-    parameters: Iterable[nn.Parameter] = gathered.params if gathered.enabled and gathered.src_rank is not None else ()
-    return parameters
-
-
-@contextmanager
-def _as_contiguous_1d(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While this context is open, scalar parameters have shape (1,), and all parameters are contiguous, as DeepSpeed's
-    broadcast requires. Scalars get their shape back on exit.
-    """
-    scalars = []
-    for p in parameters:
-        if p.data.dim() == 0:
-            scalars.append(p)
-            p.data = p.data.view(1)
-        elif not p.data.is_contiguous():
-            p.data = p.data.contiguous()
-    try:
-        yield
-    finally:
-        for p in scalars:
-            if p.data.shape == torch.Size([1]):  # else it was partitioned inside
-                p.data = p.data.view(())
-
-
 class OwnHook:
     """A hook of one module that does nothing in copies of the module."""
 
@@ -489,7 +258,7 @@ class OwnHook:
         self._call(*args)
 
     def __reduce__(self) -> Any:
-        return OwnHook, (_do_nothing,)
+        return OwnHook, (do_nothing,)
 
 
 class PartitionedStates:
@@ -601,7 +370,12 @@ def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
     )
 
 
-def _copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
+def copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
+    """Copy a gathered parameter as an ordinary one; `__deepcopy__` of a partitioned parameter.
+
+    Raises:
+        LoopError: the parameter is not gathered.
+    """
     if p.numel() != p.ds_numel:
         raise LoopError(
             "deepcopy() of a model whose parameters ZeRO stage 3 has partitioned: no process has all of them.\nCopy "
@@ -629,10 +403,10 @@ def end_gathering(module: nn.Module) -> None:
     if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = _LINEAR
     for part in module.modules():
-        _refuse_forwards_of(part, _describe_ended)
+        refuse_forwards_of(part, _describe_ended)
 
 
-def _refuse_forwards_of(part: nn.Module, describe: Callable[[str], str]) -> None:
+def refuse_forwards_of(part: nn.Module, describe: Callable[[str], str]) -> None:
     """Make forwards of a module raise while its parameters are partitioned, until an engine gathers them.
 
     Args:
@@ -657,7 +431,8 @@ def _describe_ended(kind: str) -> str:
     )
 
 
-def _describe_unprepared(kind: str) -> str:
+def describe_unprepared(kind: str) -> str:
+    """Return the message for a forward of a partitioned model that no engine gathers."""
     return (
         f"a forward of a {kind} that is not prepared: ZeRO stage 3 has partitioned it when it was built (init_model, "
         "from_pretrained, from_config), and only a prepared model gathers its parameters.\nPrepare it, also if it is "
@@ -696,5 +471,5 @@ def own_partitioned(module: nn.Module) -> list[Any]:
     return [p for p in own if hasattr(p, "ds_id") and p.numel() != p.ds_numel]
 
 
-def _do_nothing(*_: Any) -> None:
-    pass
+def do_nothing(*_: Any) -> None:
+    """Do nothing."""

@@ -24,7 +24,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.deepspeed import partitioned_models
+from zero_plugin.strategies.deepspeed import partitioned_models, pretrained
 from zero_plugin.strategies.deepspeed.engine import (
     DTYPES,
     EngineBuild,
@@ -154,7 +154,7 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        with partitioned_models.partition_when_built(self._build_config()):
+        with pretrained.partition_when_built(self._build_config()):
             yield
 
     def _build_config(self) -> partitioned_models.BuildConfig:
@@ -202,7 +202,7 @@ class DeepSpeedStrategy(Strategy):
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
         build = self._build_config()
-        return partitioned_models.building_pretrained(build if partitions else None)
+        return pretrained.building_pretrained(build if partitions else None)
 
     @property
     def partitions_parameters(self) -> bool:
