@@ -11,7 +11,7 @@ import atexit
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from zero_plugin.checkpoint.locks import ClaimedPlace
 from zero_plugin.checkpoint.save import OpenCheckpoint
 from zero_plugin.checkpoint.tensor_files import described_fragments, placed_fragments, session_fragments
 from zero_plugin.distributed import collectives
@@ -246,13 +247,17 @@ class BackgroundWriter:
 
     All calls are collective, from the script's thread.
 
+    Args:
+        place: the place in which the run saves.
+
     Attributes:
         memory: for what it writes.
         running: the checkpoint that is being written, if any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: ClaimedPlace) -> None:
         self.memory = Snapshot()
+        self._place = place
         self._threads: ThreadPoolExecutor | None = None
         self.running: tuple[Path, Future[None]] | None = None
         self._held: Sequence[Session] = ()  # whose states are being copied
@@ -334,14 +339,14 @@ class BackgroundWriter:
             self._disconnect()
             self.memory.release()
 
-    def forget(self, then: Callable[[], None]) -> None:
-        """The script has dropped what saves by this: call `then` and give memory back, once nothing is being written.
+    def forget(self) -> None:
+        """Give the claimed place and the memory back, once nothing is being written. Not collective.
 
-        A save that is running is waited for, and its failure raised, by `close`. Not collective.
+        The script has dropped its `Accelerator`. `close` raises the failure of a save that is running.
         """
 
         def release(_: object = None) -> None:
-            then()
+            self._place.give_up()
             self._let_go()
             self.memory.release()
 

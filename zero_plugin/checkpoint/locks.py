@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from zero_plugin.checkpoint.disk import make_folder
 from zero_plugin.errors import CheckpointError
 
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
@@ -130,6 +131,37 @@ def give_up(lock: Path) -> None:
             if _is_file(held[0], lock):  # else the folder was removed, and another job may have one of that name
                 lock.unlink()
         os.close(held[0])
+
+
+class ClaimedPlace:
+    """The place in which a run saves, and other jobs do not. It is claimed on the main process, one at a time."""
+
+    def __init__(self) -> None:
+        self._locks: list[Path] = []
+
+    def move(self, target: Path, *, automatic: bool) -> None:
+        """Claim the place of a checkpoint; give up the last place if it is another.
+
+        Args:
+            target: the checkpoint.
+            automatic: as for `lock_of`.
+
+        Raises:
+            CheckpointError: a process of another job has claimed it.
+        """
+        lock = lock_of(target, automatic=automatic)
+        if self._locks == [lock] and holds(lock):
+            return
+        with suppress(OSError):  # saving fails too, and says why
+            make_folder(lock.parent)
+        claim(lock, target.parent)
+        self.give_up()
+        self._locks.append(lock)
+
+    def give_up(self) -> None:
+        """Let other jobs save there; not collective."""
+        while self._locks:
+            give_up(self._locks.pop())
 
 
 def _try_to_lock(lock: Path) -> int | None:

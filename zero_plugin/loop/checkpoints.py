@@ -7,7 +7,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from torch.utils.data import RandomSampler
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.checkpoint import folders, load, save
-from zero_plugin.checkpoint.disk import make_folder
 from zero_plugin.checkpoint.load import LoadReport
-from zero_plugin.checkpoint.locks import claim, holds, lock_of
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero_plugin.checkpoint.objects import gather_nested, random_state, read_nested, restore_random_state
 from zero_plugin.checkpoint.save import Contents
@@ -134,13 +132,7 @@ class Checkpoints:
 
     def _claim(self, target: Path) -> None:
         """Keep other jobs from saving there, as long as this one saves nowhere else."""
-        lock = lock_of(target, automatic=self._project.automatic_checkpoint_naming)
-        if self._run.claimed != [lock] or not holds(lock):
-            with suppress(OSError):  # what is saved fails too, and says why
-                make_folder(lock.parent)
-            claim(lock, target.parent)
-            self._run.give_up_locks()
-            self._run.claimed.append(lock)
+        self._run.place.move(target, automatic=self._project.automatic_checkpoint_naming)
 
     def _open_draft(self, target: Path, layouts: Sequence[Layout]) -> str:
         """Return a new folder to write into. On the main process."""

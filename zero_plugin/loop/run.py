@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.locks import give_up
+from zero_plugin.checkpoint.locks import ClaimedPlace
 from zero_plugin.config.document import Document, from_environment
 from zero_plugin.config.find import find_document
 from zero_plugin.config.handlers import InitProcessGroupKwargs, ProfileKwargs
@@ -96,6 +96,7 @@ class Run(ProcessCalls):
             1 if memory ran out before.
         must_resume: whether a checkpoint must be loaded before training.
         trackers: the experiment trackers.
+        place: the place in which this run saves, and other jobs do not.
         background: writes asynchronous checkpoints.
         stop: whether the process was requested to stop.
         leaving_files: sessions that have files to remove, which is collective.
@@ -115,8 +116,8 @@ class Run(ProcessCalls):
             is_main=(lambda: collectives.process_index() == 0) if by_thread else None,
         )
         self.device = self.processes.device
-        self.background = BackgroundWriter()
-        self.claimed: list[Path] = []  # locks of the folder that this run saves in; on the main process
+        self.place = ClaimedPlace()
+        self.background = BackgroundWriter(self.place)
         self.trackers = Trackers(options.project, self.processes.rank)
         self.stop = StopRequest()
         self.leaving_files: list[Session] = []
@@ -309,19 +310,14 @@ class Run(ProcessCalls):
             ends.callback(self._loading.close)
             ends.callback(self.trackers.finish)
             ends.callback(self.stop.forget)
-            ends.callback(self.give_up_locks)
+            ends.callback(self.place.give_up)
             ends.callback(self.background.close)
         self.leaving_files.clear()
 
     def _forget_dropped(self) -> None:
         """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
-        self.background.forget(self.give_up_locks)
+        self.background.forget()
         self.strategy.forget_dropped()
-
-    def give_up_locks(self) -> None:
-        """Let other jobs save where this run has; not collective."""
-        while self.claimed:
-            give_up(self.claimed.pop())
 
     def _sessions(self) -> list[Session]:
         """The sessions to close, in reverse order; of a released `Accelerator` only those that have files to remove."""
