@@ -93,6 +93,21 @@ class BatchSamplerShard(_AroundBatchSampler):
     torch or the user's own, deals every sample out once, in the order that a single process with process 0's random
     state would see. And all processes have equally many batches: what is left of an incomplete last step is left out.
 
+    A sampler of your own needs no more than torch's contract. Example, which gives the longest samples first:
+
+        class LongestFirst(Sampler):
+            def __init__(self, lengths):
+                self.lengths = lengths
+
+            def __iter__(self):
+                return iter(sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]))
+
+            def __len__(self):
+                return len(self.lengths)
+
+        data = [3, 9, 4, 7]
+        loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=LongestFirst(data)))
+
     Attributes:
         even_batches: as given; another value counts from the next epoch on.
         counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how

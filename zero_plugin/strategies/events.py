@@ -98,6 +98,11 @@ class Guard:
                 if self.sampling.is_due() and not loss.isfinite().all():
                     raise LoopError("the loss is not finite")
 
+        class CheckedStrategy(TorchStrategy):
+            guards = (*TorchStrategy.guards, FiniteLoss)
+
+        accelerator = Accelerator(strategy=CheckedStrategy)
+
     Args:
         session: the session that emits the events.
         sampling: of this guard alone.

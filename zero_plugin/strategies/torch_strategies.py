@@ -141,7 +141,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class TorchStrategy(Strategy):
     """Training without an engine: the complete model in every process, and optimizers that may be prepared later.
 
-    Subclass it for a strategy of your own; docs/own-strategy.md has an example that runs.
+    Subclass it for a strategy of your own; docs/own-strategy.md has the methods. Example, in which every step uses
+    the sign of each gradient:
+
+        class SignSession(TorchSession):
+            def step(self, measured, *, clips):
+                for p in self.module.parameters():
+                    if p.grad is not None:
+                        p.grad.sign_()
+                return super().step(measured, clips=clips)
+
+        class SignStrategy(TorchStrategy):
+            session_class = SignSession
+
+        accelerator = Accelerator(strategy=SignStrategy)
 
     Attributes:
         session_class: the class of its sessions.

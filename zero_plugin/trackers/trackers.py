@@ -39,10 +39,23 @@ def on_main_process(method: Method) -> Method:
 
 
 class GeneralTracker:
-    """What a tracker has; subclass it for one's own.
+    """An experiment tracker. Subclass it for a tracker of your own.
 
-    A subclass has a `name`, says by `requires_logging_directory` whether it writes files, and gives by `tracker` what
-    it writes through.
+    A subclass has a `name`, says in `requires_logging_directory` whether it writes files, and returns from `tracker`
+    the object that it writes through. Example, which keeps all values in a list:
+
+        class Memory(GeneralTracker):
+            name = "memory"
+            requires_logging_directory = False
+            tracker = []
+
+            def log(self, values, step=None, **_):
+                self.tracker.append((step, values))
+
+        accelerator = Accelerator(log_with=Memory())
+        accelerator.init_trackers("run")
+        accelerator.log({"loss": 0.5}, step=1)
+        print(accelerator.get_tracker("memory", unwrap=True))
 
     Raises:
         NotImplementedError: a subclass lacks one of the three; names those.
