@@ -21,7 +21,7 @@ from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LoopError, ZeroPluginError
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
@@ -155,7 +155,7 @@ class Session(ABC):
         """The factor on the loss under fp16; 1.0 otherwise."""
         return 1.0 if self._scale is None else self._scale.value
 
-    def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
+    def explain(self, error: BaseException) -> ZeroPluginError | None:  # noqa: ARG002
         """A clearer error to raise in place of `error` in a backward or a step; None to raise that one."""
         return None
 

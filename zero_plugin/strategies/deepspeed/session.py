@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zero_plugin.distributed.collective_check import own_progress
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.processes import process_group
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LoopError, ZeroPluginError
 from zero_plugin.strategies.base import Session, release_failed_backward
 from zero_plugin.strategies.deepspeed import explanations, lifetime, partitioned_models, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon
@@ -177,7 +177,7 @@ class EngineSession(Session):
         with self.loading():
             fill_states(self.blocks(changing=True), given)
 
-    def explain(self, error: BaseException) -> LoopError | None:
+    def explain(self, error: BaseException) -> ZeroPluginError | None:
         # The loss of a backward that only runs others in its hook depends on no weight.
         loss = self._loss()
         is_nested = loss is not None and self._passed and not self._depends(loss)
@@ -541,7 +541,7 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
-            raise explanations.second_backward(self.module)
+            raise LoopError(explanations.SECOND_BACKWARD.format(model=type(self.module).__name__))
         return gradient
 
     def _watch_fetches(self) -> None:
