@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import own_progress
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import once
 from zero_plugin.distributed.processes import process_group
 from zero_plugin.errors import LoopError, ZeroPluginError
 from zero_plugin.strategies.base import Session, release_failed_backward
@@ -290,8 +291,7 @@ class EngineSession(Session):
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
         if max_norm != math.inf:
-            if self._clips_steps:
-                self._clips_steps = False  # it is warned of once
+            if self._clips_steps and once(self, "clip"):
                 announce(
                     "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
                     "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
