@@ -193,8 +193,8 @@ class Foreign:
         return re.search(self.pattern, str(error)) if module.startswith(self.raised_in) else None
 
 
-def find_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -> ZeroPluginError | None:
-    """Return a clearer error instead of another library's; None if no row is found in it.
+def raise_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -> None:
+    """Raise a clearer error instead of another library's; return if no row is found in it.
 
     Args:
         error: the error.
@@ -204,14 +204,7 @@ def find_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) ->
     for row in rows:
         if row.find(error):
             make = row.clearer.format if isinstance(row.clearer, str) else row.clearer
-            return row.becomes(make(error=error, **facts))
-    return None
-
-
-def raise_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -> None:
-    """Raise the error that `find_clearer` returns, if it returns any."""
-    if (clearer := find_clearer(error, rows, **facts)) is not None:
-        raise clearer from error
+            raise row.becomes(make(error=error, **facts)) from error
 
 
 _LOST: Final = "Timed out waiting|Connection closed by peer|Connection reset by peer|Socket closed"

@@ -35,14 +35,15 @@ _DONE: Final[WeakKeyDictionary[Any, set[Hashable]]] = WeakKeyDictionary()
 
 
 def once(owner: object, key: Hashable) -> bool:
-    """Return whether this is the first call with this object and key: what an object says again is not logged again.
+    """Return whether this is the first call with this object and key, for a message that is logged once.
 
         if once(self, "skips"):
             announce("a step was skipped")
 
     Args:
-        owner: the object, which this does not keep alive. For once in a process, the file's logger.
-        key: what is said, or its text.
+        owner: the object that the message is about. Only a weak reference is kept. For once in a process, the file's
+            logger.
+        key: a name of the message, or its text.
     """
     done = _DONE.setdefault(owner, set())
     is_first = key not in done

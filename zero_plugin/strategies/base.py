@@ -21,7 +21,7 @@ from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import LoopError, ZeroPluginError
+from zero_plugin.errors import LoopError
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
@@ -155,9 +155,8 @@ class Session(ABC):
         """The factor on the loss under fp16; 1.0 otherwise."""
         return 1.0 if self._scale is None else self._scale.value
 
-    def explain(self, error: BaseException) -> ZeroPluginError | None:  # noqa: ARG002
-        """A clearer error to raise in place of `error` in a backward or a step; None to raise that one."""
-        return None
+    def raise_clearer(self, error: BaseException) -> None:  # noqa: B027
+        """Raise a clearer error instead of one in a backward or a step; return if there is none."""
 
     @abstractmethod
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.config.handlers import AutocastKwargs
 from zero_plugin.config.resolve.facts import Precision
-from zero_plugin.errors import ZeroPluginError, find_clearer
+from zero_plugin.errors import raise_clearer
 from zero_plugin.strategies.base import Session, describe_renormalizing, release_failed_backward
 from zero_plugin.strategies.ddp_reducer import OF_BACKWARD, DdpReducer
 from zero_plugin.strategies.events import Events
@@ -115,9 +115,9 @@ class TorchSession(Session):
             trained = [p for p in self.module.parameters() if p.requires_grad]
             self.undo += [p.register_post_accumulate_grad_hook(emit).remove for p in trained]  # type: ignore[no-untyped-call]
 
-    def explain(self, error: BaseException) -> ZeroPluginError | None:
-        rows = OF_BACKWARD if self._reducer is not None else ()
-        return find_clearer(error, rows, model=type(self.module).__name__)
+    def raise_clearer(self, error: BaseException) -> None:
+        if self._reducer is not None:
+            raise_clearer(error, OF_BACKWARD, model=type(self.module).__name__)
 
     def drop_applied(self) -> bool | None:
         had_any = self._has_any_grad()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from zero_plugin.errors import Foreign, LoopError, ZeroPluginError, find_clearer
+from zero_plugin.errors import Foreign, LoopError, raise_clearer
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, SecondGradientError, describe_second_gradient
 from zero_plugin.strategies.deepspeed.nvme import describe_failed_swap
 
@@ -60,8 +60,8 @@ _OF_ALL_STAGES = (
 )
 
 
-def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_nested: bool) -> ZeroPluginError | None:
-    """Return a clearer error to raise instead of one in a backward or a step; None to raise that one.
+def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_nested: bool) -> None:
+    """Raise a clearer error instead of one in a backward or a step; return if there is none.
 
     Args:
         error: the error.
@@ -72,7 +72,7 @@ def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_
     module: nn.Module = engine.module
     rows = (*_OF_EMPTY_WEIGHTS, *_OF_ALL_STAGES) if engine.zero_optimization_partition_weights() else _OF_ALL_STAGES
     model = type(module).__name__
-    return find_clearer(error, rows, module=module, model=model, folders=folders, is_nested=is_nested)
+    raise_clearer(error, rows, module=module, model=model, folders=folders, is_nested=is_nested)
 
 
 def runs_forward(engine: Any) -> bool:

@@ -24,7 +24,7 @@ from zero_plugin.distributed.collective_check import own_progress
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.messages import once
 from zero_plugin.distributed.processes import process_group
-from zero_plugin.errors import LoopError, ZeroPluginError
+from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session, release_failed_backward
 from zero_plugin.strategies.deepspeed import explanations, lifetime, partitioned_models, states
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients, is_muon
@@ -178,11 +178,11 @@ class EngineSession(Session):
         with self.loading():
             fill_states(self.blocks(changing=True), given)
 
-    def explain(self, error: BaseException) -> ZeroPluginError | None:
+    def raise_clearer(self, error: BaseException) -> None:
         # The loss of a backward that only runs others in its hook depends on no weight.
         loss = self._loss()
         is_nested = loss is not None and self._passed and not self._depends(loss)
-        return explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
+        explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
 
     def emit_from_hooks(self) -> None:
         self.gradients.emit_from_hooks()
