@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zero_plugin
-from zero_plugin.errors import Foreign, LaunchError, LoopError, raise_clearer
+from zero_plugin.errors import OF_LOST_PEER, Foreign, LaunchError, LoopError, raise_clearer
 
 PACKAGE = Path(zero_plugin.__file__).parent
 SITE_PACKAGES = Path(torch.__file__).parents[1]
@@ -150,3 +150,16 @@ def test_class_text_and_place_of_an_error_decide() -> None:
         with pytest.raises(LaunchError, match=r"^another room$"):
             raise_clearer(error, rows, what="room")
     raise_clearer(OSError("out of time"), rows, what="room")
+
+
+def test_a_lost_peer_is_told_from_another_server() -> None:
+    """By gloo's name in the text, or by the code that raises the error."""
+    lost = {
+        (module, text): any(row.find(_raise_in(module, RuntimeError(text))) for row in OF_LOST_PEER)
+        for module in ("torch.distributed.distributed_c10d", "deepspeed.comm.torch", "redis.connection")
+        for text in ("Socket closed", "[pair.cc]\nSocket closed by gloo", "out of space")
+    }
+    assert {place for place, is_lost in lost.items() if not is_lost} == {
+        ("redis.connection", "Socket closed"),
+        *((module, "out of space") for module, _ in lost),
+    }
