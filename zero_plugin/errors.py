@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -154,6 +155,64 @@ class CheckpointError(ZeroPluginError):
 
 class DamagedError(CheckpointError):
     """A checkpoint is damaged: what was read of it is not what was written."""
+
+
+# ---- errors of other libraries ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    r"""An error of another library that only its text tells from others. Files that meet such errors list them.
+
+        _TOO_LARGE = Foreign(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.")
+
+    Attributes:
+        pattern: a regular expression that is found in the error's text.
+        source: a file of the installed release that has the text, below `site-packages`; empty if Python makes the
+            text, the operating system, or a release for GPUs.
+        clearer: the text of a clearer error, with the names of facts in braces; or a function of the facts that returns
+            it. The text of the foreign error is `error`.
+        kinds: the classes of the error.
+        raised_in: the beginning of the name of the module whose code raises it. Code in C++ is in no module: then the
+            name is that of the module that calls it.
+        becomes: the class of the clearer error.
+    """
+
+    pattern: str
+    source: str = ""
+    clearer: str | Callable[..., str] = ""
+    kinds: type[BaseException] | tuple[type[BaseException], ...] = RuntimeError
+    raised_in: str | tuple[str, ...] = ""
+    becomes: type[ZeroPluginError] = LoopError
+
+    def find(self, error: BaseException) -> re.Match[str] | None:
+        """Return where the pattern is found in the text of an error; None if it is another error."""
+        if not isinstance(error, self.kinds):
+            return None
+        *_, module = "", *(str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__))
+        return re.search(self.pattern, str(error)) if module.startswith(self.raised_in) else None
+
+
+def raise_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -> None:
+    """Raise a clearer error instead of another library's; return if no row is found in it.
+
+    Args:
+        error: the error.
+        rows: the errors that can be meant; the first counts.
+        facts: what the texts and functions of the rows need.
+    """
+    for row in rows:
+        if row.find(error):
+            make = row.clearer.format if isinstance(row.clearer, str) else row.clearer
+            raise row.becomes(make(error=error, **facts)) from error
+
+
+_LOST: Final = "Timed out waiting|Connection closed by peer|Connection reset by peer|Socket closed"
+# Errors of gloo, which have no class of their own. Libraries that speak to a server may raise the same texts.
+OF_LOST_PEER: Final = (
+    Foreign(f"(?s)(?=.*gloo).*({_LOST})", "torch/lib/libtorch_cpu.so"),
+    Foreign(_LOST, "torch/lib/libtorch_cpu.so", raised_in=("torch.", "deepspeed.")),
+)
 
 
 # ---- how one of them ends a program ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.state import PartialState
 
@@ -31,7 +32,6 @@ class MultiProcessAdapter(_Adapter):
 
     def __init__(self, logger: logging.Logger, extra: dict[str, Any] | None = None) -> None:
         super().__init__(logger, extra or {})
-        self._warned: set[str] = set()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """The line with this process's rank before it."""
@@ -61,8 +61,7 @@ class MultiProcessAdapter(_Adapter):
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """`warning`, the first time that it is called with this message and these arguments."""
         call = repr((msg, args, sorted(kwargs.items(), key=lambda item: item[0])))
-        if call not in self._warned:
-            self._warned.add(call)
+        if once(self, call):
             self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
 
 

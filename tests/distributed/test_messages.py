@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from zero_plugin.distributed import messages
-from zero_plugin.distributed.messages import show_messages, working
+from zero_plugin.distributed.messages import once, show_messages, working
 
 
 @contextmanager
@@ -32,6 +33,15 @@ def without_handlers():
         for logger, (handlers, level) in zip(loggers, before, strict=True):
             logger.handlers = handlers
             logger.setLevel(level)
+
+
+def test_once_is_by_object_and_key():
+    """Another object says the same again, as a new Accelerator does; an object that has said something is freed."""
+    first, second = threading.Event(), threading.Event()
+    assert [once(first, "a"), once(first, "a"), once(first, "b"), once(second, "a")] == [True, False, True, True]
+    freed = weakref.ref(first)
+    del first
+    assert freed() is None
 
 
 def log_each_level():

@@ -7,13 +7,14 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from zero_plugin.config.amounts import read_bytes
+from zero_plugin.distributed.messages import once
 from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
 from zero_plugin.tensors.modules import as_dtype, find_tied_parameters, named_module_tensors
 
@@ -48,17 +49,13 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> B
     if unknown := [place for place in max_memory if not isinstance(place, int) and place not in _HOST]:
         raise ValueError(f"max_memory has {unknown[0]!r}; places are GPU indices (0, 1, …), 'mps', 'cpu' and 'disk'")
     gpus = sorted(place for place in max_memory if isinstance(place, int))
+    count = torch.cuda.device_count()
+    here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
     for index in gpus:
-        _check_gpu(index, torch.cuda.device_count())
+        if not 0 <= index < count and once(_logger, (index, count)):  # however many functions read the same limits
+            _logger.warning(f"max_memory has GPU {index}, which this machine does not have; {here}.")
     places = [*gpus, *(place for place in _HOST if place in max_memory)]
     return {place: convert_file_size_to_int(max_memory[place]) for place in places}
-
-
-@cache  # one message, however many functions read the same limits
-def _check_gpu(index: int, count: int) -> None:
-    if not 0 <= index < count:
-        here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
-        _logger.warning(f"max_memory has GPU {index}, which this machine does not have; {here}.")
 
 
 def get_balanced_memory(

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, ClassVar, Protocol
 
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
@@ -146,7 +147,6 @@ class LoaderProgress:
         self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
         self._was_left = False  # whether the leader's loop has begun again since the micro-batch before
         self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
-        self._has_warned = self._has_warned_of_leaving = False
 
     @property
     def is_running(self) -> bool:
@@ -208,7 +208,7 @@ class LoaderProgress:
             else:
                 seen.rests += 1
                 seen.encloses = seen.encloses or seen.rests >= _ENCLOSING
-        if accumulates and self._ends_windows and len(loaders) > 1 and not self._has_warned:
+        if accumulates and self._ends_windows and len(loaders) > 1:
             self._warn_of_others(self._beside(loaders))
 
     def repeat(self, micro_batches: int) -> None:
@@ -217,8 +217,7 @@ class LoaderProgress:
 
     def warn_if_left(self, micro_batches: int, size: int) -> None:
         """Warn once if the loop has left an epoch inside a window, after so many of its micro-batches."""
-        if self._was_left and not self._has_warned_of_leaving:
-            self._has_warned_of_leaving = True
+        if self._was_left and once(self, "left"):
             announce(
                 f"an epoch was left after {micro_batches} of the {size} micro-batches of an accumulation "
                 "window (by break, or zipped with a shorter loader): the window continues in the next epoch"
@@ -260,8 +259,7 @@ class LoaderProgress:
         lengths = {loader.epoch_length for loader in loaders}
         differ = len(loaders) > 1 and (len(lengths) > 1 or None in lengths)
         self._side_by_side = self._side_by_side + 1 if differ else 0
-        if self._side_by_side >= _WARNED_AFTER:
-            self._has_warned = True
+        if self._side_by_side >= _WARNED_AFTER and once(self, "side by side"):
             leader = self._lead(loaders)
             others = ", ".join(_describe(loader) for loader in loaders if loader is not leader)
             announce(

@@ -29,6 +29,7 @@ from zero_plugin.data.resume import ResumePoint
 from zero_plugin.data.sharing import Sharing, take_skipped
 from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.distributed.collectives import announce, broadcast, gather_values, num_processes, start_sum
+from zero_plugin.distributed.messages import once
 from zero_plugin.distributed.seeding import synchronize_rng_states, undisturbed
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves
@@ -69,38 +70,26 @@ _READS_AHEAD = (
 _Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
 
 
-class LogOnce:
-    """A line about a number or a name, which is logged the first time only.
-
-    Args:
-        line: with `{}` for it; an empty one is never logged.
-        by_each: each process logs its own.
-    """
-
-    def __init__(self, line: str, *, by_each: bool = False) -> None:
-        self._line = line
-        self._by_each = by_each
-
-    def __call__(self, found: object) -> None:
-        """Log it, the first time."""
-        line, self._line = self._line, ""
-        if line:
-            announce(line.format(found), by_each=self._by_each)
-
-
-def report_dropped(sharing: Sharing, *, is_least: bool = False) -> LogOnce:
-    """A function that logs, once, how many samples all processes leave out at the end of each epoch.
+@dataclass(eq=False)
+class DropReport:
+    """Logs, once, how many samples all processes leave out at the end of each epoch.
 
     Args:
         sharing: how the loader's batches are shared.
         is_least: whether the number is a lower bound.
     """
-    what, least = "samples" if sharing.batched else "batches", "at least " if is_least else ""
-    line = (
-        f"{what} left out: {least}{{}} at the end of each epoch, so that all {sharing.world} processes stop together; "
-        "even_batches: true repeats samples instead"
-    )
-    return LogOnce(line if sharing.rank == 0 else "")
+
+    sharing: Sharing
+    is_least: bool = False
+
+    def __call__(self, dropped: int) -> None:
+        """Log the number, the first time."""
+        what, least = "samples" if self.sharing.batched else "batches", "at least " if self.is_least else ""
+        if self.sharing.rank == 0 and once(self, "dropped"):
+            announce(
+                f"{what} left out: {least}{dropped} at the end of each epoch, so that all {self.sharing.world} "
+                "processes stop together; even_batches: true repeats samples instead"
+            )
 
 
 class Reading:
@@ -222,9 +211,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._batches: int | None = None  # of the running epoch, by its length
         self._reading = Reading()
         self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
-        self._report_dropped = report_dropped(sharing, is_least=ends_unknown)
-        self._report_restart = LogOnce(_BEGINS_AGAIN, by_each=True)
-        self._report_reading_ahead = LogOnce(_READS_AHEAD)
+        self._report_dropped = DropReport(sharing, ends_unknown)
         self.batch_size = sharing.batch_size if sharing.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
         self._point = ResumePoint(base, self._epochs, self._shard, self._outer, self.total_batch_size)
@@ -273,8 +260,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the epoch's last, on all processes."""
         if self._is_last is None:
-            if not (self._is_stream or has_exact_length_and_order(self._outer)):
-                self._report_reading_ahead(type(self.get_sampler() or self._outer).__name__)
+            if not (self._is_stream or has_exact_length_and_order(self._outer)) and once(self, _READS_AHEAD):
+                announce(_READS_AHEAD.format(type(self.get_sampler() or self._outer).__name__))
             self._is_last = self._point.is_end = self._reading.is_last()
         return self._is_last
 
@@ -515,7 +502,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 assert last is not None
                 portion = next(again, None)
                 if portion is None:
-                    self._report_restart(steps)
+                    if once(self, _BEGINS_AGAIN):
+                        announce(_BEGINS_AGAIN.format(steps), by_each=True)
                     again = self._read(skip)
                     portion = next(again, last)  # a stream that can be read once has nothing more
                 portion = portion._replace(real=0)

@@ -19,7 +19,7 @@ from zero_plugin.data.batch_sampler import (
     with_batches,
 )
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
-from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
+from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, DropReport, SkipDataLoader
 from zero_plugin.data.sharing import SeedableRandomSampler, Sharing
 from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
 from zero_plugin.distributed.collectives import gather_values, num_processes, process_index
@@ -148,7 +148,7 @@ def _give_part(
             rank,
             sharing.split,
             sharing.even and world > 1,
-            report_dropped=report_dropped(sharing, is_least=is_divided),
+            report_dropped=DropReport(sharing, is_divided),
             real=real,
             batched=sharing.batched,
             shared_by=1 if is_divided else sharing.shared_by,

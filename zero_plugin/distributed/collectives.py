@@ -12,7 +12,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_plugin.distributed.collective_check import SAME_ORDER, collective, pass_together
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
@@ -430,20 +431,15 @@ def _without_graphs(leaves: list[Tensor], call: str) -> list[Tensor]:
 
     Losses and rows of them, which have less than two dimensions, are gathered in training loops to be logged.
     """
-    if torch.is_grad_enabled() and any(leaf.requires_grad and leaf.ndim > 1 for leaf in leaves):
-        _warn_of_lost_graphs(call)
+    if torch.is_grad_enabled() and any(leaf.requires_grad and leaf.ndim > 1 for leaf in leaves) and once(_log, call):
+        _log.warning(
+            "%s() of tensors that require gradients: what it returns has none, so that a loss of it does not train "
+            "what they come from. torch.distributed.nn.functional.all_gather passes gradients; to log values, write "
+            "%s(tensor.detach()).",
+            call,
+            call,
+        )
     return [leaf.detach() for leaf in leaves]
-
-
-@cache
-def _warn_of_lost_graphs(call: str) -> None:
-    _log.warning(
-        "%s() of tensors that require gradients: what it returns has none, so that a loss of it does not train what "
-        "they come from. torch.distributed.nn.functional.all_gather passes gradients; to log values, write "
-        "%s(tensor.detach()).",
-        call,
-        call,
-    )
 
 
 def _dense_tensors(tree: Any, call: str) -> list[Tensor]:

@@ -14,10 +14,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.errors import printable
@@ -28,6 +29,26 @@ TIMES_VARIABLE: Final = "ZERO_PLUGIN_LOG_TIMES"
 QUIET_VARIABLE: Final = "ZERO_PLUGIN_QUIET"
 
 _LOGGER: Final = logging.getLogger("zero_plugin")
+
+
+_DONE: Final[WeakKeyDictionary[Any, set[Hashable]]] = WeakKeyDictionary()
+
+
+def once(owner: object, key: Hashable) -> bool:
+    """Return whether this is the first call with this object and key, for a message that is logged once.
+
+        if once(self, "skips"):
+            announce("a step was skipped")
+
+    Args:
+        owner: the object that the message is about. Only a weak reference is kept. For once in a process, the file's
+            logger.
+        key: a name of the message, or its text.
+    """
+    done = _DONE.setdefault(owner, set())
+    is_first = key not in done
+    done.add(key)
+    return is_first
 
 
 def is_set(variable: str) -> bool:

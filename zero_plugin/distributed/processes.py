@@ -27,7 +27,7 @@ from zero_plugin.distributed.collective_check import collective, end_watching, s
 from zero_plugin.distributed.joining import TIMEOUT, has_agent_store, join, leave, refuse_shared_gpu
 from zero_plugin.distributed.messages import show_messages, working
 from zero_plugin.distributed.process_end import call_at_exit
-from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.errors import Foreign, LaunchError, LoopError, raise_clearer
 from zero_plugin.machine.network import OWN_ADDRESS, network_variables
 from zero_plugin.machine.process_place import find_local_rank, find_place, own_gpu, variables_while
 from zero_plugin.machine.xla_runtime import (
@@ -39,7 +39,13 @@ from zero_plugin.machine.xla_runtime import (
 )
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LATE_DEVICE = "device_ready_queues_"  # in an assertion of torch/csrc/autograd/engine.cpp
+_LATE_DEVICE = Foreign(
+    "device_ready_queues_",  # in an assertion of torch/csrc/autograd/engine.cpp
+    "torch/lib/libtorch_cpu.so",
+    "a backward() ran before the XLA runtime was started: torch's autograd engine counted the devices then, and does "
+    "not serve this one.\nMake the Accelerator, or PartialState(), before the first backward().",
+    becomes=LaunchError,
+)
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
 
 
@@ -350,12 +356,8 @@ def find_replica() -> tuple[Processes, int]:
     try:
         torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        if _LATE_DEVICE not in str(error):
-            raise  # of the compiler, or for want of memory
-        raise LaunchError(
-            "a backward() ran before the XLA runtime was started: torch's autograd engine counted the devices then, "
-            "and does not serve this one.\nMake the Accelerator, or PartialState(), before the first backward()."
-        ) from error
+        raise_clearer(error, [_LATE_DEVICE])
+        raise  # of the compiler, or for want of memory
     if world_size == 1:
         return Processes(0, 0, 1, device), 1
     place = Processes(runtime.global_ordinal(), runtime.local_ordinal(), world_size, device)

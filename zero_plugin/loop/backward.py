@@ -14,7 +14,6 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop import together, window_errors
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.step import raise_explained
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.window import Phase, Window
 from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session, release_failed_backward
@@ -86,7 +85,7 @@ def run_through_one(window: Window, session: Session, loss: Tensor, **kwargs: An
         torch.autograd.backward(session.scale_loss(loss), **kwargs)
     except BaseException as error:
         abandon(window, session, reached=True)
-        raise_explained(session, error)
+        session.raise_clearer(error)
         raise
     reached = session.has_reached(loss, is_first=is_first)
     end(window, session, reached=reached)
@@ -110,7 +109,7 @@ def _run_through_several(trained: Sequence[Training], loss: Tensor, **kwargs: An
         for training in trained:
             abandon(training.window, training.session, reached=training.reached)
         for training in trained:
-            raise_explained(training.session, error)
+            training.session.raise_clearer(error)
         raise
     for training in trained:
         end(training.window, training.session, reached=training.reached)
@@ -213,7 +212,7 @@ def end(window: Window, session: Session, *, reached: bool) -> None:
             raise window_errors.late_backward(window.completed_by)
     except BaseException as error:
         window.enter(Phase.FAILED)
-        raise_explained(session, error)
+        session.raise_clearer(error)
         raise
 
 

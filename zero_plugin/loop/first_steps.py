@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_plugin.data.active import ActiveLoaders
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
@@ -62,7 +63,6 @@ class FirstSteps:
         self._frozen: list[nn.Parameter] = []  # frozen parameters of trained models
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
         self._has_changed = False  # a trainable layer or parameter was added to one of them
-        self._logged = self._logged_plain = False
         self._mentioned = 0  # optimizers without a prepared model that were logged
 
     def begin(self) -> None:
@@ -110,8 +110,7 @@ class FirstSteps:
         It may not where the result would be wrong: with partitioned models, or several processes and no prepared model.
         """
         may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
-        if may and not self._logged_plain:
-            self._logged_plain = True
+        if may and once(self, "plain"):
             alone = "" if processes == 1 else "; gradients of a model that is not prepared are not averaged"
             _log.info(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
         return may
@@ -155,13 +154,12 @@ class FirstSteps:
         """Warn if `optimizer.step()` was never called although more backwards ran than a window has."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
         asked = any(o.was_stepped for o, _ in optimizers)
-        if self._logged or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
-            return
-        self._logged = True
-        _log.info(
-            "backward() has run several times and optimizer.step() was never called: backward() only computes "
-            "gradients, so nothing was trained"
-        )
+        most = max((steps for _, steps in optimizers), default=self._backwards)
+        if not asked and self._backwards > most and once(self, "never stepped"):
+            _log.info(
+                "backward() has run several times and optimizer.step() was never called: backward() only computes "
+                "gradients, so nothing was trained"
+            )
 
     def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
         for optimizer in waiting[self._mentioned :]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collectives import announce, num_processes
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.step import apply, describe_kept_gradients, drop_if_meant, first_nonfinite
 from zero_plugin.loop.window import Phase, Window
@@ -73,8 +74,6 @@ class AcceleratedOptimizer(Optimizer):
         self.window = Window(1)
         self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(optimizer, steps=num_processes() == 1)
         self._is_overflow = False  # Accelerate's name for it, which the tests of other libraries set
-        self._warned_of_skips = False
-        self._mentioned: set[str] = set()
         self._after_step: list[Callable[[], None]] = []
         # The hooks of the script that the running optimizer does not call itself.
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
@@ -201,15 +200,15 @@ class AcceleratedOptimizer(Optimizer):
         self.acted = window.count_step(has_stepped=self._applied_steps > 0)
         if not self.acted:
             return
-        if kept is not None:
-            self._mention_once(f"{kept}. Call optimizer.zero_grad() after each step().")
+        if kept is not None and once(self, kept):
+            announce(f"{kept}. Call optimizer.zero_grad() after each step().")
         last_chance = self._skipped_in_a_row + 1 == session.most_skips
         try:
             culprit = first_nonfinite(window, session) if last_chance else None
             if session.before_change is not None:
                 session.before_change()
-            if self._pre_hooks and not session.unpartitioned_gradients:
-                self._mention_once(
+            if self._pre_hooks and not session.unpartitioned_gradients and once(self, "step_pre_hook"):
+                announce(
                     "a step_pre_hook runs before ZeRO has put the gradients together: p.grad in the optimizer's groups "
                     "is None, or that of this process alone. To change gradients, use p.register_hook(lambda gradient: "
                     "…) before the forward."
@@ -329,11 +328,6 @@ class AcceleratedOptimizer(Optimizer):
         """Call `hook(optimizer, args, kwargs)` after each applied step, as torch's method does; under ZeRO once."""
         return self._register(hook, self._post_hooks, "register_step_post_hook")
 
-    def _mention_once(self, text: str) -> None:
-        if text not in self._mentioned:
-            self._mentioned.add(text)
-            announce(text)
-
     def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
         if self.session.unpartitioned_gradients and has_step_hooks(self.optimizer):
             handle: RemovableHandle = getattr(self.optimizer, method)(hook)
@@ -352,8 +346,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def _count_skip(self, culprit: str | None) -> None:
         self._skipped_in_a_row += 1
-        if not self._warned_of_skips and self.session.loss_scale == 1.0:
-            self._warned_of_skips = True  # under fp16 skipped steps are expected while the loss scale is adjusted
+        # Under fp16 skipped steps are expected while the loss scale is adjusted.
+        if self.session.loss_scale == 1.0 and once(self, "skips"):
             announce(
                 f"the step after {self._applied_steps} applied ones was skipped, since its gradients are not finite; "
                 f"the weights are unchanged. After {self.session.most_skips} skipped steps in a row the run stops."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,30 +22,32 @@ from zero_plugin.config.amounts import read_bytes, show_bytes
 from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_report
 from zero_plugin.data.batch_sampler import smaller_cut
 from zero_plugin.distributed.collective_check import report_failure
+from zero_plugin.errors import Foreign
 from zero_plugin.machine.hardware import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.strategies.base import Saving
 
 _log = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY: Final = (
-    " out of memory.",  # CUDA and ROCm
-    "CUDA error: out of memory",  # raised by the driver, not by torch's allocator
-    "HIP error: out of memory",
-    "DefaultCPUAllocator: can't allocate memory",
+_OF_THE_CPU: Final = (
+    Foreign("", kinds=MemoryError),
+    Foreign("DefaultCPUAllocator: can't allocate memory", "torch/lib/libc10.so"),
 )
+_OUT_OF_MEMORY: Final = (
+    *_OF_THE_CPU,
+    Foreign("", kinds=torch.OutOfMemoryError),
+    Foreign(r" out of memory\.|(CUDA|HIP) error: out of memory"),  # of torch's allocator; of the driver
+)
+_REQUESTED: Final = Foreign(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])", "torch/lib/libc10.so", kinds=Exception)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that the memory of a GPU or of the CPU ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return any(row.find(error) for row in _OUT_OF_MEMORY)
 
 
 Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 
-_REQUESTED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
 _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("loop/prepared.py", "prepare"): "prepare()",
@@ -107,10 +108,10 @@ def describe_out_of_memory(
         rank: the rank of this process.
     """
     phase = phase_of(error.__traceback__)
-    on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
+    on_device = device.type == "cpu" or not any(row.find(error) for row in _OF_THE_CPU)
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
-    size_in_message = _REQUESTED.search(str(error))
+    size_in_message = _REQUESTED.find(error)
     requested = (read_bytes(size_in_message[1]) or 0) if size_in_message else 0
     wanted = f"{show_bytes(requested)} were requested" if requested else "an allocation failed"
     memory = device if on_device else torch.device("cpu")

@@ -33,7 +33,7 @@ from zero_plugin.config.run_files import micro_batch_cut
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.distributed.messages import show_messages
+from zero_plugin.distributed.messages import once, show_messages
 from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.errors import ConfigError, LaunchError, Problem
@@ -125,7 +125,6 @@ class Run(ProcessCalls):
         self.sequence: SequenceGroup | None = None
         self._loading = ExitStack()  # how transformers constructs models during the run
         self._prepared: Callable[[], Prepared | None] = lambda: None
-        self._logged: set[str] = set()
         self._cpu_bytes = available_cpu_memory()
         check_same_run(configurations.document, self.processes)
         self._share_samples()
@@ -224,11 +223,9 @@ class Run(ProcessCalls):
         self.distributed_type = selection.strategy.distributed_type
         notes = (note.remark for note in (*document.notes, *self._lost_without_engine()))
         for line in (selection.reason, *notes, *self.strategy.accept(self.options.handlers)):
-            if line not in self._logged:
-                self._logged.add(line)
+            if once(self, line):
                 _log.info(line)
-        if self.strategy.checks == "off" and _WITHOUT_CHECKS not in self._logged:
-            self._logged.add(_WITHOUT_CHECKS)
+        if self.strategy.checks == "off" and once(self, _WITHOUT_CHECKS):
             _log.warning(_WITHOUT_CHECKS)
         self._loading.close()
         self._loading.enter_context(self.strategy.load_pretrained())

@@ -35,7 +35,7 @@ def apply(window: Window, session: Session | UnpreparedOptimizer) -> bool | Foun
             applied = session.step(window.measured, clips=window.phase is not Phase.CLIPPED)
         except BaseException as error:
             window.enter(Phase.FAILED)
-            raise_explained(session, error)
+            session.raise_clearer(error)
             raise
         window.keeps_gradients = None
     window.finish()
@@ -64,7 +64,7 @@ def complete(window: Window, session: Session | UnpreparedOptimizer) -> None:
         window.measured = session.complete_gradients()
     except BaseException as error:
         window.enter(Phase.FAILED)
-        raise_explained(session, error)
+        session.raise_clearer(error)
         raise
     window.enter(Phase.COMPLETE)
 
@@ -108,12 +108,6 @@ def drop(window: Window, session: Session | UnpreparedOptimizer) -> None:
         release_failed_backward()  # of the script itself
     session.drop_gradients(failed=window.phase is Phase.FAILED)
     window.enter(Phase.EMPTY)
-
-
-def raise_explained(session: Session | UnpreparedOptimizer, error: BaseException) -> None:
-    """Raise a clearer error instead of `error`, if the session knows one."""
-    if (explained := session.explain(error)) is not None:
-        raise explained from error
 
 
 def describe_kept_gradients(window: Window) -> str:

@@ -155,9 +155,8 @@ class Session(ABC):
         """The factor on the loss under fp16; 1.0 otherwise."""
         return 1.0 if self._scale is None else self._scale.value
 
-    def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
-        """A clearer error to raise in place of `error` in a backward or a step; None to raise that one."""
-        return None
+    def raise_clearer(self, error: BaseException) -> None:  # noqa: B027
+        """Raise a clearer error instead of one in a backward or a step; return if there is none."""
 
     @abstractmethod
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:

@@ -19,8 +19,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collective_check import pass_together
-from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import route
+from zero_plugin.errors import Foreign, LoopError
+from zero_plugin.strategies.base import describe_second_gradient, route
+
+_TORCH = "torch/lib/libtorch_cpu.so"
+
+_WHY = "DDP averages the first one alone"
+OF_BACKWARD = (
+    Foreign("mark a variable ready only once", _TORCH, lambda **_: describe_second_gradient(_WHY)),
+    Foreign(
+        "SparseTensorImpl",
+        _TORCH,
+        "a gradient of the {model} is a sparse tensor, and is not that of an nn.Embedding(sparse=True): DDP averages "
+        "dense gradients, and those of such layers.\n"
+        "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True).",
+    ),
+)
+_UNUSED = Foreign(r"indices which did not receive grad for rank \d+: ([\d ]+)", _TORCH)
 
 
 class DdpReducer:
@@ -84,7 +99,7 @@ class DdpReducer:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            raise LoopError(self._describe_unused(str(error))) from None
+            raise LoopError(self._describe_unused(_UNUSED.find(error))) from None
 
     def average(self) -> None:
         """Average gradients that no backward has averaged: the window's last micro-batch had none. Collective."""
@@ -169,10 +184,9 @@ class DdpReducer:
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
 
-    def _describe_unused(self, message: str) -> str:
-        """The error for a backward after which DDP waits for more gradients; `message` is torch's own."""
+    def _describe_unused(self, numbers: re.Match[str] | None) -> str:
+        """Return the error for a backward after which DDP waits for more gradients, whose numbers torch may name."""
         names = self._names
-        numbers = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
         found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
         which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
         return (

@@ -60,9 +60,8 @@ class UnpreparedOptimizer:
         """Step: the script may have called `loss.backward()` itself."""
         self.step(Measured(), clips=False)
 
-    def explain(self, error: BaseException) -> None:  # noqa: ARG002
-        """See `Session.explain`; plain torch's own errors are raised."""
-        return
+    def raise_clearer(self, error: BaseException) -> None:
+        """See `Session.raise_clearer`; plain torch's own errors are raised."""
 
     def complete_gradients(self) -> Measured:
         return Measured()

@@ -6,7 +6,6 @@ The loss scale follows the rule of DeepSpeed's ZeRO, so that it is the same with
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.config.handlers import AutocastKwargs
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import Foreign, raise_clearer
 from zero_plugin.tensors.nested import map_leaves, to_fp32
 from zero_plugin.tensors.wrappers import wrap_forward
+
+_TWO_DTYPES = Foreign(
+    "dtype|scalar type",
+    "torch/lib/libtorch_cpu.so",
+    "a layer cannot combine {dtype} weights with another dtype ({error}). The model has floating-point buffers that "
+    'are not {dtype}: {names}.\nWrite "data_types": {{"buffer_dtype": "{short}"}} into the DeepSpeed configuration, or '
+    "cast in the model's forward: x + self.table.to(x.dtype).",
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -314,12 +321,7 @@ def _run_naming_buffers(wide: list[str], dtype: str, forward: Any, *args: Any, *
     try:
         return forward(*args, **kwargs)
     except RuntimeError as error:
-        if not re.search("dtype|scalar type", str(error)):
-            raise
         names = ", ".join(wide[:6]) + (f" and {len(wide) - 6} more" if len(wide) > 6 else "")
         short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-        raise LoopError(
-            f"a layer cannot combine {dtype} weights with another dtype ({error}). The model has floating-point "
-            f'buffers that are not {dtype}: {names}.\nWrite "data_types": {{"buffer_dtype": "{short}"}} into the '
-            "DeepSpeed configuration, or cast in the model's forward: x + self.table.to(x.dtype)."
-        ) from error
+        raise_clearer(error, [_TWO_DTYPES], dtype=dtype, short=short, names=names)
+        raise

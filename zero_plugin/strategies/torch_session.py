@@ -15,14 +15,9 @@ from torch.optim import Optimizer
 
 from zero_plugin.config.handlers import AutocastKwargs
 from zero_plugin.config.resolve.facts import Precision
-from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import (
-    Session,
-    describe_renormalizing,
-    describe_second_gradient,
-    release_failed_backward,
-)
-from zero_plugin.strategies.ddp_reducer import DdpReducer
+from zero_plugin.errors import raise_clearer
+from zero_plugin.strategies.base import Session, describe_renormalizing, release_failed_backward
+from zero_plugin.strategies.ddp_reducer import OF_BACKWARD, DdpReducer
 from zero_plugin.strategies.events import Events
 from zero_plugin.strategies.optimizer_only import skips_by_found_inf
 from zero_plugin.strategies.precision import (
@@ -120,16 +115,9 @@ class TorchSession(Session):
             trained = [p for p in self.module.parameters() if p.requires_grad]
             self.undo += [p.register_post_accumulate_grad_hook(emit).remove for p in trained]  # type: ignore[no-untyped-call]
 
-    def explain(self, error: BaseException) -> LoopError | None:
-        if self._reducer is not None and "mark a variable ready only once" in str(error):
-            return LoopError(describe_second_gradient("DDP averages the first one alone"))
-        if self._reducer is None or "SparseTensorImpl" not in str(error):
-            return None
-        return LoopError(
-            f"a gradient of the {type(self.module).__name__} is a sparse tensor, and is not that of an "
-            "nn.Embedding(sparse=True): DDP averages dense gradients, and those of such layers.\n"
-            "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True)."
-        )
+    def raise_clearer(self, error: BaseException) -> None:
+        if self._reducer is not None:
+            raise_clearer(error, OF_BACKWARD, model=type(self.module).__name__)
 
     def drop_applied(self) -> bool | None:
         had_any = self._has_any_grad()

@@ -20,6 +20,7 @@ import torch
 from zero_plugin.config.choices import LoggerType
 from zero_plugin.config.handlers import ProjectConfiguration
 from zero_plugin.distributed.collectives import process_index
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
 _log = logging.getLogger(__name__)
@@ -354,9 +355,9 @@ class _OfAccelerate:
 class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
     """What Accelerate's trackers call of its logger."""
 
-    @functools.cache  # noqa: B019 - there is one for the whole process
     def warning_once(self, message: str) -> None:
-        self.warning(message)
+        if once(_OnceLogger, message):
+            self.warning(message)
 
 
 Known: TypeAlias = type[GeneralTracker] | _OfAccelerate

@@ -8,12 +8,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from zero_plugin.errors import Foreign
 from zero_plugin.loop.out_of_memory import is_out_of_memory
 from zero_plugin.machine.hardware import clear_device_cache as clear_device_cache
 
 _logger = logging.getLogger(__name__)
 
-_CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."  # it has no algorithm for a batch that large
+_TOO_LARGE = Foreign(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.")  # it has no algorithm for a batch that large
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -30,7 +31,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
     """Whether the error says that memory ran out, on a GPU or a CPU, or that cuDNN cannot do a batch that large."""
-    return is_out_of_memory(exception) or (isinstance(exception, RuntimeError) and _CUDNN in str(exception))
+    return is_out_of_memory(exception) or _TOO_LARGE.find(exception) is not None
 
 
 def find_executable_batch_size(

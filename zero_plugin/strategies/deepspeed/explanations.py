@@ -2,90 +2,77 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from torch import nn
 
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import Foreign, LoopError, raise_clearer
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS, SecondGradientError, describe_second_gradient
-from zero_plugin.strategies.deepspeed.nvme import explain_failed_swap
+from zero_plugin.strategies.deepspeed.nvme import describe_failed_swap
 
-# torch's message for the gradient of a tensor that was empty in the forward.
-_OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
-# torch's message for a product with a weight that was released after the first backward through its forward.
-_OF_RELEASED = re.compile(r"size of tensor \w \(0\) must match")
-# DeepSpeed's and Python's messages for a parameter that gets two gradients in one backward.
-_OF_SECOND_GRADIENTS = ("has already been reduced", "'NoneType' object has no attribute 'numel'")
+_TORCH = "torch/lib/libtorch_cpu.so"
+SECOND_BACKWARD = (
+    "a second backward through one forward of the {model}: ZeRO stage 3 has released its weights after the first.\n"
+    "Add the losses and call backward() once, call the model again for the second loss, or use stage 2."
+)
 
 
-def explain(error: BaseException, engine: Any, swap_folders: tuple[Path, ...], *, is_nested: bool) -> LoopError | None:
-    """Return a clearer error to raise instead of one in a backward or a step; None to raise that one.
+def _describe_released(module: nn.Module, model: str, **_: Any) -> str:
+    is_set = any(p.grad is not None and p.grad.numel() == 0 < getattr(p, "ds_numel", 0) for p in module.parameters())
+    return OWN_GRADIENTS if is_set else SECOND_BACKWARD.format(model=model)
+
+
+def _describe_second(*, is_nested: bool, **_: Any) -> str:
+    return describe_second_gradient("At ZeRO stages 2 and 3 only one of them would count", is_nested=is_nested)
+
+
+def _describe_sparse(module: nn.Module, model: str, **_: Any) -> str:
+    names = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    which = f"of {', '.join(names[:4])}" if names else "of a parameter"
+    return (
+        f"the gradient {which} of the {model} is a sparse tensor, and DeepSpeed partitions dense ones.\nCall "
+        "torch.nn.functional.embedding with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
+    )
+
+
+_OF_EMPTY_WEIGHTS = (
+    # A product with a weight that was released after the first backward through its forward.
+    Foreign(r"size of tensor \w \(0\) must match", _TORCH, _describe_released),
+    # The gradient of a tensor that was empty in the forward.
+    Foreign(
+        r"invalid gradient at index \d+ - got \[0\]",
+        _TORCH,
+        "the loss was computed from parameters of the {model} outside of its forward, where they are empty at ZeRO "
+        "stage 3.\nReplace a penalty on weights by the optimizer's weight_decay, or use stage 2.",
+    ),
+)
+_STAGE_2 = "deepspeed/runtime/zero/stage_1_and_2.py"
+_OF_ALL_STAGES = (
+    Foreign("", "", describe_failed_swap, AssertionError, "deepspeed.runtime.swap_tensor."),
+    # A parameter that gets two gradients in one backward. A hook of the script may raise the same texts.
+    Foreign("has already been reduced", _STAGE_2, _describe_second, AssertionError, "deepspeed."),
+    Foreign("'NoneType' object has no attribute 'numel'", "", _describe_second, AttributeError, "deepspeed."),
+    Foreign("", "", _describe_second, SecondGradientError),
+    Foreign("(?i)sparse", _TORCH, _describe_sparse),
+)
+
+
+def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_nested: bool) -> None:
+    """Raise a clearer error instead of one in a backward or a step; return if there is none.
 
     Args:
         error: the error.
         engine: the engine.
-        swap_folders: the NVMe folders of the engine.
+        folders: the NVMe folders of the engine.
         is_nested: whether the loss of the running backward depends on no weight, so that its hook runs others.
     """
-    partitions = engine.zero_optimization_partition_weights()
-    if partitions and (explained := _explain_empty_weights(error, engine.module)) is not None:
-        return explained
-    if (failed := explain_failed_swap(error, swap_folders)) is not None:
-        return failed
-    if _is_second_gradient(error):
-        why = "At ZeRO stages 2 and 3 only one of them would count"
-        return LoopError(describe_second_gradient(why, is_nested=is_nested))
-    return _explain_sparse_gradients(error, engine.module)
-
-
-def _explain_empty_weights(error: BaseException, module: nn.Module) -> LoopError | None:
-    """Return a clearer error instead of torch's in a backward at stage 3; None for other errors."""
-    if _OF_RELEASED.search(str(error)):
-        is_set = any(
-            p.grad is not None and p.grad.numel() == 0 < getattr(p, "ds_numel", 0) for p in module.parameters()
-        )
-        return LoopError(OWN_GRADIENTS) if is_set else second_backward(module)
-    if not _OF_EMPTY.search(str(error)):
-        return None
-    return LoopError(
-        f"the loss was computed from parameters of the {type(module).__name__} outside of its forward, where they are "
-        "empty at ZeRO stage 3.\nReplace a penalty on weights by the optimizer's weight_decay, or use stage 2."
-    )
-
-
-def second_backward(module: nn.Module) -> LoopError:
-    """Return the error for a second backward through one forward at stage 3."""
-    return LoopError(
-        f"a second backward through one forward of the {type(module).__name__}: ZeRO stage 3 has released its weights "
-        "after the first.\nAdd the losses and call backward() once, call the model again for the second loss, or use "
-        "stage 2."
-    )
-
-
-def _explain_sparse_gradients(error: BaseException, module: nn.Module) -> LoopError | None:
-    """Return a clearer error instead of torch's where DeepSpeed meets a sparse gradient; None for other errors."""
-    if not isinstance(error, RuntimeError) or "sparse" not in str(error).lower():
-        return None
-    names = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
-    which = f"of {', '.join(names[:4])}" if names else "of a parameter"
-    return LoopError(
-        f"the gradient {which} of the {type(module).__name__} is a sparse tensor, and DeepSpeed partitions dense "
-        "ones.\nCall torch.nn.functional.embedding with sparse=False, or train without DeepSpeed "
-        "(distributed_type: MULTI_GPU)."
-    )
-
-
-def _is_second_gradient(error: BaseException) -> bool:
-    """Return whether a parameter got two gradients in one backward; a hook of the script may raise such words too."""
-    if not any(words in str(error) for words in _OF_SECOND_GRADIENTS):
-        return isinstance(error, SecondGradientError)
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith("deepspeed.")
+    module: nn.Module = engine.module
+    rows = (*_OF_EMPTY_WEIGHTS, *_OF_ALL_STAGES) if engine.zero_optimization_partition_weights() else _OF_ALL_STAGES
+    model = type(module).__name__
+    raise_clearer(error, rows, module=module, model=model, folders=folders, is_nested=is_nested)
 
 
 def runs_forward(engine: Any) -> bool:

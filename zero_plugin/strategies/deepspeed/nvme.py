@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.distributed.collectives import broadcast_value
 from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import LoopError
 from zero_plugin.strategies.deepspeed.patches import Patches
 
 _PREFIX = "zero_plugin-swap-"
-_SWAPS = "deepspeed/runtime/swap_tensor/"
 _engine_numbers = itertools.count()
 _held: dict[Path, int] = {}  # run folder -> descriptor that holds its lock while this process runs
 _in_use: set[Path] = set()  # engine folders
@@ -62,20 +60,10 @@ def remove_abandoned(config: dict[str, Any], processes: Processes) -> None:
             _remove_abandoned(Path(section["nvme_path"]))
 
 
-def explain_failed_swap(error: BaseException, folders: Sequence[Path]) -> LoopError | None:
-    """An error that names the disk in place of DeepSpeed's bare assertion; None for other errors.
-
-    Args:
-        error: of a backward or a step.
-        folders: of the engine.
-    """
-    trace = error.__traceback__ if isinstance(error, AssertionError) else None
-    while trace is not None and _SWAPS not in trace.tb_frame.f_code.co_filename:
-        trace = trace.tb_next
-    if trace is None:
-        return None
+def describe_failed_swap(folders: Sequence[Path], **_: Any) -> str:
+    """Return an error that names the disk, instead of DeepSpeed's bare assertion; `folders` are those of the engine."""
     found = [_state_of(folder) for folder in dict.fromkeys(folder.parents[1] for folder in folders)]
-    return LoopError(
+    return (
         f"offload to NVMe: DeepSpeed could not write or read its files ({'; '.join(found)}).\nThe optimizer states and "
         "weights there are lost: resume from the last checkpoint, with an nvme_path that stays."
     )

@@ -8,7 +8,6 @@ that were collected before, or, where they are about to be loaded, their names a
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -31,7 +30,7 @@ from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import CheckpointError, LoopError
+from zero_plugin.errors import CheckpointError, Foreign, LoopError, raise_clearer
 from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.construction import UsedByConstructors
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
@@ -45,8 +44,6 @@ NOTES_WRITTEN: Final = "zero_plugin_notes_written"
 _LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 _REFUSING: Final[WeakKeyDictionary[nn.Module, Any]] = WeakKeyDictionary()  # hooks of modules that no engine gathers
-# Python's message for a parameter that a module has got since it was partitioned, and DeepSpeed's for one that it lost.
-_OF_FOREIGN = re.compile(r"'(Parameter|Tensor)' object has no attribute 'ds_|^tracing error at step")
 # The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
@@ -210,6 +207,20 @@ def fetch_empty(engine: Any, patches: Patches) -> None:
         patches.precede(coordinator_of(engine), "fetch_sub_module", mark)
 
 
+_UNPARTITIONED = (
+    "a forward of the {model} with a parameter that ZeRO stage 3 has not partitioned: it was replaced, moved, added or "
+    "given after prepare() (module.weight = nn.Parameter(…), a parametrization, torch.func.functional_call), or the "
+    "module is a copy of the prepared one.\n"
+    "Change and copy the model before prepare(). To compute with other weights than the model's own, use stage 2."
+)
+_OF_UNPARTITIONED = (
+    # Python's, for a parameter that a module has got since it was partitioned.
+    Foreign("'(Parameter|Tensor)' object has no attribute 'ds_", "", _UNPARTITIONED, AttributeError),
+    # DeepSpeed's, for one that it has lost.
+    Foreign("^tracing error at step", "deepspeed/runtime/zero/partitioned_param_coordinator.py", _UNPARTITIONED),
+)
+
+
 def explain_foreign(engine: Any, patches: Patches) -> None:
     """Make a forward with parameters that the engine has not partitioned an error in this package's words.
 
@@ -224,15 +235,8 @@ def explain_foreign(engine: Any, patches: Patches) -> None:
             try:
                 return method(*args, **kwargs)
             except (AttributeError, RuntimeError) as error:
-                if not _OF_FOREIGN.search(str(error)):
-                    raise
-                raise LoopError(
-                    f"a forward of the {kind} with a parameter that ZeRO stage 3 has not partitioned: it was replaced, "
-                    "moved, added or given after prepare() (module.weight = nn.Parameter(…), a parametrization, "
-                    "torch.func.functional_call), or the module is a copy of the prepared one.\n"
-                    "Change and copy the model before prepare(). To compute with other weights than the model's own, "
-                    "use stage 2."
-                ) from error
+                raise_clearer(error, _OF_UNPARTITIONED, model=kind)
+                raise
 
         # As the methods are; else a compiled model would be traced into this.
         untraced: Any = torch.compiler.disable

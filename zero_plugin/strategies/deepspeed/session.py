@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import own_progress
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import once
 from zero_plugin.distributed.processes import process_group
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session, release_failed_backward
@@ -191,11 +192,11 @@ class EngineSession(Session):
         with self.loading():
             fill_states(self.blocks(changing=True), given)
 
-    def explain(self, error: BaseException) -> LoopError | None:
+    def raise_clearer(self, error: BaseException) -> None:
         # The loss of a backward that only runs others in its hook depends on no weight.
         loss = self._loss()
         is_nested = loss is not None and self._passed and not self._depends(loss)
-        return explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
+        explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
 
     def emit_from_hooks(self) -> None:
         self.gradients.emit_from_hooks()
@@ -304,8 +305,7 @@ class EngineSession(Session):
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
         if max_norm != math.inf:
-            if self._clips_steps:
-                self._clips_steps = False  # it is warned of once
+            if self._clips_steps and once(self, "clip"):
                 announce(
                     "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
                     "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
@@ -555,7 +555,7 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
-            raise explanations.second_backward(self.module)
+            raise LoopError(explanations.SECOND_BACKWARD.format(model=type(self.module).__name__))
         return gradient
 
     def _begin_window(self) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import OWN_GRADIENTS
 from zero_plugin.strategies.events import Guard, Sampling
@@ -95,7 +96,6 @@ class PartialGradients(Guard):
         self._is_reduced = False
         # `p.grad` with its version, and the versions of the weights, after the last backward of a sampled window.
         self._seen: tuple[list[tuple[Tensor | None, int]], list[int]] | None = None
-        self._logged: set[str] = set()
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:
@@ -162,8 +162,7 @@ class PartialGradients(Guard):
         return ", ".join(part for part in (own or "the gradient", scaled) if part)
 
     def _warn(self, text: str, which: Sequence[bool]) -> None:
-        if any(which) and text not in self._logged:
-            self._logged.add(text)
+        if any(which) and once(self, text):
             ids = {id(p) for p, changed in zip(self.session.trained, which, strict=True) if changed}
             name = next(name for name, p in self.session.module.named_parameters() if id(p) in ids)
             announce(text.format(len(ids), name), by_each=True)

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.deepspeed.states import gathered_parts, own_part
 from zero_plugin.strategies.events import Guard, Sampling
@@ -122,15 +123,14 @@ class UncountedWrites(Guard):
     def __init__(self, session: Any, sampling: Sampling) -> None:
         super().__init__(session, sampling)
         self._is_partitioned = session.engine.zero_optimization_partition_weights()
-        self._has_warned = False
 
     def before_step(self) -> None:
         """Compare, in the sampled steps, the weights with what the step will update."""
         masters = self.session.masters
-        if not self.sampling.is_due() or self._has_warned or masters.set_after == masters.steps - 1:
+        if not self.sampling.is_due() or masters.set_after == masters.steps - 1:
             return
-        if lost := [name for name, wanted, weight in self._kept() if not torch.equal(wanted, weight)]:
-            self._has_warned = True
+        lost = [name for name, wanted, weight in self._kept() if not torch.equal(wanted, weight)]
+        if lost and once(self, "p.data"):
             outside = "" if self._is_partitioned else "under torch.no_grad() into the parameter itself, or "
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
