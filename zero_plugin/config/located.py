@@ -293,6 +293,18 @@ class _Json(_Reader):
             raise self._refuse("there is text after the end of the JSON", "Delete it, or close the braces later.")
         return root
 
+    def key_span(self, at: int) -> tuple[int, int, int]:
+        """Return where the key at an offset begins and ends, and where its value ends."""
+        self._at = at
+        self._key(())
+        key_end = self._at
+        self._skip()
+        if self._next() != ":":
+            raise self._refuse("no colon", "")
+        self._skip(1)
+        self._value(())
+        return at, key_end, self._at
+
     def _value(self, path: KeyPath, where: str = "") -> Located:
         where = where or self._where()
         self._refuse_depth(path, self._where())
@@ -437,3 +449,19 @@ def _read_number(text: str) -> int | float:
 
 
 _SCALARS: Final = json.JSONDecoder(parse_int=_read_number, parse_float=_read_number, parse_constant=_read_number)
+
+
+def key_span_of_json(text: str, at: int) -> tuple[int, int, int]:
+    """Return where a key of a JSON text begins and ends, and where its value ends.
+
+    Args:
+        text: what `parse_text` has read without an error.
+        at: where the key begins.
+
+    Raises:
+        ValueError: no key begins there.
+    """
+    try:
+        return _Json(text, "", []).key_span(at)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
