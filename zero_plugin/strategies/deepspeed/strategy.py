@@ -28,7 +28,7 @@ from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.handlers import Handlers
 from zero_plugin.config.installed import warn_of_transformers
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.keys import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import BUCKET_CEILING, expected_precision
