@@ -193,7 +193,6 @@ class TorchStrategy(Strategy):
             request.model,
             optimizer,
             precision=resolved.precision,
-            clipping=resolved.clipping,
             scale=scale,
             skips=scale is not None or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
             autocast=self.handlers.autocast,

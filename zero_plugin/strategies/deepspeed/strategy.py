@@ -190,7 +190,7 @@ class DeepSpeedStrategy(Strategy):
         engine = self._initialize(request, optimizer, parameters, config)
         hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         scale = LossScale(resolved.tree.section("fp16").nested())
-        session = EngineSession(engine, clipping=resolved.clipping, scale=scale, swap_folders=swap_folders, given=given)
+        session = EngineSession(engine, scale=scale, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
         if given is not None and (resolved.zero_stage > 0 or resolved.precision != "no"):
             session.at_end.append(partial(_release_optimizer, given, groups))
@@ -310,7 +310,7 @@ class DeepSpeedStrategy(Strategy):
         undo = compute_in(module, _DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
-        session = TorchSession(module, module, None, precision="no", clipping=None)
+        session = TorchSession(module, module, None, precision="no")
         session.undo += undo
         return session
 
