@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zero_plugin import Accelerator, DeepSpeedPlugin
-from zero_plugin.config.resolve.facts import Clipping
 from zero_plugin.errors import ConfigError
 from zero_plugin.loop.window import Phase, Window
 from zero_plugin.strategies.precision import Measured
@@ -52,7 +51,7 @@ def test_the_norm_of_a_step() -> None:
     """Configured, until the script has clipped: then it is what the script's clipping leaves to the step."""
     window = Window(1)
     assert window.step_norm == math.inf
-    window.clipping = Clipping(2.0)
+    window.clipping = 2.0
     for phase in (Phase.ACCUMULATED, Phase.COMPLETE):
         window.enter(phase)
         assert window.step_norm == 2.0

@@ -19,14 +19,11 @@ from zero_plugin.config.choices import Checks
 from zero_plugin.config.tree import KeyPath
 
 # Topics of the flags in the help, in its order.
-USUAL: Final = "The usual flags"
-HARDWARE: Final = "Hardware"
-LOOP: Final = "ZeRO and the loop"
-COMPILATION: Final = "Compilation"
-PROGRAM: Final = "Program"
-LOGS: Final = "Logs and restarts"
-SEVERAL: Final = "Several machines"
-TOPICS: Final = (USUAL, HARDWARE, LOOP, COMPILATION, PROGRAM, LOGS, SEVERAL)
+TOPICS: Final = (
+    *("The usual flags", "Hardware", "ZeRO and the loop", "Compilation", "Program"),
+    *("Logs and restarts", "Several machines"),
+)
+USUAL, HARDWARE, LOOP, COMPILATION, PROGRAM, LOGS, SEVERAL = TOPICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,7 @@ class Key:
         filled_by: who fills the key if it is `auto`. `loop`: what only the loop knows, also if the key is absent.
             `script`: other layers, too, i.e. Accelerate's `prepare` or transformers' Trainer. `plan`: the plan of the
             memory. "": a rule of `config/resolve`, or DeepSpeed's default.
+        setup: the field of `plan.situation.Setup` that it settles; "" for none.
         option: the options of `zero-plugin explain` that fill it as a run would; "" for `--set`.
         elsewhere: what other libraries call the key, if spelling alone does not find it.
     """
@@ -71,6 +69,7 @@ class Key:
     flag: Flag | None = None
     variable: str = ""
     filled_by: Literal["", "loop", "script", "plan"] = ""
+    setup: str = ""
     option: str = ""
     elsewhere: tuple[str, ...] = ()
 
@@ -222,63 +221,61 @@ def _launch_row(name: str, facts: list[Any]) -> Key:
 LAUNCH: Final = {name: _launch_row(name, field.metadata) for name, field in LaunchSettings.model_fields.items()}
 
 ZERO: Final = "zero_optimization"
-_BY_LOADER: Final[Mapping[str, Any]] = {"filled_by": "loop", "option": "--micro_batch"}
-_BY_PLAN: Final[Mapping[str, Any]] = {"filled_by": "plan", "option": "--model with --gpu_memory"}
-_BY_MODEL: Final[Mapping[str, Any]] = {"filled_by": "script", "option": "--hidden_size or --model"}
+_LOADER: Final[Mapping[str, Any]] = {"filled_by": "loop", "option": "--micro_batch"}
+_PLAN: Final[Mapping[str, Any]] = {"filled_by": "plan", "option": "--model with --gpu_memory"}
+_MODEL_SIZE: Final[Mapping[str, Any]] = {"filled_by": "script", "option": "--hidden_size or --model"}
 
 
-def _shared_row(name: str, field: str, flag: Flag, **more: Any) -> Key:
+def _row(name: str, field: str, flag: Flag, **more: Any) -> Key:
     """Return a row for a key that Accelerate has under a short name, too."""
     prefix = "ACCELERATE_DEEPSPEED_" if name.startswith(ZERO) else "ACCELERATE_"
     return Key(name, field, flag, prefix + field.upper(), **more)
 
 
-STAGE: Final = _shared_row(f"{ZERO}.stage", "zero_stage", Flag(USUAL, 4), **_BY_PLAN)
-OFFLOAD_OPTIMIZER: Final = _shared_row(
-    f"{ZERO}.offload_optimizer.device", "offload_optimizer_device", Flag(USUAL, 5), **_BY_PLAN
+STAGE: Final = _row(f"{ZERO}.stage", "zero_stage", Flag(USUAL, 4), setup="stage", **_PLAN)
+OFFLOAD_OPTIMIZER: Final = _row(
+    f"{ZERO}.offload_optimizer.device", "offload_optimizer_device", Flag(USUAL, 5), setup="offload_optimizer", **_PLAN
 )
-OPTIMIZER_FOLDER: Final = _shared_row(
+OPTIMIZER_FOLDER: Final = _row(
     f"{ZERO}.offload_optimizer.nvme_path", "offload_optimizer_nvme_path", Flag(LOOP, 5, metavar="PATH")
 )
-OFFLOAD_PARAM: Final = _shared_row(f"{ZERO}.offload_param.device", "offload_param_device", Flag(USUAL, 6), **_BY_PLAN)
-PARAM_FOLDER: Final = _shared_row(
-    f"{ZERO}.offload_param.nvme_path", "offload_param_nvme_path", Flag(LOOP, 6, metavar="PATH")
+OFFLOAD_PARAM: Final = _row(
+    f"{ZERO}.offload_param.device", "offload_param_device", Flag(USUAL, 6), setup="offload_param", **_PLAN
 )
-SAVE_16BIT: Final = _shared_row(
-    f"{ZERO}.stage3_gather_16bit_weights_on_model_save", "zero3_save_16bit_model", Flag(LOOP, 9)
+PARAM_FOLDER: Final = _row(f"{ZERO}.offload_param.nvme_path", "offload_param_nvme_path", Flag(LOOP, 6, metavar="PATH"))
+SAVE_16BIT: Final = _row(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", "zero3_save_16bit_model", Flag(LOOP, 9))
+GLOBAL_BATCH: Final = Key("train_batch_size", **_LOADER)
+_MICRO: Final = ("per_device_train_batch_size", "micro_batch_size")
+MICRO_BATCH: Final = Key("train_micro_batch_size_per_gpu", setup="micro_batch", elsewhere=_MICRO, **_LOADER)
+ACCUMULATION: Final = _row(
+    "gradient_accumulation_steps", "gradient_accumulation_steps", Flag(USUAL, 8), setup="accumulation", **_LOADER
 )
-GLOBAL_BATCH: Final = Key("train_batch_size", **_BY_LOADER)
-MICRO_BATCH: Final = Key(
-    "train_micro_batch_size_per_gpu", elsewhere=("per_device_train_batch_size", "micro_batch_size"), **_BY_LOADER
-)
-ACCUMULATION: Final = _shared_row(
-    "gradient_accumulation_steps", "gradient_accumulation_steps", Flag(USUAL, 8), **_BY_LOADER
-)
-CLIPPING: Final = _shared_row(
+CLIPPING: Final = _row(
     "gradient_clipping", "gradient_clipping", Flag(LOOP, 7), filled_by="loop", elsewhere=("max_grad_norm",)
 )
 SEQUENCE: Final = Key("sequence_parallel_size", flag=Flag(LOOP, 4), variable="PARALLELISM_CONFIG_SP_SIZE")
-REDUCE_BUCKET: Final = Key(f"{ZERO}.reduce_bucket_size", **_BY_MODEL)
-PREFETCH_BUCKET: Final = Key(f"{ZERO}.stage3_prefetch_bucket_size", **_BY_MODEL)
-PERSISTENCE: Final = Key(f"{ZERO}.stage3_param_persistence_threshold", **_BY_MODEL)
-SUB_GROUP: Final = Key(f"{ZERO}.sub_group_size", option="--model")
-PARAM_BUFFER: Final = Key(f"{ZERO}.offload_param.buffer_size", option="--model")
-_OPTIMIZER: Final = "optimizer.params"
-_SCHEDULER: Final = "scheduler.params"
 TRAINING: Final = (
     *(STAGE, OFFLOAD_OPTIMIZER, OPTIMIZER_FOLDER, OFFLOAD_PARAM, PARAM_FOLDER, SAVE_16BIT),
     *(GLOBAL_BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, SEQUENCE),
-    *(REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE, SUB_GROUP, PARAM_BUFFER),
+    Key(f"{ZERO}.reduce_bucket_size", setup="reduce_bucket", **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_prefetch_bucket_size", setup="prefetch_bucket", **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_param_persistence_threshold", setup="persistence_threshold", **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_max_live_parameters", setup="max_live_parameters"),
+    Key(f"{ZERO}.stage3_max_reuse_distance", setup="max_reuse_distance"),
+    Key(f"{ZERO}.sub_group_size", setup="sub_group_size", option="--model"),
+    Key(f"{ZERO}.overlap_comm", setup="overlap_comm"),
+    Key(f"{ZERO}.offload_optimizer.ratio", setup="ratio"),
+    Key(f"{ZERO}.offload_param.buffer_size", setup="param_buffer", option="--model"),
     *(Key(f"{half}.enabled", filled_by="script") for half in ("fp16", "bf16")),
-    Key(f"{_OPTIMIZER}.lr", filled_by="script", option="--lr", elsewhere=("learning_rate",)),
-    Key(f"{_OPTIMIZER}.betas", filled_by="script"),
-    Key(f"{_OPTIMIZER}.eps", filled_by="script", elsewhere=("epsilon", "adam_epsilon")),
-    Key(f"{_OPTIMIZER}.weight_decay", filled_by="script", option="--weight_decay"),
-    Key(f"{_SCHEDULER}.warmup_min_lr", filled_by="script"),
-    Key(f"{_SCHEDULER}.warmup_max_lr", filled_by="script", option="--lr"),
-    Key(f"{_SCHEDULER}.warmup_num_steps", filled_by="script", option="--warmup_steps"),
-    Key(f"{_SCHEDULER}.total_num_steps", filled_by="script", option="--steps", elsewhere=("num_training_steps",)),
-    Key(f"{_SCHEDULER}.cycle_max_lr", option="--lr"),
+    Key("optimizer.params.lr", filled_by="script", option="--lr", elsewhere=("learning_rate",)),
+    Key("optimizer.params.betas", filled_by="script"),
+    Key("optimizer.params.eps", filled_by="script", elsewhere=("epsilon", "adam_epsilon")),
+    Key("optimizer.params.weight_decay", filled_by="script", option="--weight_decay"),
+    Key("scheduler.params.warmup_min_lr", filled_by="script"),
+    Key("scheduler.params.warmup_max_lr", filled_by="script", option="--lr"),
+    Key("scheduler.params.warmup_num_steps", filled_by="script", option="--warmup_steps"),
+    Key("scheduler.params.total_num_steps", filled_by="script", option="--steps", elsewhere=("num_training_steps",)),
+    Key("scheduler.params.cycle_max_lr", option="--lr"),
 )
 # Where parameters, gradients and optimizer states are: what a plan of the memory chooses.
 PLACEMENT: Final = tuple(key.path for key in TRAINING if key.filled_by == "plan")

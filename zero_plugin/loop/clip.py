@@ -10,7 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.errors import LoopError
+from zero_plugin.config.keys import CLIPPING
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.loop import window_errors
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
@@ -34,7 +36,7 @@ def clip_norm(run: Run, prepared: Prepared, parameters: Any, max_norm: float, no
         found = _select(training, given)
         if found is None:
             continue
-        training.window.clipping.refuse_other(max_norm)
+        _refuse_other_norm(training.resolved, max_norm)
         only = None if found is ALL else given
         return clip(training.window, training.session, max_norm, norm_type=norm_type, only=only)
     if not trained and run.strategy.optimizer_may_follow:
@@ -147,6 +149,16 @@ def _refuse_several(trained: Sequence[Training], given: Sequence[Tensor]) -> Non
     owners = [training for training in trained if any(id(p) in ids for p in training.parameters)]
     if len(owners) > 1:
         raise LoopError(f"clip_grad_norm_ got parameters of {len(owners)} prepared models; call it once for each.")
+
+
+def _refuse_other_norm(resolved: Resolved, max_norm: float) -> None:
+    """Refuse to clip at another norm than the user has typed. An infinite norm only measures."""
+    entry = resolved.tree.entries[CLIPPING.path]
+    if entry.origin.typed_by_user and entry.value not in (None, max_norm) and max_norm != math.inf:
+        where = f"clip_grad_norm_(max_norm={max_norm})"
+        message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
+        fix = "Write the same value in both, or auto in the file."
+        raise ConfigError([Problem(where, CLIPPING.name, message, fix)])
 
 
 def _complete_waiting(prepared: Prepared) -> bool:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ class Training:
         """
         progress = LoaderProgress(ends_windows=run.options.accumulation.sync_with_dataloader)
         self.window = Window(self.resolved.accumulation, progress)
-        self.window.clipping = self.resolved.steps_clip
+        self.window.clipping = self.resolved.clipping or inf
         assert self.session.optimizer is not None, "the session has just been given one"
         optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
         optimizer.run_in(self.window, self.session)
@@ -256,7 +257,7 @@ class Training:
     def _follow(self, facts: Facts, resolved: Resolved) -> None:
         self.facts, self.resolved = facts, resolved
         if self.optimizer is not None:  # the window of other models is not their own
-            self.window.clipping = resolved.steps_clip
+            self.window.clipping = resolved.clipping or inf
 
     @property
     def _counts_processes(self) -> bool:

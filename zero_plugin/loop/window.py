@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
-from zero_plugin.config.resolve.facts import Clipping
 from zero_plugin.data.active import LoaderProgress
 from zero_plugin.errors import LoopError
 from zero_plugin.loop import window_errors
@@ -128,7 +128,7 @@ class Window:
         is_decided: whether the script has set `ends_here`.
         phase: the state of the gradients.
         measured: what is known of COMPLETE gradients.
-        clipping: the configured clipping.
+        clipping: the configured norm at which steps clip; infinite for no clipping.
         completed_by: the last call of the script that needs the gradients COMPLETE.
         keeps_gradients: whether the gradients of the last step are still in `p.grad`, because the script has not called
             zero_grad(). None after a step, until the next backward shows it (under ZeRO, never).
@@ -145,7 +145,7 @@ class Window:
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self.measured = Measured()
-        self.clipping = Clipping()
+        self.clipping = inf
         self.completed_by = CLIP_NORM
         self.keeps_gradients: bool | None = False
         self.in_context = False
@@ -222,7 +222,7 @@ class Window:
 
         A session that clips immediately has no limit left for the step.
         """
-        return self.measured.limit if self.phase is Phase.CLIPPED else self.clipping.max_norm
+        return self.measured.limit if self.phase is Phase.CLIPPED else self.clipping
 
     # ---- counting ----------------------------------------------------------------------------------------------------
 

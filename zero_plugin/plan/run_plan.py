@@ -13,10 +13,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from zero_plugin.config import keys
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
-from zero_plugin.config.keys import ACCUMULATION, GLOBAL_BATCH, PLACEMENT, ZERO
+from zero_plugin.config.keys import ACCUMULATION, GLOBAL_BATCH, PLACEMENT, TRAINING, ZERO
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, Resolved
 from zero_plugin.config.resolve.resolve import resolve, unplanned_micro_batch
@@ -136,21 +135,7 @@ def _computes_in_bf16(kind: AcceleratorKind) -> bool:
 
 
 # The key of a configuration that settles each field of a setup; `pin_memory` has two.
-KEYS: Final[Mapping[str, KeyPath]] = {
-    **dict(zip(("stage", "offload_optimizer", "offload_param"), PLACEMENT, strict=True)),
-    "ratio": (ZERO, "offload_optimizer", "ratio"),
-    "sub_group_size": keys.SUB_GROUP.path,
-    "micro_batch": keys.MICRO_BATCH.path,
-    "accumulation": ACCUMULATION.path,
-    "reduce_bucket": keys.REDUCE_BUCKET.path,
-    "prefetch_bucket": keys.PREFETCH_BUCKET.path,
-    "persistence_threshold": keys.PERSISTENCE.path,
-    "max_live_parameters": (ZERO, "stage3_max_live_parameters"),
-    "max_reuse_distance": (ZERO, "stage3_max_reuse_distance"),
-    "param_buffer": keys.PARAM_BUFFER.path,
-    "overlap_comm": (ZERO, "overlap_comm"),
-}
-
+KEYS: Final = {key.setup: key.path for key in TRAINING if key.setup}
 
 Planned = Mapping[KeyPath, tuple[Any, str]]
 

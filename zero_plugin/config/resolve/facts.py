@@ -7,7 +7,6 @@ and what to log. `Resolved` has no open field, and every value with its origin, 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -165,30 +164,6 @@ OptimizerSection = Section
 SchedulerSection = Section
 
 
-@dataclass(frozen=True, slots=True)
-class Clipping:
-    """The configured clipping of a model's steps. Only its window, which holds it, decides at which norm a step clips.
-
-    Attributes:
-        max_norm: the largest norm of a step's gradients; infinite for no clipping.
-        typed: the value that a user has typed; None if the script may choose the norm.
-    """
-
-    max_norm: float = math.inf
-    typed: Entry | None = None
-
-    def refuse_other(self, max_norm: float) -> None:
-        """Refuse to clip at another norm than the user has typed. An infinite norm only measures.
-
-        Raises:
-            ConfigError: the script clips at another norm.
-        """
-        if self.typed is not None and max_norm not in (self.typed.value, math.inf):
-            where, message = f"clip_grad_norm_(max_norm={max_norm})", f"{max_norm} in code, but {self.typed.value} at "
-            fix = "Write the same value in both, or auto in the file."
-            raise ConfigError([Problem(where, CLIPPING.name, f"{message}{self.typed.origin.where}", fix)])
-
-
 @dataclass(frozen=True)
 class Resolved:
     """What `prepare` runs; everything else is read off the two trees, so that there is one source of truth.
@@ -227,13 +202,6 @@ class Resolved:
     def clipping(self) -> float | None:
         """Largest gradient norm, None for no clipping."""
         return float(self.tree.value(*CLIPPING.path) or 0.0) or None
-
-    @property
-    def steps_clip(self) -> Clipping:
-        """The configured clipping, for the window of the model."""
-        entry = self.tree.get(*CLIPPING.path)
-        typed = entry is not None and entry.value is not None and entry.origin.typed_by_user
-        return Clipping(self.clipping or math.inf, entry if typed else None)
 
     @property
     def optimizer(self) -> Section | None:
