@@ -18,16 +18,11 @@ from zero_plugin.config.keys import LAUNCH_FIELDS, SHORT_FIELDS, STAGE, ZERO
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, as_switch, dotted, freeze, show
 from zero_plugin.errors import ConfigError, Problem, Severity
 
-# Keys of ZeRO that DeepSpeed takes with and without `stage3_` before them.
-_OF_STAGE_3: Final = (
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
-    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
-)
-STAGE_3_KEYS: Final = tuple(f"stage3_{name}" for name in _OF_STAGE_3)
+_PATHS: Final = tuple(key.path for key in keys.TRAINING)
+_STAGE_3: Final = "stage3_"  # before keys of ZeRO that DeepSpeed takes without it, too
 # Spellings that DeepSpeed still takes for another key: fields' names behind their aliases, and deprecated keys.
 RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
-    **{(ZERO, name): (ZERO, f"stage3_{name}") for name in _OF_STAGE_3},
+    **{(ZERO, path[-1].removeprefix(_STAGE_3)): path for path in _PATHS if path[-1].startswith(_STAGE_3)},
     (ZERO, "stage3_gather_fp16_weights_on_model_save"): keys.SAVE_16BIT.path,
     ("aio", "thread_count"): ("aio", "intra_op_parallelism"),
     (ZERO, "cpu_offload"): keys.OFFLOAD_OPTIMIZER.path,

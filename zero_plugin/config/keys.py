@@ -60,6 +60,7 @@ class Key:
             `script`: other layers, too, i.e. Accelerate's `prepare` or transformers' Trainer. `plan`: the plan of the
             memory. "": a rule of `config/resolve`, or DeepSpeed's default.
         setup: the field of `plan.situation.Setup` that it settles; "" for none.
+        stages: the ZeRO stages that alone read it, in DeepSpeed 0.19.8's engine as this package runs it; empty for all.
         option: the options of `zero-plugin explain` that fill it as a run would; "" for `--set`.
         elsewhere: what other libraries call the key, if spelling alone does not find it.
     """
@@ -70,6 +71,7 @@ class Key:
     variable: str = ""
     filled_by: Literal["", "loop", "script", "plan"] = ""
     setup: str = ""
+    stages: tuple[int, ...] = ()
     option: str = ""
     elsewhere: tuple[str, ...] = ()
 
@@ -243,7 +245,9 @@ OFFLOAD_PARAM: Final = _row(
     f"{ZERO}.offload_param.device", "offload_param_device", Flag(USUAL, 6), setup="offload_param", **_PLAN
 )
 PARAM_FOLDER: Final = _row(f"{ZERO}.offload_param.nvme_path", "offload_param_nvme_path", Flag(LOOP, 6, metavar="PATH"))
-SAVE_16BIT: Final = _row(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", "zero3_save_16bit_model", Flag(LOOP, 9))
+SAVE_16BIT: Final = _row(
+    f"{ZERO}.stage3_gather_16bit_weights_on_model_save", "zero3_save_16bit_model", Flag(LOOP, 9), stages=(3,)
+)
 GLOBAL_BATCH: Final = Key("train_batch_size", **_LOADER)
 _MICRO: Final = ("per_device_train_batch_size", "micro_batch_size")
 MICRO_BATCH: Final = Key("train_micro_batch_size_per_gpu", setup="micro_batch", elsewhere=_MICRO, **_LOADER)
@@ -254,18 +258,31 @@ CLIPPING: Final = _row(
     "gradient_clipping", "gradient_clipping", Flag(LOOP, 7), filled_by="loop", elsewhere=("max_grad_norm",)
 )
 SEQUENCE: Final = Key("sequence_parallel_size", flag=Flag(LOOP, 4), variable="PARALLELISM_CONFIG_SP_SIZE")
+_OF_STAGES_1_AND_2: Final = (
+    *("use_multi_rank_bucket_allreduce", "ignore_unused_parameters", "round_robin_gradients", "parameter_alignment"),
+)
+_OF_STAGE_3: Final = (
+    *("stage3_model_persistence_threshold", "stage3_module_granularity_threshold"),
+    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    *("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("save_muon_momentum_buffer_in_memory", "leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
+)
 TRAINING: Final = (
     *(STAGE, OFFLOAD_OPTIMIZER, OPTIMIZER_FOLDER, OFFLOAD_PARAM, PARAM_FOLDER, SAVE_16BIT),
     *(GLOBAL_BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, SEQUENCE),
-    Key(f"{ZERO}.reduce_bucket_size", setup="reduce_bucket", **_MODEL_SIZE),
-    Key(f"{ZERO}.stage3_prefetch_bucket_size", setup="prefetch_bucket", **_MODEL_SIZE),
-    Key(f"{ZERO}.stage3_param_persistence_threshold", setup="persistence_threshold", **_MODEL_SIZE),
-    Key(f"{ZERO}.stage3_max_live_parameters", setup="max_live_parameters"),
-    Key(f"{ZERO}.stage3_max_reuse_distance", setup="max_reuse_distance"),
-    Key(f"{ZERO}.sub_group_size", setup="sub_group_size", option="--model"),
-    Key(f"{ZERO}.overlap_comm", setup="overlap_comm"),
+    Key(f"{ZERO}.reduce_bucket_size", setup="reduce_bucket", stages=(1, 2, 3), **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_prefetch_bucket_size", setup="prefetch_bucket", stages=(3,), **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_param_persistence_threshold", setup="persistence_threshold", stages=(3,), **_MODEL_SIZE),
+    Key(f"{ZERO}.stage3_max_live_parameters", setup="max_live_parameters", stages=(3,)),
+    Key(f"{ZERO}.stage3_max_reuse_distance", setup="max_reuse_distance", stages=(3,)),
+    Key(f"{ZERO}.sub_group_size", setup="sub_group_size", stages=(3,), option="--model"),
+    Key(f"{ZERO}.overlap_comm", setup="overlap_comm", stages=(2, 3)),
     Key(f"{ZERO}.offload_optimizer.ratio", setup="ratio"),
     Key(f"{ZERO}.offload_param.buffer_size", setup="param_buffer", option="--model"),
+    *(Key(f"{ZERO}.{name}", stages=(1, 2, 3)) for name in ("contiguous_gradients", "reduce_scatter")),
+    *(Key(f"{ZERO}.{name}", stages=(1, 2)) for name in _OF_STAGES_1_AND_2),
+    *(Key(f"{ZERO}.{name}", stages=(3,)) for name in _OF_STAGE_3),
     *(Key(f"{half}.enabled", filled_by="script") for half in ("fp16", "bf16")),
     Key("optimizer.params.lr", filled_by="script", option="--lr", elsewhere=("learning_rate",)),
     Key("optimizer.params.betas", filled_by="script"),

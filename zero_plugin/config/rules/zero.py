@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
-from zero_plugin.config.document import STAGE_3_KEYS
-from zero_plugin.config.keys import CLIPPING, ZERO
+from zero_plugin.config.keys import CLIPPING, TRAINING, ZERO
 from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number, needs_gpu
 from zero_plugin.config.tree import AUTO, show
 from zero_plugin.errors import Problem
 
-# Keys that only these stages read, in DeepSpeed 0.19.8's engine; overlap_comm as this package runs it.
-_READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
-    **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
-    **dict.fromkeys(
-        (
-            *("use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
-            *("round_robin_gradients", "parameter_alignment"),
-        ),
-        (1, 2),
-    ),
-    "overlap_comm": (2, 3),
-    **dict.fromkeys(
-        (
-            *STAGE_3_KEYS,
-            "sub_group_size",
-            "zero_hpz_partition_size",
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "log_trace_cache_warnings",
-            "enable_sanity_checks",
-            "save_muon_momentum_buffer_in_memory",
-            "leaf_module.classes",
-            "leaf_module.names",
-            "leaf_module.name_suffixes",
-        ),
-        (3,),
-    ),
-}
 _SUM: Final = "gradient_allreduce_op"
 
 
 def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
-    for name, stages in _READ_AT.items():
-        key = f"{ZERO}.{name}"
+    for key, stages in ((key.name, key.stages) for key in TRAINING if key.stages):
         if asked.stage is not None and asked.stage not in stages and asked.says_something(key):
             known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
             why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
