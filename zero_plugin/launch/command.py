@@ -45,7 +45,7 @@ def foreign_variables(request: Request, resolved: Resolved, *, on_cpu: bool) -> 
     if request.on_deepspeed:
         found.update(_of_zero(request, resolved))
     elif on_cpu:  # beside ZeRO, Accelerate would take it for a run without
-        found["ACCELERATE_USE_CPU"] = Setting("true", "the run is on the CPU")
+        found[keys.LAUNCH["use_cpu"].variable] = Setting("true", "the run is on the CPU")
     for name, off in _OFF.items():
         if name not in found and request.environ.get(name, off).lower() not in ("", "0", off):
             found[name] = Setting(off, "not what the configuration requests")
