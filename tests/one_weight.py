@@ -19,7 +19,7 @@ class Loop:
         self.weight = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(self.weight.weight)
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
-        self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
+        self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no")
         subscribe(self.session, GUARDS, "all")
         self.window = Window(steps)
         self.optimizer = AcceleratedOptimizer(self.sgd)

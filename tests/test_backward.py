@@ -31,7 +31,7 @@ def make_trainings(count: int, steps: int = 1) -> list[Training]:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        session = TorchSession(model, model, sgd, precision="no", clipping=None)
+        session = TorchSession(model, model, sgd, precision="no")
         subscribe(session, GUARDS, "all")
         window = Window(steps)
         resolved: Any = SimpleNamespace(precision="no")

@@ -31,7 +31,7 @@ class Loop:
         for model in self.models:
             model[0].requires_grad_(not frozen)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            session = TorchSession(model, model, sgd, precision="no", clipping=None)
+            session = TorchSession(model, model, sgd, precision="no")
             subscribe(session, GUARDS, "all")
             trained = tuple(p for p in model.parameters() if p.requires_grad)
             optimizer, window = AcceleratedOptimizer(sgd), Window(1)

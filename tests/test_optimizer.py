@@ -61,7 +61,7 @@ def test_an_optimizers_own_zero_grad_drops_the_gradients() -> None:
     for optimizer in (Clearing(layer.parameters()), torch.optim.SGD(layer.parameters())):
         if not isinstance(optimizer, Clearing):
             optimizer.zero_grad = lambda set_to_none=True: cleared.append("object")  # type: ignore[method-assign]
-        session = TorchSession(layer, layer, optimizer, precision="no", clipping=None)
+        session = TorchSession(layer, layer, optimizer, precision="no")
         window = Window(1)
         run_through_one(window, session, layer(torch.ones(1)).sum())
         drop_if_meant(window, session)

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from zero_plugin.config.commented import config_text, key_comments, replace_file, write_config
-from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS
-from zero_plugin.config.launch_settings import LaunchSettings, compiler_schema, launch_schema
+from zero_plugin.config.keys import LAUNCH_FIELDS, SHORT_FIELDS, LaunchSettings
+from zero_plugin.config.launch_settings import compiler_schema, launch_schema
 from zero_plugin.errors import ConfigError, MachineError
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import Document
+from zero_plugin.config.keys import PLACEMENT
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.resolve.facts import PLACEMENT, Facts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
+from zero_plugin.config.resolve.facts import Facts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve, resolve_before_run
 from zero_plugin.config.tree import AUTO, holds_auto
 from zero_plugin.errors import ConfigError, Problem

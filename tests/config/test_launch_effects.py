@@ -11,7 +11,8 @@ import pytest
 
 from zero_plugin.config.check import check_document, find_problems
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE
-from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, LaunchSettings
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pydantic
 import pytest
 
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_tpu, launch_settings
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_tpu, launch_settings
 from zero_plugin.config.read import document_from_mapping
 
 

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import ENVIRONMENT_VARIABLE, SHORT_FIELDS, Document, from_environment, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment, to_environment
+from zero_plugin.config.keys import SHORT_FIELDS
 from zero_plugin.config.launch_settings import launch_schema, launch_settings
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.resolve.facts import (

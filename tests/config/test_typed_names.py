@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.document import SHORT_FIELDS, Document, from_environment, to_environment
+from zero_plugin.config.document import Document, from_environment, to_environment
 from zero_plugin.config.find import (
     document_from_accelerate,
     lay_document,
@@ -17,6 +17,7 @@ from zero_plugin.config.find import (
     overlay_flags,
     read_assignments,
 )
+from zero_plugin.config.keys import SHORT_FIELDS
 from zero_plugin.config.plugins import DeepSpeedPlugin
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.resolve.facts import Facts

@@ -9,7 +9,7 @@ import pytest
 from pages import PAGES, ROOT, blocks_of
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.keys import LaunchSettings
 from zero_plugin.config.read import read_document
 from zero_plugin.config.schema import deepspeed_schema, walk_keys
 

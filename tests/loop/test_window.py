@@ -34,7 +34,7 @@ class Loop:
         nn.init.ones_(self.model.weight)
         scale = LossScale({"loss_scale": 8}) if self.scaled else None
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.session = TorchSession(self.model, self.model, sgd, precision="no", clipping=None, scale=scale)
+        self.session = TorchSession(self.model, self.model, sgd, precision="no", scale=scale)
         subscribe(self.session, GUARDS, "all")
         self.window = Window(1)
         AcceleratedOptimizer(sgd).run_in(self.window, self.session)

@@ -63,7 +63,7 @@ def test_the_example_in_the_docstring_works() -> None:
     exec("\n".join(line[8:] for line in lines.splitlines()), names)
     layer = nn.Linear(1, 1)
     sgd = torch.optim.SGD(layer.parameters())
-    session = TorchSession(layer, layer, sgd, precision="no", clipping=None)
+    session = TorchSession(layer, layer, sgd, precision="no")
     loss = layer(torch.ones(1)) * float("nan")
     session.open_backward(loss, ends_window=True, is_first=True)
     subscribe(session, [names["FiniteLoss"]], "all")

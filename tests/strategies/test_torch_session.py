@@ -37,7 +37,7 @@ def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
     layer.zero_grad()
 
     sgd = torch.optim.SGD(layer.parameters())
-    session = TorchSession(layer, layer, sgd, precision="no", clipping=None, skips=skips)
+    session = TorchSession(layer, layer, sgd, precision="no", skips=skips)
     window = Window(1)
     run_through_one(window, session, layer(x).square().sum())
     assert torch.equal(clip(window, session, share * before), norm)
@@ -73,7 +73,7 @@ def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clip
     """None if the check is off, or a fused optimizer of torch skips by itself; the norm of clipping tells it too."""
     layer = torch.nn.Linear(5, 3)
     adamw = kind(layer.parameters(), fused=True)
-    session = TorchSession(layer, layer, adamw, precision="no", clipping=None, skips=skips)
+    session = TorchSession(layer, layer, adamw, precision="no", skips=skips)
     window = Window(1)
     run_through_one(window, session, layer(torch.ones(4, 5)).square().sum())
     with Reads() as reads:

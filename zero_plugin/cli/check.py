@@ -19,8 +19,9 @@ import typer
 
 from zero_plugin.cli.output import print_json
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.document import SHORT_FIELDS, Document
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
+from zero_plugin.config.document import Document
+from zero_plugin.config.keys import CONFIG_FILE, LAUNCH, MICRO_BATCH, SHORT_FIELDS, STAGE, ZERO, LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.read import STANDARD_INPUT, named_file, parse_file, read_document
 from zero_plugin.config.resolve.facts import StrategyName
@@ -170,12 +171,12 @@ _OTHERS_CODE: Final = ("node_modules", "site-packages", "__pycache__")
 
 # Keys that no other kind of file has at its top.
 _TELLING: Final = (
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
+    ZERO,
+    MICRO_BATCH.name,
     "deepspeed_config",
-    "deepspeed_config_file",
+    CONFIG_FILE.name,
     "distributed_type",
-    "zero_stage",
+    STAGE.field,
 )
 _NEAR: Final = 0.9  # likeness from 0 to 1: a slip in a long word, not merely a word that begins alike
 _MOST_KEYS: Final = 50  # looked at in a file; a configuration has fewer
@@ -204,7 +205,7 @@ def looks_like_config(path: Path) -> bool:
             return _TELLING_IN_BROKEN_TEXT.search(path.read_text("utf-8-sig", "replace")) is not None
         except OSError:
             return True  # that it cannot be read is worth telling
-    known = {*LaunchSettings.model_fields, *SHORT_FIELDS, *deepspeed_schema()["properties"]}
+    known = {*LAUNCH, *SHORT_FIELDS, *deepspeed_schema()["properties"]}
     of_config = [near for key in keys[:_MOST_KEYS] if (near := _nearest(key, known.union(_TELLING)))]
     return any(near in _TELLING for near in of_config) or 2 * len(of_config) > len(keys)
 

@@ -15,11 +15,11 @@ import typer
 
 from zero_plugin.cli.output import print_line
 from zero_plugin.cli.prompts import Prompts, prompts_for_terminal
+from zero_plugin.config import keys
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import update_config, write_config
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import default_config_file, find_config_file
-from zero_plugin.config.launch_settings import UNTESTED_LAUNCHERS, LaunchSettings
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.flags import basic_values, best_precision
@@ -61,7 +61,7 @@ _LAUNCHERS: Final = {
     "openmpi": "openmpi: the same by mpirun",
     "slurm": "slurm: the same by srun",
     "nossh": "nossh: a hostfile, and you start the same command on every machine, with its own number",
-    **{name: f"{name}: DeepSpeed's launcher, not tested here" for name in UNTESTED_LAUNCHERS},
+    **{name: f"{name}: DeepSpeed's launcher, not tested here" for name in keys.UNTESTED_LAUNCHERS},
 }
 
 
@@ -100,7 +100,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
     compiler = "" if device == "tpu" else ", the compiler"
     if prompts.confirm(f"Set rarer things too: logs, threads, restarts{compiler}?", default=False):
         answers |= _ask_rare(prompts, device)
-    ordered = {name: answers[name] for name in LaunchSettings.model_fields if name in answers}
+    ordered = {name: answers[name] for name in keys.LAUNCH if name in answers}
     sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}
     return {**ordered, **{name: section for name, section in sections.items() if section}}
 
@@ -145,11 +145,11 @@ def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
     """The training part, and what is known of it as a document."""
     if prompts.confirm("Is there a DeepSpeed JSON to use?", default=False):
         file, document = prompts.read("Its path:", _deepspeed_file)
-        answers: dict[str, Any] = {"deepspeed_config_file": file}
-        stage = document.deepspeed.value("zero_optimization", "stage")
+        answers: dict[str, Any] = {keys.CONFIG_FILE.name: file}
+        stage = document.deepspeed.value(*keys.STAGE.path)
     else:
         answers, document = _ask_stage(prompts), Document()
-        stage = answers["zero_stage"]
+        stage = answers[keys.STAGE.field]
     if stage == 3:
         if not prompts.confirm("Have transformers' from_pretrained build partitioned models?", default=True):
             answers["zero3_init_flag"] = False
@@ -161,10 +161,10 @@ def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
 
 def _ask_stage(prompts: Prompts) -> dict[str, Any]:
     stage = prompts.choose("Which ZeRO stage?", _STAGES, 2)
-    answers: dict[str, Any] = {"zero_stage": stage}
+    answers: dict[str, Any] = {keys.STAGE.field: stage}
     path = ""
     if stage == "auto":
-        answers |= {"offload_optimizer_device": "auto", "offload_param_device": "auto"}
+        answers |= {keys.OFFLOAD_OPTIMIZER.field: "auto", keys.OFFLOAD_PARAM.field: "auto"}
     offloads = {"optimizer": ("optimizer states", stage in (1, 2, 3)), "param": ("weights", stage == 3)}
     for name, (what, possible) in offloads.items():
         if not possible:
@@ -179,11 +179,11 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
         gathered = prompts.confirm(
             "Save models with unpartitioned 16-bit weights, gathered from all processes?", default=True
         )
-        answers["zero3_save_16bit_model"] = gathered
+        answers[keys.SAVE_16BIT.field] = gathered
     steps = "How many micro-batches per optimizer step? (auto: as the script says)"
-    answers["gradient_accumulation_steps"] = prompts.read(steps, _or_auto(_whole(1)), "auto")
+    answers[keys.ACCUMULATION.field] = prompts.read(steps, _or_auto(_whole(1)), "auto")
     norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
-    answers["gradient_clipping"] = prompts.read(norm, _or_auto(_norm), "auto")
+    answers[keys.CLIPPING.field] = prompts.read(norm, _or_auto(_norm), "auto")
     return answers
 
 

@@ -22,7 +22,8 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
 from zero_plugin.config.installed import TESTED, installed_version
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.flags import document_from_flags

@@ -15,7 +15,8 @@ from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document, nvme_folders, offload_devices
 from zero_plugin.config.installed import installed_version
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu
 from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.machine.hardware import Disk, number_ranges, port_is_free

@@ -15,16 +15,10 @@ import typer
 from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_flags, typed_options, with_launch_flags, with_options
 from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    LaunchSettings,
-    asks_for_cpu,
-    asks_for_deepspeed,
-    asks_for_tpu,
-    launch_settings,
-)
+from zero_plugin.config.keys import TRAINING, LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
 from zero_plugin.config.resolve.facts import (
-    PLACEMENT,
     Facts,
     LoopFacts,
     MachineFacts,
@@ -49,27 +43,15 @@ from zero_plugin.plan.model_source import probe_model_folder
 Device: TypeAlias = Literal["cpu", "cuda", "xla"]
 
 _FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
-_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("mixed_precision", "fp16", "bf16", "torch_autocast", "data_types"), "precision"),
-    **dict.fromkeys((*_BATCH, "gradient_clipping"), "batch"),
+    **{key.name: "batch" for key in TRAINING if key.filled_by == "loop"},
     "scheduler_counts": "scheduler",
 }
 _STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
 
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
-_OPTIONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(_BATCH, "--micro_batch"),
-    **dict.fromkeys(("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"), "--lr"),
-    "optimizer.params.weight_decay": "--weight_decay",
-    "scheduler.params.total_num_steps": "--steps",
-    "scheduler.params.warmup_num_steps": "--warmup_steps",
-    "zero_optimization.reduce_bucket_size": "--hidden_size or --model",
-    "zero_optimization.stage3_prefetch_bucket_size": "--hidden_size or --model",
-    "zero_optimization.stage3_param_persistence_threshold": "--hidden_size or --model",
-    **dict.fromkeys(("zero_optimization.sub_group_size", "zero_optimization.offload_param.buffer_size"), "--model"),
-    **dict.fromkeys(map(dotted, PLACEMENT), "--model with --gpu_memory"),
-}
+_OPTIONS: Final = {key.name: key.option for key in TRAINING if key.option}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,60 +15,15 @@ from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 
-from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS
+from zero_plugin.config.keys import COMPILATION, FLAGS, TOPICS, TRAINING, Flag
 from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
 from zero_plugin.config.schema import key_schema
 from zero_plugin.errors import Problem
 
 T = TypeVar("T")
 
-_COMMON: Final = "The usual flags"
-# By panel of the help, of which `--help` shows the first alone and `--help-all` all; a key that is in none has no flag.
-_PANELS: Final[Mapping[str, str]] = {
-    _COMMON: """config_file num_processes num_machines zero_stage offload_optimizer_device offload_param_device
-        mixed_precision gradient_accumulation_steps cpu dry_run""",
-    "Hardware": """multi_gpu tpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity gpu_memory host_memory
-        network""",
-    "ZeRO and the loop": """use_deepspeed deepspeed_config_file prefer sequence_parallel_size
-        offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model
-        deepspeed_moe_layer_cls_names checks""",
-    "Compilation": """dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic
-        dynamo_use_regional_compilation""",
-    "Program": "module no_python main_training_function model sequence_length",
-    "Logs and restarts": """log_dir tee role quiet log_timestamps debug monitor_interval max_restarts auto_resume
-        grace_period""",
-    "Several machines": """min_machines machine_rank main_process_ip main_process_port same_network rdzv_backend
-        rdzv_endpoint rdzv_conf deepspeed_hostfile deepspeed_multinode_launcher deepspeed_inclusion_filter
-        deepspeed_exclusion_filter""",
-}
-_SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
-# Flags without a key of the same name: they choose files, set several keys, or choose what runs.
-_WITH_VALUE: Final[Mapping[str, str]] = {
-    "config_file": "YAML launch config or DeepSpeed JSON; or a ready one by name, such as zero2.",
-    "deepspeed_config_file": "DeepSpeed JSON in place of the file's `deepspeed_config`.",
-    "model": "Model for a plan before the start: a transformers folder, or module:function.",
-    "sequence_length": "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.",
-    "rdzv_endpoint": "host:port of the rendezvous.",
-}
-_SWITCHES: Final[Mapping[str, str]] = {
-    "cpu": "Run on the CPU, also with GPUs.",
-    "multi_gpu": "Data parallelism (DDP) on GPUs, without ZeRO.",
-    "tpu": "Data parallelism over the devices of a TPU, without DeepSpeed.",
-    "use_deepspeed": "Train with DeepSpeed ZeRO.",
-    "module": "The program is a module, as with `python -m`.",
-    "no_python": "The program is an executable.",
-    "dry_run": "Print the environment and the torchrun command; start nothing.",
-}
-RARE_TOPICS: Final = frozenset(_PANELS) - {_COMMON}
+RARE_TOPICS: Final = frozenset(TOPICS[1:])  # `--help` shows the first topic alone, `--help-all` all
 WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
-# What stands for a value in the help, where the key's type does not tell.
-_METAVARS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("config_file", "deepspeed_config_file", "log_dir", "deepspeed_hostfile", "model"), "PATH"),
-    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), "PATH"),
-    **dict.fromkeys(("gpu_memory", "host_memory", "network"), "SIZE"),
-    **dict.fromkeys(("gpu_ids", "tee"), "TEXT"),
-    "sequence_length": "INT",
-}
 _OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
 LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
@@ -81,21 +36,22 @@ def launch_flags() -> Mapping[str, Any]:
     Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
     same check and in the same words. A key whose only values are true and false is a switch.
     """
-    keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
-    keys |= {name: key_schema((name,)) for name in FLAGGED_KEYS}
-    keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
+    compiling = compiler_schema()["dynamo_config"]["properties"]
+    schemas = {key.typed: key_schema(key.path) or {} for key in TRAINING if key.flag}
+    schemas |= {**launch_schema()["properties"], **compiling}
+    known = {**FLAGS, **{name: Flag(COMPILATION, place) for place, name in enumerate(compiling)}}
     flags = {}
-    for panel, names in _PANELS.items():
-        for name in names.split():
-            described = _WITH_VALUE.get(name) or _SWITCHES.get(name) or keys[name]["description"]
-            is_switch = name in _SWITCHES or (name in keys and keys[name].get("type") == "boolean")
-            if is_switch:
-                described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
-                described = described[0].upper() + described[1:]
-            metavar = None if is_switch else _METAVARS.get(name) or _metavar(keys.get(name, {}))
-            short = [_SHORT[name]] if name in _SHORT else []
-            option = options_of(panel)(described, f"--{name}", *short, metavar=metavar)
-            flags[name] = Annotated[bool | None if is_switch else str | None, option]
+    for name, flag in sorted(known.items(), key=lambda item: (TOPICS.index(item[1].topic), item[1].place)):
+        schema = schemas.get(name, {})
+        is_switch = flag.sets is not None or schema.get("type") == "boolean"
+        described = flag.help or schema["description"]
+        if is_switch:
+            described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
+            described = described[0].upper() + described[1:]
+        metavar = None if is_switch else flag.metavar or _metavar(schema)
+        short = [flag.short] if flag.short else []
+        option = options_of(flag.topic)(described, f"--{name}", *short, metavar=metavar)
+        flags[name] = Annotated[bool | None if is_switch else str | None, option]
     return flags
 
 

@@ -20,6 +20,7 @@ from zero_plugin.cli.launch_flags import LENGTH, options_of, typed_options, with
 from zero_plugin.cli.output import print_json, print_line, print_rows, terminal_width
 from zero_plugin.config.amounts import require_bandwidth, require_bytes, require_count, show_bytes
 from zero_plugin.config.installed import garbage_collection_paused
+from zero_plugin.config.keys import TRAINING
 from zero_plugin.config.rules.sections import unequal_heads, unequal_sequence_groups
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem, printable
@@ -40,12 +41,8 @@ _NAMED: Final = 2  # below it, of those that do not fit
 _ALWAYS: Final = ("", "ZeRO", "device", "samples/s", "speed")  # its columns that are there though all rows agree
 _WIDE: Final = 110  # columns of a terminal that the table fits into
 _PLACES: Final = {"none": "", "cpu": "CPU", "nvme": "NVMe"}
-_FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
-    "stage": "zero_stage",
-    "offload_optimizer": "offload_optimizer_device",
-    "offload_param": "offload_param_device",
-    "accumulation": "gradient_accumulation_steps",
-}
+# The flags that fix a field; any other field has its flag's name.
+_FLAGS: Final = {key.setup: key.field for key in TRAINING if key.setup and key.field}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
-from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, LaunchSettings, launch_schema, refused_keys
+from zero_plugin.config.document import RENAMED_KEYS, Document
+from zero_plugin.config.keys import CONFIG_FILE, LAUNCH, LAUNCH_FIELDS, SHORT_FIELDS, TRAINING
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, REFUSED_VALUES, launch_schema, refused_keys
 from zero_plugin.config.rules.launching import LAUNCHING
 from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
@@ -35,20 +36,12 @@ def contradictions(document: Document) -> Iterator[Problem]:
 
 _MANY: Final = 12  # more legal keys than this are not listed in a message
 _FEW: Final = 3  # a key that is at home in more sections than this says too little of where it belongs
-_FIELDS_OF_YAML: Final = (*SHORT_FIELDS, *LAUNCH_FIELDS, "deepspeed_config_file")
+_FIELDS_OF_YAML: Final = (*SHORT_FIELDS, *LAUNCH_FIELDS, CONFIG_FILE.name)
 _DELETE: Final = "Delete it; a comment key starts with _."
 
 
 # What other libraries, transformers above all, call a key of DeepSpeed's that spelling alone would not find.
-_ELSEWHERE: Final[Mapping[str, str]] = {
-    "learning_rate": "lr",
-    "epsilon": "eps",
-    "adam_epsilon": "eps",
-    "num_training_steps": "total_num_steps",
-    "max_grad_norm": "gradient_clipping",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-}
+_ELSEWHERE: Final[Mapping[str, str]] = {other: key.path[-1] for key in TRAINING for other in key.elsewhere}
 # In files that describe trainings for axolotl, LLaMA-Factory or the Trainer it names a DeepSpeed file.
 _NAMES_A_FILE: Final = "deepspeed"
 _NAMED_FILE: Final = "If this file is another program's, check and launch with the DeepSpeed file that this key names."
@@ -91,7 +84,7 @@ def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
     is_top = len(path) == 1
     if is_top and key in SHORT_FIELDS:
         return "a field of the launch YAML", f"Write {dotted(SHORT_FIELDS[key])} here."
-    if is_top and key in LaunchSettings.model_fields:
+    if is_top and key in LAUNCH:
         return "a key of the launch YAML", "Write it at the top level of the launch YAML."
     if is_top and key == _NAMES_A_FILE:
         return "unknown key", _NAMED_FILE

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, accelerate_values, yaml_text
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_nothing
+from zero_plugin.config.document import Document, accelerate_values, yaml_text
+from zero_plugin.config.keys import CONFIG_FILE, LAUNCH, LAUNCH_FIELDS, SHORT_FIELDS, STAGE
+from zero_plugin.config.launch_settings import asks_for_nothing
 from zero_plugin.config.located import looks_like_json
 from zero_plugin.config.read import parse_file, read_document
 from zero_plugin.config.run_files import replace_text
@@ -19,7 +20,6 @@ from zero_plugin.config.schema import yaml_schema
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.errors import MachineError
 
-_FILE: Final = "deepspeed_config_file"
 _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch --config_file FILE train.py\n"
 
 
@@ -28,9 +28,9 @@ def key_comments() -> dict[KeyPath, str]:
     keys = yaml_schema()["properties"]
     compiling, training = keys["dynamo_config"]["properties"], keys["deepspeed_config"]["properties"]
     described: dict[KeyPath, Any] = {
-        **{(name,): keys[name] for name in (*LaunchSettings.model_fields, "dynamo_config", "deepspeed_config")},
+        **{(name,): keys[name] for name in (*LAUNCH, "dynamo_config", "deepspeed_config")},
         **{("dynamo_config", name): key for name, key in compiling.items()},
-        **{("deepspeed_config", name): training[name] for name in (*SHORT_FIELDS, *LAUNCH_FIELDS, _FILE)},
+        **{("deepspeed_config", name): training[name] for name in (*SHORT_FIELDS, *LAUNCH_FIELDS, CONFIG_FILE.name)},
     }
     comments = {path: key["description"] for path, key in described.items()}
     return {**comments, ("compute_environment",): "LOCAL_MACHINE, for Accelerate."}
@@ -109,14 +109,14 @@ def _updated_text(document: Document, file: Path, old_text: str) -> str:
 def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any]:
     """The document in Accelerate's layout; what comes from the DeepSpeed JSON that `root` names stays there."""
     launch = document.launch.where(lambda path, _: not asks_for_nothing(document.launch, path[0]))
-    named = (root.get("deepspeed_config") or {}).get(_FILE) or root.get(_FILE)
+    named = (root.get("deepspeed_config") or {}).get(CONFIG_FILE.name) or root.get(CONFIG_FILE.name)
     if named in (None, "none", "None"):
         return accelerate_values(launch, document.deepspeed)
     typed_here = document.deepspeed.where(lambda _, entry: entry.origin.where.startswith(f"{document.sources[0]}:"))
     values = accelerate_values(launch, typed_here)
-    training = {_FILE: named, **values.pop("deepspeed_config", {})}
-    if not typed_here.has_section("zero_optimization", "stage"):
-        training.pop("zero_stage", None)  # the JSON says it
+    training = {CONFIG_FILE.name: named, **values.pop("deepspeed_config", {})}
+    if not typed_here.has_section(*STAGE.path):
+        training.pop(STAGE.field, None)  # the JSON says it
     return {**values, "deepspeed_config": training}
 
 

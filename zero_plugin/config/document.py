@@ -13,49 +13,20 @@ from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from zero_plugin.config import keys
+from zero_plugin.config.keys import LAUNCH_FIELDS, SHORT_FIELDS, STAGE, ZERO
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, as_switch, dotted, freeze, show
 from zero_plugin.errors import ConfigError, Problem, Severity
 
-_ZERO = "zero_optimization"
-
-# Fields under `deepspeed_config` that stand for a key of DeepSpeed's.
-SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
-    "zero_stage": (_ZERO, "stage"),
-    "offload_optimizer_device": (_ZERO, "offload_optimizer", "device"),
-    "offload_optimizer_nvme_path": (_ZERO, "offload_optimizer", "nvme_path"),
-    "offload_param_device": (_ZERO, "offload_param", "device"),
-    "offload_param_nvme_path": (_ZERO, "offload_param", "nvme_path"),
-    "zero3_save_16bit_model": (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("gradient_clipping",),
-}
-FLAGGED_KEYS: Final = ("sequence_parallel_size",)  # of DeepSpeed's, that have a flag of the same name
-ZERO_FIELDS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))  # that only ZeRO has
-
-# Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
-LAUNCH_FIELDS: Final = (
-    "deepspeed_hostfile",
-    "deepspeed_multinode_launcher",
-    "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter",
-    "deepspeed_moe_layer_cls_names",
-    "zero3_init_flag",
-)
-
-# Keys of ZeRO that DeepSpeed takes with and without `stage3_` before them.
-_OF_STAGE_3: Final = (
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
-    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
-)
-STAGE_3_KEYS: Final = tuple(f"stage3_{name}" for name in _OF_STAGE_3)
+_PATHS: Final = tuple(key.path for key in keys.TRAINING)
+_STAGE_3: Final = "stage3_"  # before keys of ZeRO that DeepSpeed takes without it, too
 # Spellings that DeepSpeed still takes for another key: fields' names behind their aliases, and deprecated keys.
 RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
-    **{(_ZERO, name): (_ZERO, f"stage3_{name}") for name in _OF_STAGE_3},
-    (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    **{(ZERO, path[-1].removeprefix(_STAGE_3)): path for path in _PATHS if path[-1].startswith(_STAGE_3)},
+    (ZERO, "stage3_gather_fp16_weights_on_model_save"): keys.SAVE_16BIT.path,
     ("aio", "thread_count"): ("aio", "intra_op_parallelism"),
-    (_ZERO, "cpu_offload"): (_ZERO, "offload_optimizer", "device"),
-    (_ZERO, "cpu_offload_param"): (_ZERO, "offload_param", "device"),
+    (ZERO, "cpu_offload"): keys.OFFLOAD_OPTIMIZER.path,
+    (ZERO, "cpu_offload_param"): keys.OFFLOAD_PARAM.path,
     ("tensor_parallel", "tensor_parallel"): ("tensor_parallel", "tp"),
     ("tensor_parallel", "replace_with_kernel_inject"): ("tensor_parallel", "kernel_inject"),
     ("bfloat16",): ("bf16",),
@@ -63,11 +34,11 @@ RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
 
 # Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
 _DEPRECATED: Final = (
-    (_ZERO,),
+    (ZERO,),
     ("aio", "thread_count"),
-    (_ZERO, "stage3_gather_fp16_weights_on_model_save"),
-    (_ZERO, "cpu_offload"),
-    (_ZERO, "cpu_offload_param"),
+    (ZERO, "stage3_gather_fp16_weights_on_model_save"),
+    (ZERO, "cpu_offload"),
+    (ZERO, "cpu_offload_param"),
 )
 
 
@@ -91,8 +62,8 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
     notes: list[Problem] = []
     for path, entry in tree.entries.items():
         read, value, old = path, entry.value, path
-        if path == (_ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
-            read, value = (_ZERO, "stage"), int(value)
+        if path == (ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
+            read, value = STAGE.path, int(value)
         for other, new in RENAMED_KEYS.items():
             if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
                 read, old = new + path[len(other) :], other
@@ -125,13 +96,13 @@ _TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe
 
 def offload_devices(training: Tree) -> dict[str, Any]:
     """Where `optimizer` and `param` are offloaded to: `none`, `cpu`, `nvme`, or AUTO."""
-    return {what: training.value(_ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
+    return {what: training.value(ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
 
 
 def nvme_folders(training: Tree) -> list[str]:
     """The folders of what is offloaded to NVMe, each once; one that is open is none."""
     on_nvme = [what for what, device in offload_devices(training).items() if device == "nvme"]
-    folders = [training.value(_ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
+    folders = [training.value(ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
     return list(dict.fromkeys(folder for folder in folders if isinstance(folder, str)))
 
 
@@ -143,8 +114,8 @@ def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
     """
     top = launch.nested(auto="auto")
     below: dict[str, Any] = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}
-    if top.get("distributed_type") == "DEEPSPEED" and not deepspeed.has_section("zero_optimization", "stage"):
-        below["zero_stage"] = 0
+    if top.get("distributed_type") == "DEEPSPEED" and not deepspeed.has_section(*STAGE.path):
+        below[STAGE.field] = 0
     for name, path in SHORT_FIELDS.items():
         entry = deepspeed.get(*path)
         if entry is not None and translate_short_fields({(name,): entry}):

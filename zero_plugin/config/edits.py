@@ -128,5 +128,5 @@ def _end(key: Any, value: Any, text: str) -> int:
         return len(text[:end].rstrip()) if value.style in ("|", ">") else end
     if value.flow_style or not value.value:
         return int(value.end_mark.index)
-    last = value.value[-1]
-    return _end(*last, text) if isinstance(value, yaml.MappingNode) else _end(key, last, text)
+    last = value.value[-1] if isinstance(value, yaml.MappingNode) else (key, value.value[-1])
+    return _end(last[0], last[1], text)

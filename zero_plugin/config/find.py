@@ -17,10 +17,11 @@ from typing import Any, Final
 from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
-from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said, from_environment, one_spelling
+from zero_plugin.config.document import Document, Said, from_environment, one_spelling
+from zero_plugin.config.keys import CONFIG_FILE, LAUNCH, LAUNCH_FIELDS, SHORT_FIELDS, TRAINING
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import parse_yaml
-from zero_plugin.config.parallelism import DATA_PARALLEL_ONLY, SEQUENCE_KEY
+from zero_plugin.config.parallelism import DATA_PARALLEL_ONLY
 from zero_plugin.config.read import document_from_code, document_from_mapping
 from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
@@ -61,21 +62,16 @@ def _hugging_face_home(environ: Mapping[str, str]) -> Path:
 _HERE: Final = "the environment"
 _ZERO: Final = "ACCELERATE_DEEPSPEED_"
 
-# Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was configured.
-_LAUNCH: Final = {"ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "use_cpu"}
 _DEVICE: Final = "ACCELERATE_TORCH_DEVICE"
-_TRAINING: Final = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
-}
-_DEEPSPEED: Final = {
-    f"{_ZERO}CONFIG_FILE": "deepspeed_config_file",
-    **{f"{_ZERO}{name.upper()}": name for name in ZERO_FIELDS},
-    f"{_ZERO}ZERO3_INIT": "zero3_init_flag",
-    f"{_ZERO}MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
-}
 _PARALLELISM: Final = "PARALLELISM_CONFIG_"  # beside ACCELERATE_USE_PARALLELISM_CONFIG
-_SEQUENCES: Final = {f"{_PARALLELISM}SP_SIZE": SEQUENCE_KEY}
+# Keys, by variable: at the top of a launch config, where `no` and `false` are what Accelerate's launcher exports if
+# nothing was configured, and below `deepspeed_config`.
+_LAUNCH: Final = {key.variable: key.name for key in LAUNCH.values() if key.variable and key.name not in LAUNCH_FIELDS}
+_BELOW: Final = {
+    key.variable: key.typed
+    for key in (CONFIG_FILE, *TRAINING, *LAUNCH.values())
+    if key.variable and key.variable not in _LAUNCH
+}
 _REFUSED: Final = {
     "ACCELERATE_USE_FSDP": "Launch with DeepSpeed and zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
     "ACCELERATE_USE_MEGATRON_LM": "Launch with DeepSpeed; tensor and pipeline parallelism are not supported.",
@@ -101,8 +97,12 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         messages = {name: f"{environ[name]} is not supported" for name in refused}
         raise ConfigError([Problem(_where(name), "", messages[name], fix) for name, fix in refused.items()])
     launch = {name: key for name, key in _LAUNCH.items() if environ.get(name, "").lower() not in ("", *FALSE_WORDS)}
-    wanted = _TRAINING | (_DEEPSPEED if on_deepspeed else {}) | (_SEQUENCES if shares else {})
-    training = {name: key for name, key in wanted.items() if environ.get(name, "") not in ("", "none")}
+    unread = (*([] if on_deepspeed else [_ZERO]), *([] if shares else [_PARALLELISM]))
+    training = {
+        name: key
+        for name, key in _BELOW.items()
+        if environ.get(name, "") not in ("", "none") and not name.startswith(unread)
+    }
     if not launch and not training and not on_deepspeed and device != "cpu":
         return None
     said: dict[str, Any] = {key: _read(environ[name]) for name, key in launch.items()}

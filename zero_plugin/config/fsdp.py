@@ -13,8 +13,12 @@ from zero_plugin.config.tree import as_switch
 
 _FULL, _GRADIENTS, _NONE, _HYBRID, _HYBRID_GRADIENTS = range(1, 6)  # Accelerate's numbers of the strategies
 _STRATEGIES: Final = {
-    **{"FULL_SHARD": _FULL, "SHARD_GRAD_OP": _GRADIENTS, "NO_SHARD": _NONE},
-    **{"HYBRID_SHARD": _HYBRID, "HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS, "_HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS},
+    "FULL_SHARD": _FULL,
+    "SHARD_GRAD_OP": _GRADIENTS,
+    "NO_SHARD": _NONE,
+    "HYBRID_SHARD": _HYBRID,
+    "HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
+    "_HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
 }
 # ZeRO partitions each parameter, in the order in which the model uses them: no key says how.
 _AUTOMATIC: Final = frozenset(
@@ -103,10 +107,11 @@ def _describe_hybrid(strategy: int, keys: Mapping[str, Any], training: dict[str,
     if not isinstance(processes, int) or not isinstance(machines, int) or processes % machines:
         return ["HYBRID_SHARD: write zero_optimization.zero_hpz_partition_size, the number of GPUs of a machine."]
     training["zero_optimization"] = {"zero_hpz_partition_size": processes // machines}
-    return [
-        "HYBRID_SHARD becomes stage 3 with zero_hpz_partition_size: each machine keeps a second copy of the weights for "
-        "the backward. Gradients and optimizer states are partitioned over all processes, and not copied."
-    ]
+    note = (
+        "HYBRID_SHARD becomes stage 3 with zero_hpz_partition_size: each machine keeps a second copy of the weights "
+        "for the backward. Gradients and optimizer states are partitioned over all processes, and not copied."
+    )
+    return [note]
 
 
 def _mixed_precision(keys: Mapping[str, Any], fsdp: Mapping[str, Any]) -> str | None:

@@ -286,12 +286,10 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(str(given).upper())
         if self.mode is None:
             self.mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
-        if self.fullgraph is None:
-            self.fullgraph = is_switched_on("ACCELERATE_DYNAMO_USE_FULLGRAPH")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = is_switched_on("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
-        if self.dynamic is None and "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-            self.dynamic = is_switched_on("ACCELERATE_DYNAMO_USE_DYNAMIC")
+        for name in ("fullgraph", "dynamic", "use_regional_compilation"):
+            variable = f"ACCELERATE_DYNAMO_USE_{name.removeprefix('use_').upper()}"
+            if getattr(self, name) is None and (name != "dynamic" or variable in os.environ):
+                setattr(self, name, is_switched_on(variable))
 
     def to_dict(self) -> dict[str, Any]:
         """All arguments, the backend in small letters, as torch spells it."""

@@ -1,7 +1,5 @@
-"""Accelerate's launch keys: the table of those that are followed, and those that are refused or have no effect.
-
-`LaunchSettings` is the table: from a field and the sentence below it come the key's type, its default, its schema, its
-comment in a written config, and its flag with its help.
+"""Accelerate's launch keys: those that `keys.LaunchSettings` has, read from a document, and those that are refused or
+have no effect.
 
 `dynamo_config`, by which a launch config requests `torch.compile`, is read as Accelerate writes it and as flags say it.
 """
@@ -10,138 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-
-from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, LEAST_MEMORY, read_bandwidth, read_bytes
-from zero_plugin.config.choices import Checks, DynamoBackend
+from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
+from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document, offload_devices
+from zero_plugin.config.keys import STAGE, LaunchSettings
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, is_valid, legal, show
 from zero_plugin.errors import Problem
-
-
-def _names(value: Any) -> Any:
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(part.strip() for part in parts if part.strip()) if isinstance(parts, list | tuple) else parts
-
-
-def gpu_list(value: Any) -> str:
-    """`gpu_ids` in any of its forms as text: `all`, `0`, `0,1`."""
-    ids = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return ids.replace(" ", "")
-
-
-def _any_of(*branches: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [*branches]})
-
-
-_TEXT: Final = {"type": "string"}
-_CLASS_NAMES: Final = {"type": "array", "items": {"type": "string", "not": {"const": "auto"}}}
-_BY_WORKER: Final = {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]}
-_SIZE: Final = {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"]}
-_SPEED: Final = {"type": "string", "pattern": BANDWIDTH_PATTERN, "examples": ["400Gb"]}
-_ClassNames = Annotated[tuple[str, ...], BeforeValidator(_names), _any_of(_TEXT, _CLASS_NAMES, {"type": "null"})]
-_GpuIds = Annotated[
-    str,
-    BeforeValidator(gpu_list),
-    _any_of(_TEXT, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}),
-]
-_Streams = Annotated[str, BeforeValidator(str), _any_of({"type": "integer", "minimum": 0, "maximum": 3}, _BY_WORKER)]
-_Bytes = Annotated[int, BeforeValidator(read_bytes), _any_of({"type": "integer", "minimum": 1}, _SIZE)]
-_Bandwidth = Annotated[float, BeforeValidator(read_bandwidth), WithJsonSchema(_SPEED)]
-_PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
-
-
-# What starts the machines of a run, as far as it is tested here, and what else DeepSpeed's launcher is known to take.
-LAUNCHERS = ("standard", "pdsh", "openmpi", "slurm", "nossh")
-UNTESTED_LAUNCHERS = ("mvapich", "mpich", "impi")
-
-
-class LaunchSettings(BaseModel):
-    """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default.
-
-    The sentence below a field describes the key in the schema, and beside it where a configuration is written.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
-    """DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA. Default: by the machine."""
-    mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """no (fp32), bf16, fp16, or auto: best for the device. Default: what the fp16 and bf16 sections enable."""
-    prefer: Literal["code", "file"] | None = None
-    """code or file: what counts where an argument in code differs from file or flag. Default: it is an error."""
-    num_processes: int | None = Field(None, ge=1)
-    """Processes on all machines together, 1 or more. Default: one for each accelerator of the machine."""
-    num_machines: int = Field(1, ge=1)
-    """Machines that take part, 1 or more. Default: 1."""
-    min_machines: int | None = Field(None, ge=1)
-    """The fewest machines that a run may continue on; needs c10d and max_restarts. Default: all."""
-    machine_rank: int = Field(0, ge=0)
-    """This machine's rank, from 0; different on each machine. Default: 0."""
-    main_process_ip: str | None = None
-    """Address of machine 0, as the others reach it. Default: this machine."""
-    main_process_port: int | None = Field(None, ge=0, le=65535)
-    """Port on machine 0, up to 65535. Default, and for 0: a free one; 29500 with several machines."""
-    rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
-    """torchrun's rendezvous: static (each machine has its rank), c10d, etcd or etcd-v2. Default: static."""
-    rdzv_conf: str = Field("", pattern=_PAIRS, examples=["timeout=60,read_timeout=60"])
-    """torchrun's options for the rendezvous: key=value,key=value. Default: none."""
-    same_network: bool = False
-    """true or false: whether all machines are in one local network; it has no effect here. Default: false."""
-    gpu_ids: _GpuIds = "all"
-    """all, or numbers such as "0,1" among the GPUs that the launcher sees. Default: all."""
-    use_cpu: bool = False
-    """true or false: train on the CPU, also beside GPUs. Default: false."""
-    enable_cpu_affinity: bool = False
-    """true or false: bind each process to the cores of its GPU's NUMA node. Default: false."""
-    num_cpu_threads_per_process: int | None = Field(None, ge=1)
-    """OMP_NUM_THREADS of each process, 1 or more. Default: cores divided by local processes."""
-    max_restarts: int = Field(0, ge=0)
-    """How often all workers start again after a crash, 0 or more. Default: 0."""
-    auto_resume: bool = False
-    """true: the script must call resume(). false: resume() skips earlier launches. Default: neither."""
-    grace_period: float = Field(30.0, ge=0)
-    """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
-    monitor_interval: float = Field(0.1, gt=0)
-    """Seconds between two checks of the workers by torchrun, above 0. Default: 0.1."""
-    log_dir: str | None = None
-    """Folder for a log of each worker. Default: none are written."""
-    tee: _Streams | None = None
-    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, else 0."""
-    role: str = "default"
-    """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
-    debug: bool = False
-    """true or false: show the launcher's own log. Default: false."""
-    quiet: bool = False
-    """true or false: show only warnings and errors, of the workers too. Default: false."""
-    log_timestamps: bool = False
-    """true or false: put the time before each message, and before each line that tee shows. Default: false."""
-    main_training_function: str = "main"
-    """Function of the script that a launch on a TPU calls. Default: main."""
-    checks: Checks = "all"
-    """all, start (only in the first steps) or off: which mistakes in the loop are looked for. Default: all."""
-    scheduler_counts: Literal["steps", "processes"] = "processes"
-    """Learning-rate schedulers count optimizer steps (steps), or one per process and step. Default: processes."""
-    deepspeed_hostfile: str | None = None
-    """File with a line `host slots=GPUS` for each machine, for DeepSpeed's launcher. Default: none."""
-    deepspeed_multinode_launcher: str | None = Field(None, pattern=r"^\w[\w-]*$", examples=list(LAUNCHERS))
-    """standard (torchrun on each), pdsh, openmpi, slurm, nossh, …. Default: pdsh with a hostfile, or standard."""
-    deepspeed_exclusion_filter: str | None = None
-    """Hosts and slots to leave out, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: none."""
-    deepspeed_inclusion_filter: str | None = None
-    """Hosts and slots to use, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: all."""
-    deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Classes of mixture-of-experts, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
-    gpu_memory: _Bytes | None = None
-    """Memory of one device that the plan of stage auto may use, e.g. 24GiB. Default: what is free."""
-    host_memory: _Bytes | None = None
-    """CPU memory of one machine that the plan of stage auto may use, e.g. 64GiB. Default: what is free."""
-    network: _Bandwidth | None = None
-    """Bandwidth of each machine's network that the plan of stage auto counts on, e.g. 400Gb. Default: 200Gb."""
-    zero3_init_flag: bool | None = None
-    """true or false: at stage 3, transformers' from_pretrained builds models partitioned. Default: true."""
 
 
 @functools.cache
@@ -180,7 +54,7 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     its place; "" for nothing."""
     if asks_for_deepspeed(document, settings):
         return ""
-    stage = document.deepspeed.value("zero_optimization", "stage")
+    stage = document.deepspeed.value(*STAGE.path)
     parts = [] if stage in (None, 0) else [f"ZeRO stage {'auto' if stage is AUTO else stage}"]
     devices = offload_devices(document.deepspeed)
     parts += [f"{what} offload to {device}" for what, device in devices.items() if device not in ("none", AUTO)]

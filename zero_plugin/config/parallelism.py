@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.keys import SEQUENCE
 from zero_plugin.config.tree import AUTO, Entry, Tree, show
 from zero_plugin.errors import ConfigError, Problem
 
-SEQUENCE_KEY: Final = "sequence_parallel_size"
+SEQUENCE_KEY: Final = SEQUENCE.name
 SECTION: Final = "parallelism_config"
 _PREFIX: Final = "parallelism_config_"
 _VARIABLES: Final = "PARALLELISM_CONFIG_"  # by which Accelerate's launcher hands them over

@@ -19,28 +19,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.document import Document
 from zero_plugin.config.find import lay_document, overlay_code
+from zero_plugin.config.keys import BATCH, SHORT_FIELDS, TRAINING
 from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settings
 from zero_plugin.config.read import document_from_mapping, parse_file
+from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
 _WHERE: Final = "DeepSpeedPlugin(…)"
 # What scripts look up whether or not it was written.
-_ALWAYS_SHOWN: Final = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
-_WHERE_ABSENT: Final = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_stage": 0,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "zero3_save_16bit_model": False,
-}
+_ALWAYS_SHOWN: Final = dict.fromkeys((key.name for key in BATCH), "auto")
 
 
 class HfDeepSpeedConfig:
@@ -269,8 +259,10 @@ class DeepSpeedPlugin:
         config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}
         self.deepspeed_config.clear()
         self.deepspeed_config.update(config)
-        for name, path in SHORT_FIELDS.items():
-            setattr(self, name, self.get_value(dotted(path), _WHERE_ABSENT.get(name)))
+        for key in TRAINING:
+            if key.field:
+                absent = ("auto",) if key.filled_by == "loop" else deepspeed_default(key.path) or (None,)
+                setattr(self, key.field, self.get_value(key.name, *absent))
         flag = document.launch.value("zero3_init_flag")
         self.zero3_init_flag = self.zero_stage == 3 if flag in (None, AUTO) else flag
         self._shown = copy.deepcopy(config)

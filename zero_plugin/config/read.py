@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 
-from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, one_spelling, translate_short_fields
+from zero_plugin.config.document import Document, one_spelling, translate_short_fields
+from zero_plugin.config.keys import CONFIG_FILE, LAUNCH_FIELDS, SHORT_FIELDS, STAGE
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, ignored_keys, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, parse_text, sections, syntax_error, text_place
 from zero_plugin.config.parallelism import read_parallelism
@@ -113,7 +114,6 @@ def _text(path: Path, data: bytes) -> str:
 
 
 _TRAINING: Final = "deepspeed_config"
-_TRAINING_FILE: Final = "deepspeed_config_file"
 DEFAULT_STAGE: Final = Entry(
     2, Origin("default", "zero_plugin", "Accelerate's default where DeepSpeed is requested without a stage")
 )
@@ -196,7 +196,7 @@ class _Reading:
         if is_launch:
             launch.update({name: inline.pop(name) for name in LAUNCH_FIELDS if name in inline})
         short = {name: inline.pop(name) for name in SHORT_FIELDS if is_launch and name in inline}
-        named = self._one_of(inline.pop(_TRAINING_FILE, None), launch.pop(_TRAINING_FILE, None))
+        named = self._one_of(inline.pop(CONFIG_FILE.name, None), launch.pop(CONFIG_FILE.name, None))
 
         nodes = [self._named_file(named, path.parent), Located(inline, training.where)]
         layers = [leaves(node, self.kind) for node in nodes]
@@ -206,9 +206,9 @@ class _Reading:
         launch_tree, deepspeed, of_parallelism = read_parallelism(launch_tree, deepspeed)
         self._sort(of_parallelism)
         asked = launch_tree.value("distributed_type") == "DEEPSPEED"
-        if asked and not deepspeed.has_section("zero_optimization", "stage"):
+        if asked and not deepspeed.has_section(*STAGE.path):
             stage = DEFAULT_STAGE if named is None else _STAGE_OF_A_FILE
-            deepspeed = deepspeed.replace({("zero_optimization", "stage"): stage})
+            deepspeed = deepspeed.replace({STAGE.path: stage})
 
         places = dict(sections(Located(launch, root.where)))
         for node in nodes:
@@ -221,7 +221,7 @@ class _Reading:
             return Located({}, root.where)
         if isinstance(node.value, dict):
             return node
-        fix = f"Write a path as {_TRAINING}: {{{_TRAINING_FILE}: …}}, or DeepSpeed's keys below it."
+        fix = f"Write a path as {_TRAINING}: {{{CONFIG_FILE.name}: …}}, or DeepSpeed's keys below it."
         self.problems.append(Problem(node.where, _TRAINING, f"{show(node.plain())} is not a mapping of keys", fix))
         return Located({}, root.where)
 
@@ -229,7 +229,7 @@ class _Reading:
         """The training file's name, which may be below `deepspeed_config` or beside it."""
         if below is not None and above is not None and below.value != above.value:
             message = f"{show(above.plain())} here, but {show(below.plain())} at {below.where}"
-            self.problems.append(Problem(above.where, _TRAINING_FILE, message, "Keep one of the two."))
+            self.problems.append(Problem(above.where, CONFIG_FILE.name, message, "Keep one of the two."))
         return below or above
 
     def _named_file(self, named: Located | None, folder: Path) -> Located:
@@ -241,18 +241,20 @@ class _Reading:
             return named
         if not isinstance(named.value, str):
             message = f"{show(named.plain())} is not a path"
-            self.problems.append(Problem(named.where, _TRAINING_FILE, message, "Write the path of a DeepSpeed JSON."))
+            self.problems.append(Problem(named.where, CONFIG_FILE.name, message, "Write the path of a DeepSpeed JSON."))
             return nothing
         wanted = Path(os.path.expanduser(named.value))  # noqa: PTH111 - Path's raises where there is no such home
         candidates = list(dict.fromkeys([folder / wanted, wanted]))
         existing = [path for path in candidates if os.path.isfile(path)]  # noqa: PTH113 - Path's raises for long names
         if not existing:
             looked = " or ".join(str(path) for path in candidates)
-            self.problems.append(Problem(named.where, _TRAINING_FILE, f"no file {looked}", nearest_file(candidates[0])))
+            self.problems.append(
+                Problem(named.where, CONFIG_FILE.name, f"no file {looked}", nearest_file(candidates[0]))
+            )
             return nothing
         if len({path.resolve() for path in existing}) > 1:
             message, fix = f"read {existing[0]}, not {existing[1]}", "Write the absolute path of the one you mean."
-            self.notes.append(Problem(named.where, _TRAINING_FILE, message, fix, show(named.value), "warning"))
+            self.notes.append(Problem(named.where, CONFIG_FILE.name, message, fix, show(named.value), "warning"))
         try:
             root = self.parse(existing[0])
         except ConfigError as error:
@@ -260,7 +262,7 @@ class _Reading:
             return nothing
         if _is_launch(root.value, existing[0]):
             message = f"{existing[0]} is a launch config, not a DeepSpeed configuration"
-            self.problems.append(Problem(named.where, _TRAINING_FILE, message, "Name a DeepSpeed JSON here."))
+            self.problems.append(Problem(named.where, CONFIG_FILE.name, message, "Name a DeepSpeed JSON here."))
             return nothing
         return root
 
@@ -317,7 +319,7 @@ def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:
     """Whether these are Accelerate's launch keys rather than DeepSpeed's; by majority, in doubt by the extension."""
     if _TRAINING in keys:
         return True
-    known = {*LAUNCH_KEYS, _TRAINING_FILE}
+    known = {*LAUNCH_KEYS, CONFIG_FILE.name}
     training = deepspeed_schema()["properties"]
     of_launch = sum(key in known for key in keys)
     of_training = sum(key in training for key in keys)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
 
-from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS
+from zero_plugin.config.document import RENAMED_KEYS
+from zero_plugin.config.keys import CLIPPING, CONFIG_FILE, LAUNCH_FIELDS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, compiler_schema, launch_schema
 from zero_plugin.config.tree import KeyPath, freeze
 
@@ -31,7 +32,7 @@ def yaml_schema() -> Mapping[str, Any]:
     refused = {name: {"description": fix, "deprecated": True} for name, (_, fix) in REFUSED_KEYS.items()}
     short = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
     file = {
-        "deepspeed_config_file": {
+        CONFIG_FILE.name: {
             "description": "A DeepSpeed JSON; a relative path starts at this file's folder.",
             "type": ["string", "null"],
         }
@@ -128,7 +129,7 @@ RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
         "Write pin_memory inside offload_optimizer or offload_param.",
     ),
     ("activation_checkpointing", "partitioned_activations"): ("DeepSpeed ignores it", "Write partition_activations."),
-    ("optimizer", "params", "max_grad_norm"): ("DeepSpeed refuses it here", "Delete it; write gradient_clipping."),
+    ("optimizer", "params", "max_grad_norm"): ("DeepSpeed refuses it here", f"Delete it; write {CLIPPING.name}."),
     ("allgather_size",): ("read only beside the retired zero_optimization: true", _NO_SUCCESSOR),
     **{
         ("compile", key): (

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from zero_plugin.config.check import check_document, contradictions
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    LaunchSettings,
-    asks_for_cpu,
-    asks_for_deepspeed,
-    asks_for_tpu,
-    launch_settings,
-)
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve

@@ -12,19 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config import keys
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asked_compiler
-from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
-from zero_plugin.config.resolve.facts import PLACEMENT, Resolved
-from zero_plugin.config.tree import AUTO, KeyPath
+from zero_plugin.config.parallelism import sequence_parallel_size
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import printable
 from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Request, Setting
 from zero_plugin.machine.hardware import number_ranges
 
-CONFIG_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-
-_ZERO: Final = "zero_optimization"
 # What the environment may hold of an earlier launch, and what turns it off: how a run is split is never left open.
 _OFF: Final[Mapping[str, str]] = {
     **{
@@ -47,7 +45,7 @@ def foreign_variables(request: Request, resolved: Resolved, *, on_cpu: bool) -> 
     if request.on_deepspeed:
         found.update(_of_zero(request, resolved))
     elif on_cpu:  # beside ZeRO, Accelerate would take it for a run without
-        found["ACCELERATE_USE_CPU"] = Setting("true", "the run is on the CPU")
+        found[keys.LAUNCH["use_cpu"].variable] = Setting("true", "the run is on the CPU")
     for name, off in _OFF.items():
         if name not in found and request.environ.get(name, off).lower() not in ("", "0", off):
             found[name] = Setting(off, "not what the configuration requests")
@@ -67,12 +65,12 @@ def _of_any_run(request: Request, resolved: Resolved) -> Iterator[tuple[str, Set
     document = request.document
     if resolved.precision != "no" or document.launch.value("mixed_precision") is not None:
         entry = resolved.launch.entries[("mixed_precision",)]
-        yield "ACCELERATE_MIXED_PRECISION", Setting(resolved.precision, str(entry.origin))
-    yield from _typed(document, ("gradient_accumulation_steps",), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    shared = document.deepspeed.get(SEQUENCE_KEY)
+        yield keys.LAUNCH["mixed_precision"].variable, Setting(resolved.precision, str(entry.origin))
+    yield from _typed(document, keys.ACCUMULATION)
+    shared = document.deepspeed.get(*keys.SEQUENCE.path)
     if shared is not None and sequence_parallel_size(document) > 1:  # by its own way, which needs a loop of its own
         yield "ACCELERATE_USE_PARALLELISM_CONFIG", Setting("true", str(shared.origin))
-        yield "PARALLELISM_CONFIG_SP_SIZE", Setting(_text(shared.value), str(shared.origin))
+        yield keys.SEQUENCE.variable, Setting(_text(shared.value), str(shared.origin))
     for name, entry in asked_compiler(document.launch).items():
         yield f"ACCELERATE_DYNAMO_{name.upper()}", Setting(_text(entry.value), str(entry.origin))
     if request.settings.debug:
@@ -80,36 +78,35 @@ def _of_any_run(request: Request, resolved: Resolved) -> Iterator[tuple[str, Set
 
 
 def _of_zero(request: Request, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
-    document, settings, prefix = request.document, request.settings, "ACCELERATE_DEEPSPEED_"
+    document, settings = request.document, request.settings
     yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration requests ZeRO")
-    stage = resolved.tree.entries[(_ZERO, "stage")]
-    if any(path in resolved.missing for path in PLACEMENT):  # such a script stops at that value, and must
+    stage = resolved.tree.entries[keys.STAGE.path]
+    if any(path in resolved.missing for path in keys.PLACEMENT):  # such a script stops at that value, and must
         why = "the plan waits for the model: a script that is built on Accelerate needs --model at the launch"
-        yield f"{prefix}ZERO_STAGE", Setting("auto", why)
+        yield keys.STAGE.variable, Setting("auto", why)
         return
-    yield f"{prefix}ZERO_STAGE", Setting(str(stage.value), str(stage.origin))
-    yield from _typed(document, ("gradient_clipping",), "ACCELERATE_GRADIENT_CLIPPING")
-    for what in ("optimizer", "param"):
-        section = (_ZERO, f"offload_{what}")
-        name = f"{prefix}OFFLOAD_{what.upper()}"
-        yield from _typed(document, (*section, "device"), f"{name}_DEVICE")
-        if document.deepspeed.value(*section, "device") == "nvme":  # Accelerate's own launcher loses the folder
-            yield from _typed(document, (*section, "nvme_path"), f"{name}_NVME_PATH")
+    yield keys.STAGE.variable, Setting(str(stage.value), str(stage.origin))
+    yield from _typed(document, keys.CLIPPING)
+    for device, folder in ((keys.OFFLOAD_OPTIMIZER, keys.OPTIMIZER_FOLDER), (keys.OFFLOAD_PARAM, keys.PARAM_FOLDER)):
+        yield from _typed(document, device)
+        if document.deepspeed.value(*device.path) == "nvme":  # Accelerate's own launcher loses the folder
+            yield from _typed(document, folder)
     if resolved.zero_stage == 3:
         partitioned = settings.zero3_init_flag is not False
-        yield f"{prefix}ZERO3_INIT", Setting(str(partitioned).lower(), _launch_origin(document, "zero3_init_flag"))
-        saved = (_ZERO, "stage3_gather_16bit_weights_on_model_save")
-        yield from _typed(document, saved, f"{prefix}ZERO3_SAVE_16BIT_MODEL")
+        partitions = keys.LAUNCH["zero3_init_flag"]
+        yield partitions.variable, Setting(str(partitioned).lower(), _launch_origin(document, partitions.name))
+        yield from _typed(document, keys.SAVE_16BIT)
     if settings.deepspeed_moe_layer_cls_names:
         names = ",".join(settings.deepspeed_moe_layer_cls_names)
-        yield f"{prefix}MOE_LAYER_CLS_NAMES", Setting(names, _launch_origin(document, "deepspeed_moe_layer_cls_names"))
+        layers = keys.LAUNCH["deepspeed_moe_layer_cls_names"]
+        yield layers.variable, Setting(names, _launch_origin(document, layers.name))
 
 
-def _typed(document: Document, path: KeyPath, name: str) -> Iterator[tuple[str, Setting]]:
+def _typed(document: Document, key: keys.Key) -> Iterator[tuple[str, Setting]]:
     """A training key that holds a value; what is open is the script's."""
-    entry = document.deepspeed.get(*path)
+    entry = document.deepspeed.get(*key.path)
     if entry is not None and entry.value is not None and entry.value is not AUTO:
-        yield name, Setting(_text(entry.value), str(entry.origin))
+        yield key.variable, Setting(_text(entry.value), str(entry.origin))
 
 
 def _text(value: Any) -> str:
@@ -189,8 +186,8 @@ def shell_script(spec: LaunchSpec) -> str:
     if spec.deepspeed_config is not None:
         lines += [
             "# the DeepSpeed JSON for scripts built on Accelerate or transformers; a launch removes it at its end",
-            f"export {CONFIG_FILE_VARIABLE}=$(mktemp)",
-            f'cat > "${CONFIG_FILE_VARIABLE}" <<"END"',
+            f"export {keys.CONFIG_FILE.variable}=$(mktemp)",
+            f'cat > "${keys.CONFIG_FILE.variable}" <<"END"',
             json.dumps(spec.deepspeed_config, indent=2),
             "END",
         ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.installed import garbage_collection_paused, replaced
+from zero_plugin.config.keys import CONFIG_FILE
 from zero_plugin.config.run_files import (
     CUT_VARIABLE,
     OutOfMemoryReport,
@@ -26,7 +27,7 @@ from zero_plugin.config.run_files import (
     take_out_of_memory_report,
 )
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
+from zero_plugin.launch.command import NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import (
     HAD_ENDED,
@@ -367,7 +368,7 @@ def configuration_file(spec: LaunchSpec) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "deepspeed.json"
         file.write_text(json.dumps(spec.deepspeed_config, indent=2))
-        os.environ[CONFIG_FILE_VARIABLE] = str(file)
+        os.environ[CONFIG_FILE.variable] = str(file)
         yield
 
 

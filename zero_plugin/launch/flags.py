@@ -14,9 +14,10 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
-from zero_plugin.config.document import FLAGGED_KEYS, SHORT_FIELDS, ZERO_FIELDS, Document, Said
+from zero_plugin.config.document import Document, Said
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
-from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
+from zero_plugin.config.keys import ACCUMULATION, CLIPPING, CONFIG_FILE, FLAGS, KEYS, STAGE, ZERO_FIELDS
+from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, ignored_keys
 from zero_plugin.config.located import read_scalar
 from zero_plugin.config.read import DEFAULT_STAGE, named_file, read_document
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, show
@@ -27,13 +28,8 @@ from zero_plugin.machine.hardware import Machine, look_at_machine
 _logger = logging.getLogger(__name__)
 
 # What a switch says about the device, and how the processes work together; `_on_cpu` adds to `--cpu`.
-_SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "cpu": {"use_cpu": True},
-    "multi_gpu": {"distributed_type": "MULTI_GPU", "use_cpu": False},
-    "tpu": {"distributed_type": "XLA", "use_cpu": False},
-    "use_deepspeed": {"distributed_type": "DEEPSPEED"},
-}
-_FILE_FLAG: Final = "--deepspeed_config_file"
+_SWITCHES: Final = {name: flag.sets for name, flag in FLAGS.items() if flag.sets}
+_FILE_FLAG: Final = f"--{CONFIG_FILE.name}"
 
 
 def document_from_flags(
@@ -58,11 +54,11 @@ def document_from_flags(
     if "config_file" in flags:
         file = str(flags["config_file"])
         document = read_document(named_file(file) if content is None else file, content)
-    zero_flags = [name for name in (*ZERO_FIELDS, "deepspeed_config_file") if name in flags]
+    zero_flags = [name for name in (*ZERO_FIELDS, CONFIG_FILE.name) if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         zero_flags.append("config_file")
-    if "deepspeed_config_file" in flags:
-        document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
+    if CONFIG_FILE.name in flags:
+        document = _with_training(document, read_document(str(flags[CONFIG_FILE.name])))
     problems = list(_contradictions(flags, document))
     document = overlay_flags(document, {**_said(flags), **read_assignments(assignments, "--set")})
     if zero_flags and not document.launch.value("distributed_type"):
@@ -71,11 +67,10 @@ def document_from_flags(
         document = document.lay({("distributed_type",): requested})
     if "cpu" in flags:
         document = _on_cpu(document)
-    reads_json = "deepspeed_config_file" in flags or "config_file" in zero_flags or len(document.sources) > 1
-    stage = ("zero_optimization", "stage")
+    reads_json = CONFIG_FILE.name in flags or "config_file" in zero_flags or len(document.sources) > 1
     on_zero = document.launch.value("distributed_type") == "DEEPSPEED"
-    if on_zero and not reads_json and not document.deepspeed.has_section(*stage):
-        document = document.lay({("deepspeed", *stage): DEFAULT_STAGE})
+    if on_zero and not reads_json and not document.deepspeed.has_section(*STAGE.path):
+        document = document.lay({("deepspeed", *STAGE.path): DEFAULT_STAGE})
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
     return replace(document, notes=check_document(document))
@@ -130,7 +125,7 @@ def _said(flags: Mapping[str, str | bool]) -> Said:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
-        elif name in (*SHORT_FIELDS, *FLAGGED_KEYS) or name in LaunchSettings.model_fields:
+        elif name in KEYS:
             new = {path_of((name,)): _read(text)}
         else:  # it chooses a file, or says what runs
             continue
@@ -167,8 +162,8 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
         return
     message = f"has no effect without ZeRO, and {chosen} requests a run without it"
     yield from (Problem(f"--{name}", "", message, fix) for name in ZERO_FIELDS if name in flags)
-    stage = document.deepspeed.get("zero_optimization", "stage")
-    if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
+    stage = document.deepspeed.get(*STAGE.path)
+    if CONFIG_FILE.name in flags and stage is not None and stage.value not in (None, 0):
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
         yield Problem(_FILE_FLAG, "", message, fix)
 
@@ -187,7 +182,7 @@ def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
         "distributed_type": "DEEPSPEED",
         "mixed_precision": mixed_precision,
         "num_processes": machine.gpus,
-        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"},
+        "deepspeed_config": {STAGE.field: 2, ACCUMULATION.field: "auto", CLIPPING.field: "auto"},
     }
 
 

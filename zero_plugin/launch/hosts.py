@@ -25,7 +25,8 @@ from types import FrameType
 from typing import Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LAUNCHERS, LaunchSettings, asks_for_cpu, launch_settings
+from zero_plugin.config.keys import LAUNCHERS, LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.resolve import config_for_scripts
 from zero_plugin.config.tree import AUTO, did_you_mean, show

@@ -28,13 +28,13 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
 from zero_plugin.config.installed import replaced
+from zero_plugin.config.keys import CONFIG_FILE
 from zero_plugin.config.read import document_from_code
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import ENDING_SIGNALS, flush_output, own_signals
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch import engine
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec, Program
 from zero_plugin.launch.tpu import ENDED_SILENTLY, run_to_end
@@ -181,7 +181,7 @@ def _build(function: Callable[..., Any], document: Document, endpoint: str | Non
 def _launch_variables(spec: LaunchSpec) -> Iterator[None]:
     """The launch's environment variables, here and in what is forked from here, until the launch ends."""
     values = {name: setting.value for name, setting in spec.environment.items()}
-    with variables_while(values, [CONFIG_FILE_VARIABLE]), engine.configuration_file(spec):
+    with variables_while(values, [CONFIG_FILE.variable]), engine.configuration_file(spec):
         yield
 
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.keys import CONFIG_FILE
 from zero_plugin.launch import worker
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
 from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, has_gpu_driver
 from zero_plugin.machine.network import network_variables
 from zero_plugin.machine.process_place import find_place
@@ -105,7 +105,7 @@ def main() -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         file = Path(folder) / "deepspeed.json"
         file.write_text(json.dumps(config.deepspeed_config, indent=2))
-        os.environ[CONFIG_FILE_VARIABLE] = str(file)
+        os.environ[CONFIG_FILE.variable] = str(file)
     sys.argv[1:] = config.arguments
     worker.main()
 

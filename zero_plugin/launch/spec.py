@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, to_environment
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import resolve_before_run

@@ -19,6 +19,7 @@ from zero_plugin.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.config.keys import ACCUMULATION
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_size_in_code
 from zero_plugin.config.plugins import ONLY, DeepSpeedPlugin
@@ -203,7 +204,7 @@ def overlay_arguments(
         given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))
     if steps is not None:
         call = f"Accelerator(gradient_accumulation_steps={steps!r})"
-        given[("deepspeed", "gradient_accumulation_steps")] = (call, steps)
+        given[("deepspeed", ACCUMULATION.name)] = (call, steps)
     if (size := sequence_size_in_code(parallelism_config)) is not None and size > 1:
         given[("deepspeed", SEQUENCE_KEY)] = (f"ParallelismConfig(sp_size={size})", size)
     if cpu:

@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from zero_plugin.config.keys import CLIPPING
+from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.loop import window_errors
 from zero_plugin.loop.prepared import Prepared
@@ -34,8 +36,7 @@ def clip_norm(run: Run, prepared: Prepared, parameters: Any, max_norm: float, no
         found = _select(training, given)
         if found is None:
             continue
-        if training.typed_clipping not in (None, max_norm) and max_norm != math.inf:
-            _refuse_other_clipping(training, max_norm)
+        _refuse_other_norm(training.resolved, max_norm)
         only = None if found is ALL else given
         return clip(training.window, training.session, max_norm, norm_type=norm_type, only=only)
     if not trained and run.strategy.optimizer_may_follow:
@@ -150,13 +151,14 @@ def _refuse_several(trained: Sequence[Training], given: Sequence[Tensor]) -> Non
         raise LoopError(f"clip_grad_norm_ got parameters of {len(owners)} prepared models; call it once for each.")
 
 
-def _refuse_other_clipping(training: Training, max_norm: float) -> None:
-    entry = training.resolved.tree.get("gradient_clipping")
-    assert entry is not None, "the user has typed it"
-    where = f"clip_grad_norm_(max_norm={max_norm})"
-    message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
-    fix = "Write the same value in both, or auto in the file."
-    raise ConfigError([Problem(where, "gradient_clipping", message, fix)])
+def _refuse_other_norm(resolved: Resolved, max_norm: float) -> None:
+    """Refuse to clip at another norm than the user has typed. An infinite norm only measures."""
+    entry = resolved.tree.entries[CLIPPING.path]
+    if entry.origin.typed_by_user and entry.value not in (None, max_norm) and max_norm != math.inf:
+        where = f"clip_grad_norm_(max_norm={max_norm})"
+        message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
+        fix = "Write the same value in both, or auto in the file."
+        raise ConfigError([Problem(where, CLIPPING.name, message, fix)])
 
 
 def _complete_waiting(prepared: Prepared) -> bool:

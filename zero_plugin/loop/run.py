@@ -22,6 +22,7 @@ from zero_plugin.checkpoint.locks import ClaimedPlace
 from zero_plugin.config.document import Document, from_environment
 from zero_plugin.config.find import find_document
 from zero_plugin.config.handlers import InitProcessGroupKwargs, ProfileKwargs
+from zero_plugin.config.keys import ACCUMULATION, GLOBAL_BATCH
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
 from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin
@@ -30,7 +31,7 @@ from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.rules.sections import keys_of_the_engine, unequal_sequence_groups
 from zero_plugin.config.rules.training import Asked
 from zero_plugin.config.run_files import micro_batch_cut
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
+from zero_plugin.config.tree import AUTO, Entry, Origin
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.messages import once, show_messages
@@ -343,9 +344,6 @@ _WITHOUT_CHECKS: Final = (
 
 # ---- the global batch size -------------------------------------------------------------------------------------------
 
-_ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
-_GLOBAL: KeyPath = ("train_batch_size",)
-
 
 def find_intended_processes(available: int, environ: Mapping[str, str]) -> int:
     """The number of processes that the configuration is meant for: the world size or, with `min_machines`, more.
@@ -423,11 +421,11 @@ def accumulate_more(document: Document, cut: int, intended: int = 1, available: 
     Raises:
         LaunchError: the micro-batches cannot be divided evenly among the processes.
     """
-    entry = document.deepspeed.get(*_ACCUMULATION)
+    entry = document.deepspeed.get(*ACCUMULATION.path)
     is_open = entry is None or entry.value in (AUTO, None)
     if (cut == 1 and intended == available) or (entry is not None and not is_open and not entry.origin.typed_by_user):
         return document
-    if is_open and document.deepspeed.value(*_GLOBAL) not in (AUTO, None):
+    if is_open and document.deepspeed.value(*GLOBAL_BATCH.path) not in (AUTO, None):
         return document
     configured = 1 if entry is None or is_open else entry.value
     where = "to keep the global batch size" if entry is None else entry.origin.where
@@ -437,4 +435,4 @@ def accumulate_more(document: Document, cut: int, intended: int = 1, available: 
     if intended != available:
         reasons.append(f"× {intended} ÷ {available}: {available} of {intended} processes are left")
     more = Entry(redistribute_steps(configured * cut, intended, available), Origin("rule", where, " ".join(reasons)))
-    return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))
+    return replace(document, deepspeed=document.deepspeed.replace({ACCUMULATION.path: more}))

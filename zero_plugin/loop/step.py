@@ -32,7 +32,7 @@ def apply(window: Window, session: Session | UnpreparedOptimizer) -> bool | Foun
     else:
         complete(window, session)
         try:
-            applied = session.step(window.measured, clips=window.phase is not Phase.CLIPPED)
+            applied = session.step(window.measured, max_norm=window.step_norm)
         except BaseException as error:
             window.enter(Phase.FAILED)
             session.raise_clearer(error)

@@ -6,13 +6,13 @@ ones: then its configuration is resolved again. A checkpoint has its `record`: c
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -96,12 +96,6 @@ class Training:
     def __post_init__(self) -> None:
         self.ids = frozenset(map(id, self.parameters))
 
-    @functools.cached_property
-    def typed_clipping(self) -> Any:
-        """The `gradient_clipping` that the user has typed; None if it is open."""
-        entry = self.resolved.tree.get("gradient_clipping")
-        return entry.value if entry is not None and entry.origin.typed_by_user else None
-
     def is_of_model(self, model: Any) -> bool:
         """Whether `model` is the prepared model or the user's own module."""
         return model is self.session.model or model is self.session.module
@@ -141,6 +135,7 @@ class Training:
         """
         progress = LoaderProgress(ends_windows=run.options.accumulation.sync_with_dataloader)
         self.window = Window(self.resolved.accumulation, progress)
+        self.window.clipping = self.resolved.clipping or inf
         assert self.session.optimizer is not None, "the session has just been given one"
         optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
         optimizer.run_in(self.window, self.session)
@@ -221,7 +216,7 @@ class Training:
         for line in resolved.logged:
             if line not in self.resolved.logged:
                 _log.info(line if surely_trains else f"{unsure}: {line}")
-        self.facts, self.resolved = facts, resolved
+        self._follow(facts, resolved)
         for scheduler in self.optimizer.schedulers if self.optimizer is not None else ():
             self._warn_of_counting(scheduler, built_before=True)
 
@@ -256,9 +251,13 @@ class Training:
 
     def _use(self, run: Run, facts: Facts, resolved: Resolved) -> None:
         before = self.resolved.logged
-        self.facts, self.resolved = facts, resolved
-        self.__dict__.pop("_typed_clipping", None)
+        self._follow(facts, resolved)
         _log_resolved(resolved, run, before)
+
+    def _follow(self, facts: Facts, resolved: Resolved) -> None:
+        self.facts, self.resolved = facts, resolved
+        if self.optimizer is not None:  # the window of other models is not their own
+            self.window.clipping = resolved.clipping or inf
 
     @property
     def _counts_processes(self) -> bool:

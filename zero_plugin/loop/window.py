@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from zero_plugin.data.active import LoaderProgress
@@ -127,6 +128,7 @@ class Window:
         is_decided: whether the script has set `ends_here`.
         phase: the state of the gradients.
         measured: what is known of COMPLETE gradients.
+        clipping: the configured norm at which steps clip; infinite for no clipping.
         completed_by: the last call of the script that needs the gradients COMPLETE.
         keeps_gradients: whether the gradients of the last step are still in `p.grad`, because the script has not called
             zero_grad(). None after a step, until the next backward shows it (under ZeRO, never).
@@ -143,6 +145,7 @@ class Window:
         self._progress = LoaderProgress() if progress is None else progress
         self.phase = Phase.EMPTY
         self.measured = Measured()
+        self.clipping = inf
         self.completed_by = CLIP_NORM
         self.keeps_gradients: bool | None = False
         self.in_context = False
@@ -212,6 +215,14 @@ class Window:
                 return self.steps == 1 or self._progress.next_is_last
             case _:
                 return self.ends_here
+
+    @property
+    def step_norm(self) -> float:
+        """The norm at which the step clips: the script's, if it has clipped, or the configured one; infinite for none.
+
+        A session that clips immediately has no limit left for the step.
+        """
+        return self.measured.limit if self.phase is Phase.CLIPPED else self.clipping
 
     # ---- counting ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.document import yaml_text
+from zero_plugin.config.keys import ACCUMULATION, CLIPPING, GLOBAL_BATCH, MICRO_BATCH, SAVE_16BIT, ZERO
 from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.plan.run_plan import KEYS
@@ -88,12 +89,12 @@ def _training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: 
     """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`. Without ZeRO, its own keys."""
     sharing = {SEQUENCE_KEY: cluster.shared_by} if cluster.shared_by > 1 else {}
     if setup.stage is None:
-        return {"gradient_accumulation_steps": setup.accumulation, **sharing}
+        return {ACCUMULATION.name: setup.accumulation, **sharing}
     values: dict[str, Any] = {
-        "train_batch_size": setup.micro_batch * setup.accumulation * cluster.groups,
-        "train_micro_batch_size_per_gpu": setup.micro_batch,
-        "gradient_accumulation_steps": setup.accumulation,
-        "gradient_clipping": "auto",
+        GLOBAL_BATCH.name: setup.micro_batch * setup.accumulation * cluster.groups,
+        MICRO_BATCH.name: setup.micro_batch,
+        ACCUMULATION.name: setup.accumulation,
+        CLIPPING.name: "auto",
         **sharing,
     }
     if setup.precision != "no":
@@ -103,13 +104,13 @@ def _training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: 
     zero: dict[str, Any] = {"stage": setup.stage}
     zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage]}
     if setup.stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        zero[SAVE_16BIT.path[-1]] = True
     for what, device in (("optimizer", setup.offload_optimizer), ("param", setup.offload_param)):
         if device != "none":
             path = {"nvme_path": nvme_path} if device == "nvme" else {}
             share = {"ratio": setup.ratio} if what == "optimizer" and setup.ratio != 1.0 else {}
             zero[f"offload_{what}"] = {"device": device, **path, "pin_memory": setup.pin_memory, **share}
-    return {**values, "zero_optimization": zero}
+    return {**values, ZERO: zero}
 
 
 def _problem(message: str, fix: str) -> ConfigError:

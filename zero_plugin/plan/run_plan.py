@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
+from zero_plugin.config.keys import ACCUMULATION, GLOBAL_BATCH, PLACEMENT, TRAINING, ZERO
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.resolve.facts import PLACEMENT, Facts, LoopFacts, MachineFacts, Resolved
-from zero_plugin.config.resolve.resolve import MICRO_BATCH, resolve, unplanned_micro_batch
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, Resolved
+from zero_plugin.config.resolve.resolve import resolve, unplanned_micro_batch
 from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
@@ -133,28 +134,12 @@ def _computes_in_bf16(kind: AcceleratorKind) -> bool:
     return True
 
 
-_ZERO: Final = "zero_optimization"
-
 # The key of a configuration that settles each field of a setup; `pin_memory` has two.
-KEYS: Final[Mapping[str, KeyPath]] = {
-    **dict(zip(("stage", "offload_optimizer", "offload_param"), PLACEMENT, strict=True)),
-    "ratio": (_ZERO, "offload_optimizer", "ratio"),
-    "sub_group_size": (_ZERO, "sub_group_size"),
-    "micro_batch": ("train_micro_batch_size_per_gpu",),
-    "accumulation": ("gradient_accumulation_steps",),
-    "reduce_bucket": (_ZERO, "reduce_bucket_size"),
-    "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
-    "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
-    "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
-    "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
-    "param_buffer": (_ZERO, "offload_param", "buffer_size"),
-    "overlap_comm": (_ZERO, "overlap_comm"),
-}
-
+KEYS: Final = {key.setup: key.path for key in TRAINING if key.setup}
 
 Planned = Mapping[KeyPath, tuple[Any, str]]
 
-_PINNED: Final = ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_param", "pin_memory"))
+_PINNED: Final = ((ZERO, "offload_optimizer", "pin_memory"), (ZERO, "offload_param", "pin_memory"))
 # What a plan chooses where it is open.
 _CHOSEN: Final = ("stage", "offload_optimizer", "offload_param", "ratio", "sub_group_size", "micro_batch")
 _SIZES: Final = (
@@ -172,13 +157,13 @@ def open_fields(tree: Tree, facts: Facts) -> tuple[KeyPath, ...]:
         tree: the training configuration.
         facts: of the loop, and whether one may still come.
     """
-    paths = (*PLACEMENT, KEYS["ratio"], *([MICRO_BATCH] if _plans_micro_batch(facts) else ()))
+    paths = (*PLACEMENT, KEYS["ratio"], *([KEYS["micro_batch"]] if _plans_micro_batch(facts) else ()))
     return tuple(path for path in paths if tree.value(*path) is AUTO)
 
 
 def nvme_folder(tree: Tree) -> Path | None:
     """Where a training configuration has NVMe offload keep its files."""
-    folders = [tree.value(_ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
+    folders = [tree.value(ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
     return next((Path(folder) for folder in folders if isinstance(folder, str)), None)
 
 
@@ -192,10 +177,10 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         activations: where it is not known what a sample takes, a plan chooses no micro-batch.
     """
     tree, asked = resolved.tree, document.deepspeed
-    total = _number(asked.value("train_batch_size"))
-    steps = _number(asked.value("gradient_accumulation_steps"))
+    total = _number(asked.value(*GLOBAL_BATCH.path))
+    steps = _number(asked.value(*ACCUMULATION.path))
     stage, ratio = (_settled(tree, KEYS[name]) for name in ("stage", "ratio"))
-    micro = facts.loop.micro_batch or _number(asked.value(*MICRO_BATCH))
+    micro = facts.loop.micro_batch or _number(asked.value(*KEYS["micro_batch"]))
     if micro is None and not (activations.saved.per_sample and _plans_micro_batch(facts)):
         micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
     unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
@@ -279,7 +264,7 @@ def fits_nowhere(choice: Choice, answers: WhatIf, where: str) -> ConfigError:
     )
     if less := "; ".join(f"{what} ({show_bytes(size)})" for what, size in answers.savings):
         fix += f" On each device less is taken by {less}."
-    return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
+    return ConfigError([Problem(where, ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
 
 def _as_key(change: str) -> str:
@@ -439,7 +424,7 @@ def _plan(
     """
     from zero_plugin.plan.activations import find_activations, trace_changes
 
-    alone = waiting == [MICRO_BATCH]
+    alone = waiting == [KEYS["micro_batch"]]
     sizes = model_sizes(model) if alone else _trained_sizes(model, facts)
     guesses = facts.loop.micro_batch is None
     find = partial(find_activations, model, sizes, batch, resolved.precision, guesses=guesses)
@@ -452,11 +437,10 @@ def _plan(
     except ConfigError as error:
         if not alone:
             raise
-        asked = ("train_batch_size", "gradient_accumulation_steps")
-        total, steps = (_number(document.deepspeed.value(name)) for name in asked)
+        total, steps = (_number(document.deepspeed.value(*key.path)) for key in (GLOBAL_BATCH, ACCUMULATION))
         without, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
         reason = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
-        planned = {MICRO_BATCH: (without, f"as without a plan, by which {reason}")}
+        planned = {KEYS["micro_batch"]: (without, f"as without a plan, by which {reason}")}
     return planned, None if alone else activations
 
 
@@ -562,7 +546,7 @@ def running_setup(resolved: Resolved, stage: Stage) -> Setup:
         gradient_bytes=width or (4 if resolved.precision == "no" else 2),
         offload_optimizer="none" if stage is None else resolved.offload_device("optimizer"),
         offload_param="none" if stage is None else resolved.offload_device("param"),
-        pin_memory=any(tree.value(_ZERO, f"offload_{what}", "pin_memory") is True for what in ("optimizer", "param")),
+        pin_memory=any(tree.value(ZERO, f"offload_{what}", "pin_memory") is True for what in ("optimizer", "param")),
         **found,
     )
 

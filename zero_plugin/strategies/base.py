@@ -272,12 +272,12 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
+    def step(self, measured: Measured, *, max_norm: float) -> bool | FoundInf:
         """Apply the complete gradients. Collective.
 
         Args:
             measured: what is known of them.
-            clips: whether they are still to be clipped as configured.
+            max_norm: the norm at which the step is still to clip them; `inf` for none.
 
         Returns:
             False if the step was skipped, since they are not finite; or what says so, where the device has decided.

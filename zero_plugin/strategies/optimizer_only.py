@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -40,7 +41,7 @@ class UnpreparedOptimizer:
         self.optimizer: Optimizer | None = optimizer
         self._steps = steps
 
-    def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002
+    def step(self, measured: Measured, *, max_norm: float) -> bool:  # noqa: ARG002
         """Step as plain torch does; the gradients stay until `zero_grad`.
 
         Raises:
@@ -58,7 +59,7 @@ class UnpreparedOptimizer:
 
     def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
         """Step: the script may have called `loss.backward()` itself."""
-        self.step(Measured(), clips=False)
+        self.step(Measured(), max_norm=math.inf)
 
     def raise_clearer(self, error: BaseException) -> None:
         """See `Session.raise_clearer`; plain torch's own errors are raised."""

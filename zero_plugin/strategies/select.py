@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero
+from zero_plugin.config.keys import LaunchSettings
+from zero_plugin.config.launch_settings import asks_for_deepspeed, dropped_zero
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import StrategyError
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_plugin.config.keys import CLIPPING
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, SchedulerSection
 from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.errors import ConfigError, Problem
@@ -86,7 +87,7 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
     arguments = {**OPTIMIZER_DEFAULTS.get(kind, {}), **section.params}
     groups = list(params)
     if "max_grad_norm" in arguments:
-        _refuse("optimizer.params.max_grad_norm", "this key has no effect.", "Write gradient_clipping instead.")
+        _refuse("optimizer.params.max_grad_norm", "this key has no effect.", f"Write {CLIPPING.name} instead.")
     if kind in _ONLY_DEEPSPEED:
         _refuse("optimizer.type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
     build: Callable[..., Optimizer]

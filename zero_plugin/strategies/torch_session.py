@@ -58,7 +58,6 @@ class TorchSession(Session):
         module: the user's module.
         optimizer: the optimizer; None for a model that is not trained.
         precision: with `bf16` and `fp16` the weights stay fp32, and forwards run under autocast and return fp32.
-        clipping: the largest gradient norm of a step for which `clip` was not called; None for no clipping.
         scale: the loss scale of `fp16`.
         skips: whether steps with gradients that are not finite are skipped.
         autocast: arguments of autocast for the forwards.
@@ -74,7 +73,6 @@ class TorchSession(Session):
         optimizer: Optimizer | None,
         *,
         precision: Precision,
-        clipping: float | None,
         scale: LossScale | None = None,
         skips: bool = True,
         autocast: AutocastKwargs | None = None,
@@ -85,7 +83,6 @@ class TorchSession(Session):
         self.module = module
         self.optimizer: Optimizer | None = None
         self.events = Events()
-        self._clipping = clipping
         self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self._has_own_samples = has_own_samples
@@ -216,12 +213,12 @@ class TorchSession(Session):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
         return Measured(finite, norm)
 
-    def step(self, measured: Measured, *, clips: bool) -> bool | FoundInf:
+    def step(self, measured: Measured, *, max_norm: float) -> bool | FoundInf:
         assert self.optimizer is not None
         for check in self.events.before_step:
             check()
-        if clips and self._clipping is not None:
-            measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
+        if max_norm != inf:
+            measured = self.clip(max_norm, norm_type=2.0, only=None, measured=measured)
         finite: bool | FoundInf | None = measured.finite
         on_device = self._skips_on_device()
         if isinstance(finite, FoundInf) and not on_device:  # e.g. a hook was registered after the clipping

@@ -145,11 +145,11 @@ class TorchStrategy(Strategy):
     the sign of each gradient:
 
         class SignSession(TorchSession):
-            def step(self, measured, *, clips):
+            def step(self, measured, *, max_norm):
                 for p in self.module.parameters():
                     if p.grad is not None:
                         p.grad.sign_()
-                return super().step(measured, clips=clips)
+                return super().step(measured, max_norm=max_norm)
 
         class SignStrategy(TorchStrategy):
             session_class = SignSession
@@ -206,7 +206,6 @@ class TorchStrategy(Strategy):
             request.model,
             optimizer,
             precision=resolved.precision,
-            clipping=resolved.clipping,
             scale=scale,
             skips=scale is not None or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
             autocast=self.handlers.autocast,

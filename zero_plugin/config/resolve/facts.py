@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.installed import installed_version
+from zero_plugin.config.keys import ACCUMULATION, CLIPPING, GLOBAL_BATCH, SEQUENCE, STAGE
 from zero_plugin.config.schema import deepspeed_default, deepspeed_schema, is_passed_on
 from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze, holds_auto, plain, show
 from zero_plugin.errors import ConfigError, Problem
@@ -150,14 +151,6 @@ class Facts:
     planned: Mapping[KeyPath, tuple[Any, str]] = field(default_factory=dict)
 
 
-# Where parameters, gradients and optimizer states are: what a plan of the memory chooses.
-PLACEMENT: Final[tuple[KeyPath, ...]] = (
-    ("zero_optimization", "stage"),
-    ("zero_optimization", "offload_optimizer", "device"),
-    ("zero_optimization", "offload_param", "device"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Section:
     """A config's `optimizer` or `scheduler` section, resolved: `type` as written, `params` with every default written
@@ -203,12 +196,12 @@ class Resolved:
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step, at least 1."""
-        return int(self.tree.value("gradient_accumulation_steps", default=1))
+        return int(self.tree.value(*ACCUMULATION.path, default=1))
 
     @property
     def clipping(self) -> float | None:
         """Largest gradient norm, None for no clipping."""
-        return float(self.tree.value("gradient_clipping") or 0.0) or None
+        return float(self.tree.value(*CLIPPING.path) or 0.0) or None
 
     @property
     def optimizer(self) -> Section | None:
@@ -228,7 +221,7 @@ class Resolved:
     @property
     def zero_stage(self) -> int:
         """The configured ZeRO stage; 0 where there is no ZeRO."""
-        return int(self.tree.value("zero_optimization", "stage", default=0))
+        return int(self.tree.value(*STAGE.path, default=0))
 
     def offload_device(self, what: Literal["optimizer", "param"]) -> Literal["none", "cpu", "nvme"]:
         """Where the optimizer states (or the parameters) live."""
@@ -243,9 +236,9 @@ class Resolved:
         processes share samples, of which an engine need not know: it would count the global batch by all processes.
         """
         passed = self.tree.without("scheduler").where(lambda path, entry: is_passed_on(path, entry.value))
-        passed = passed.without("sequence_parallel_size").without("data_parallel_size")
+        passed = passed.without(*SEQUENCE.path).without("data_parallel_size")
         if self.facts.machine.shared_by > 1:
-            passed = passed.without("train_batch_size")
+            passed = passed.without(*GLOBAL_BATCH.path)
         return passed.nested(auto="auto")
 
     @functools.cached_property  # each save writes it again

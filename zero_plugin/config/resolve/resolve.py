@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal
 
+from zero_plugin.config import keys
 from zero_plugin.config.document import Document
+from zero_plugin.config.keys import BATCH, CLIPPING, PLACEMENT, STAGE, TRAINING, ZERO
 from zero_plugin.config.parallelism import SEQUENCE_KEY, sequence_parallel_size
-from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
+from zero_plugin.config.resolve.facts import Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.rules.sections import unequal_sequence_groups
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_one_precision
@@ -53,10 +55,10 @@ def resolve(document: Document, facts: Facts) -> Resolved:
 def _settle_rest(draft: Draft) -> None:
     """Every other open field repeats a value that is settled, or takes DeepSpeed's default, listed as such."""
     same_elsewhere = {
-        (*_RANDOM_LTD, "global_batch_size"): (draft.value("train_batch_size"), "train_batch_size"),
-        (*_RANDOM_LTD, "micro_batch_size"): (draft.value("train_micro_batch_size_per_gpu"), "the micro batch"),
+        (*_RANDOM_LTD, "global_batch_size"): (draft.value(*keys.GLOBAL_BATCH.path), keys.GLOBAL_BATCH.name),
+        (*_RANDOM_LTD, "micro_batch_size"): (draft.value(*keys.MICRO_BATCH.path), "the micro batch"),
         ("data_parallel_size",): (draft.facts.machine.processes, "all processes of the run split the data"),
-        ("sequence_parallel_size",): (1, "each process has samples of its own"),
+        keys.SEQUENCE.path: (1, "each process has samples of its own"),
     }
     for path in draft.still_open():
         if path in DEEPSPEED_AUTO:
@@ -136,30 +138,28 @@ def resolve_before_run(
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
 
 
-_GLOBAL: KeyPath = ("train_batch_size",)
-MICRO_BATCH: Final[KeyPath] = ("train_micro_batch_size_per_gpu",)
-_ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
+_GLOBAL, _MICRO, _ACCUMULATION = (key.path for key in BATCH)
 
 
 def settle_batch(draft: Draft) -> None:
     """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
     settled_global = draft.value(*_GLOBAL)
-    if draft.get(*MICRO_BATCH) is None or _was_planned(draft):
+    if draft.get(*_MICRO) is None or _was_planned(draft):
         if draft.facts.loop.micro_batch is not None:
             _use_loader_micro_batch(draft)
-        elif MICRO_BATCH in draft.facts.planned:
-            draft.put(MICRO_BATCH, *draft.facts.planned[MICRO_BATCH], logged=True)
+        elif _MICRO in draft.facts.planned:
+            draft.put(_MICRO, *draft.facts.planned[_MICRO], logged=True)
         elif not draft.facts.complete:
             _leave_batch_open(draft)
             return
         else:
             processes = draft.facts.machine.processes
-            draft.put(MICRO_BATCH, *unplanned_micro_batch(settled_global, draft.value(*_ACCUMULATION), processes))
+            draft.put(_MICRO, *unplanned_micro_batch(settled_global, draft.value(*_ACCUMULATION), processes))
     agreed = _agrees_with_loader(draft)
     if draft.get(*_ACCUMULATION) is None:
         steps, reason = _accumulation(draft)
         draft.put(_ACCUMULATION, steps, reason, logged=steps > 1)
-    product = draft.value(*MICRO_BATCH) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
+    product = draft.value(*_MICRO) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
     elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
@@ -169,7 +169,7 @@ def settle_batch(draft: Draft) -> None:
 
 def _leave_batch_open(draft: Draft) -> None:
     """Before a run, without a loader: what its batch size would settle."""
-    draft.miss(MICRO_BATCH, "training DataLoader to tell its batch size", "Prepare the training DataLoader.")
+    draft.miss(_MICRO, "training DataLoader to tell its batch size", "Prepare the training DataLoader.")
     if draft.get(*_ACCUMULATION) is None:
         if draft.get(*_GLOBAL) is None:
             draft.put(_ACCUMULATION, *_accumulation(draft))
@@ -199,7 +199,7 @@ def unplanned_micro_batch(total: int | None, steps: int | None, processes: int) 
 
 def _was_planned(draft: Draft) -> bool:
     """Whether the micro-batch was chosen by a plan before the run, and a loader has come with another."""
-    entry, loop = draft.get(*MICRO_BATCH), draft.facts.loop
+    entry, loop = draft.get(*_MICRO), draft.facts.loop
     return not (entry is None or entry.origin.typed_by_user or loop.micro_batch in (None, entry.value))
 
 
@@ -208,17 +208,17 @@ def _use_loader_micro_batch(draft: Draft) -> None:
 
     The plan was made before the run, or before the DataLoader was prepared.
     """
-    loop, planned = draft.facts.loop, draft.facts.planned.get(MICRO_BATCH)
-    planned_size = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
+    loop, planned = draft.facts.loop, draft.facts.planned.get(_MICRO)
+    planned_size = draft.value(*_MICRO, default=planned[0] if planned else loop.micro_batch)
     if planned_size != loop.micro_batch:
         loops = f"the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})"
         draft.log(f"the plan was made for {planned_size} samples per process; {loops}")
-    draft.put(MICRO_BATCH, loop.micro_batch, loop.micro_batch_reason)
+    draft.put(_MICRO, loop.micro_batch, loop.micro_batch_reason)
 
 
 def _accumulation(draft: Draft) -> tuple[int, str]:
     """Micro-batches per optimizer step: what the global batch asks for, else 1."""
-    total, micro, world = draft.value(*_GLOBAL), draft.value(*MICRO_BATCH), draft.facts.machine.processes
+    total, micro, world = draft.value(*_GLOBAL), draft.value(*_MICRO), draft.facts.machine.processes
     if total is not None and total > micro * world and total % (micro * world) == 0:
         return total // (micro * world), f"train_batch_size {total} ÷ ({micro} × {world} processes)"
     return 1, "neither code nor configuration sets accumulation"
@@ -227,28 +227,27 @@ def _accumulation(draft: Draft) -> tuple[int, str]:
 def _agrees_with_loader(draft: Draft) -> bool:
     """Whether the loader has the settled micro-batch; if not that is refused, since the loader's would really run."""
     loop = draft.facts.loop
-    typed = draft.value(*MICRO_BATCH)
+    typed = draft.value(*_MICRO)
     if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
         return True
     message = f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason})."
     fix = f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.'
-    draft.refuse(MICRO_BATCH, message, fix)
+    draft.refuse(_MICRO, message, fix)
     return False
 
 
 def _arithmetic(draft: Draft) -> str:
-    micro, steps = draft.value(*MICRO_BATCH), draft.value(*_ACCUMULATION)
+    micro, steps = draft.value(*_MICRO), draft.value(*_ACCUMULATION)
     machine = draft.facts.machine
     what = "processes" if machine.shared_by == 1 else f"groups of {machine.shared_by} processes"
     return f"{micro} (micro batch) × {steps} (accumulation) × {machine.processes} ({what})"
 
 
 def settle_clipping(draft: Draft) -> None:
-    """Settle `gradient_clipping`: 0, which is no clipping, is written out, since DeepSpeed clips at 1.0 by default."""
-    path = ("gradient_clipping",)
-    if draft.get(*path) is None:
+    """Settle the clipping: 0, which is no clipping, is written out, since DeepSpeed clips at 1.0 by default."""
+    if draft.get(*CLIPPING.path) is None:
         why = "none is configured; clip_grad_norm_ in the loop still clips"
-        draft.put(path, 0.0, why, logged=draft.is_open(*path))
+        draft.put(CLIPPING.path, 0.0, why, logged=draft.is_open(*CLIPPING.path))
 
 
 _HALVES: Final = ("fp16", "bf16")
@@ -371,8 +370,6 @@ def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
     return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
 
 
-_ZERO: Final = "zero_optimization"
-_STAGE: Final = (_ZERO, "stage")
 _PLAN: Final = "plan of the memory, which needs the model"
 # DeepSpeed's monitors that need a package: the section, what is imported, what to install.
 _MONITORS: Final = (
@@ -391,21 +388,21 @@ def settle_zero(draft: Draft) -> None:
         _settle_without_engine(draft)
         return
     for path, chosen in draft.facts.planned.items():
-        if path[0] == _ZERO and draft.is_unsettled(*path):
+        if path[0] == ZERO and draft.is_unsettled(*path):
             draft.put(path, *chosen, logged=True)
-    if draft.is_open(*_STAGE):
+    if draft.is_open(*STAGE.path):
         fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
-        draft.miss(_STAGE, _PLAN, fix)
-    elif draft.get(*_STAGE) is None:
-        draft.put(_STAGE, 0, "no ZeRO stage is configured", "default")
+        draft.miss(STAGE.path, _PLAN, fix)
+    elif draft.get(*STAGE.path) is None:
+        draft.put(STAGE.path, 0, "no ZeRO stage is configured", "default")
     for offload in _OFFLOADS:
-        if draft.is_open(_ZERO, offload, "device"):
-            draft.miss((_ZERO, offload, "device"), _PLAN, "Write none, cpu or nvme.")
+        if draft.is_open(ZERO, offload, "device"):
+            draft.miss((ZERO, offload, "device"), _PLAN, "Write none, cpu or nvme.")
             _leave_offload_open(draft, offload)
-        elif draft.value(_ZERO, offload, "device", default="none") != "none":
+        elif draft.value(ZERO, offload, "device", default="none") != "none":
             _settle_offload(draft, offload)
     for key, rule in _RULES.items():
-        path = (_ZERO, *key.split("."))
+        path = (ZERO, *key.split("."))
         if draft.is_open(*path) and not draft.is_missing(*path):
             found = rule(draft)
             if found is None:
@@ -432,7 +429,7 @@ def settle_engine(draft: Draft) -> None:
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
-    if draft.is_open(*_STAGE):  # before a run
+    if draft.is_open(*STAGE.path):  # before a run
         if draft.is_open(*path):
             draft.miss(path, _PLAN, "Write fp32, fp16 or bf16.")
         return
@@ -451,7 +448,7 @@ def settle_engine(draft: Draft) -> None:
 
 _QUANTIZED: Final = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _GPU_ALONE: Final[dict[KeyPath, str]] = {
-    **{(_ZERO, key): "its kernels need a GPU" for key in _QUANTIZED},
+    **{(ZERO, key): "its kernels need a GPU" for key in _QUANTIZED},
     ("aio", "use_gds"): "it needs a GPU",
     ("hybrid_engine", "enabled"): "its kernels need a GPU",
 }
@@ -482,26 +479,26 @@ def _settle_without_engine(draft: Draft) -> None:
     """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
     for path in PLACEMENT:
         if draft.is_open(*path):
-            draft.put(path, 0 if path == _STAGE else "none", f"the {draft.facts.strategy} path has no ZeRO")
+            draft.put(path, 0 if path == STAGE.path else "none", f"the {draft.facts.strategy} path has no ZeRO")
 
 
 def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:
-    if draft.is_unsettled(_ZERO, offload, "pin_memory"):
+    if draft.is_unsettled(ZERO, offload, "pin_memory"):
         cuda = draft.facts.machine.accelerator == "cuda"
         why = "pinned memory makes copies to the GPU asynchronous" if cuda else "there is no GPU to copy to"
-        draft.put((_ZERO, offload, "pin_memory"), cuda, why)
-    ratio = (_ZERO, offload, "ratio")
+        draft.put((ZERO, offload, "pin_memory"), cuda, why)
+    ratio = (ZERO, offload, "ratio")
     if draft.is_open(*ratio) and not draft.facts.complete:
         draft.miss(ratio, _PLAN, "Write a number from 0 to 1.")
-    nvme_path = (_ZERO, offload, "nvme_path")
-    if draft.is_open(*nvme_path) and draft.value(_ZERO, offload, "device") == "nvme":
+    nvme_path = (ZERO, offload, "nvme_path")
+    if draft.is_open(*nvme_path) and draft.value(ZERO, offload, "device") == "nvme":
         draft.refuse(nvme_path, "auto cannot know a folder.", "Write a folder on a local NVMe drive.")
 
 
 def _leave_offload_open(draft: Draft, offload: str) -> None:
     """Before a run: nothing of the section is known as long as its device is not."""
     for path in draft.still_open():
-        if path[:2] == (_ZERO, offload) and not draft.facts.complete:
+        if path[:2] == (ZERO, offload) and not draft.facts.complete:
             draft.miss(path, _PLAN, "Write a value.")
 
 
@@ -510,8 +507,8 @@ def _cap_bucket(draft: Draft) -> None:
 
     With all parameters in one bucket the reductions are the same.
     """
-    path, model = (_ZERO, "reduce_bucket_size"), draft.facts.model
-    if draft.get(*path) is None and not draft.is_open(*_STAGE) and _stage(draft) and model and model.parameters:
+    path, model = (ZERO, "reduce_bucket_size"), draft.facts.model
+    if draft.get(*path) is None and not draft.is_open(*STAGE.path) and _stage(draft) and model and model.parameters:
         default, _ = _default("reduce_bucket_size")
         if model.parameters < default:
             draft.put(path, model.parameters, f"all parameters of the model; DeepSpeed's default is {int(default):,}")
@@ -522,18 +519,18 @@ def _settle_overlap(draft: Draft) -> None:
 
     It changes speed and no number, so a typed true is turned off there, and logged, rather than refused.
     """
-    path = (_ZERO, "overlap_comm")
+    path = (ZERO, "overlap_comm")
     stage = _stage(draft)
-    if draft.is_open(*_STAGE):
+    if draft.is_open(*STAGE.path):
         if draft.is_open(*path):
             draft.miss(path, _PLAN, "Write true or false.")
     elif draft.get(*path) is None:
         draft.put(path, stage == 3, "DeepSpeed overlaps communication at stage 3 only", "default")
     elif draft.value(*path) and stage < 2:
         draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
-        typed = draft.get(*_STAGE)
+        typed = draft.get(*STAGE.path)
         if typed is None or not typed.origin.typed_by_user:  # else the check of the configuration has said it
-            draft.log(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
+            draft.log(f"{ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
 
 
 def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> Rule:
@@ -547,9 +544,9 @@ def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) 
 def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
     """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
     model: ModelFacts | None = draft.facts.model
-    if draft.is_missing(_ZERO, "offload_optimizer", "ratio"):
+    if draft.is_missing(ZERO, "offload_optimizer", "ratio"):
         return None
-    ratio = draft.value(_ZERO, "offload_optimizer", "ratio", default=1.0)
+    ratio = draft.value(ZERO, "offload_optimizer", "ratio", default=1.0)
     if ratio == 1:
         return _default("sub_group_size")
     if model is None or not model.parameters:
@@ -572,13 +569,13 @@ def _swap_buffer(draft: Draft) -> tuple[int, str] | None:
 
 def _kept_in_ram(draft: Draft) -> tuple[int, str]:
     """Elements of the parameters that stay in RAM under NVMe offload."""
-    if draft.value(_ZERO, "offload_param", "device") == "nvme":
+    if draft.value(ZERO, "offload_param", "device") == "nvme":
         return 0, "device is nvme, so parameters go there (DeepSpeed's 1e9 would keep most models in RAM)"
     return _default("offload_param.max_in_cpu")
 
 
 def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
-    if draft.is_open(*_STAGE):
+    if draft.is_open(*STAGE.path):
         return None
     stage = _stage(draft)
     partitioned = "at stage 3 no process has unpartitioned weights"
@@ -602,37 +599,22 @@ def _default_of_run(draft: Draft, key: str) -> tuple[Any, str] | None:
 
 
 def _default(key: str) -> tuple[Any, str]:
-    found = deepspeed_default((_ZERO, *key.split(".")))
+    found = deepspeed_default((ZERO, *key.split(".")))
     assert found is not None, key
     return found[0], "DeepSpeed's default"
 
 
 def _stage(draft: Draft) -> int:
-    return int(draft.value(_ZERO, "stage", default=0))
+    return int(draft.value(*STAGE.path, default=0))
 
 
-_SWITCHES: Final = (("fp16", "enabled"), ("bf16", "enabled"))
+_SWITCHES: Final = tuple((half, "enabled") for half in _HALVES)
 
-# What the loop alone knows: absent, too, it is the script's. Accelerate takes an absent accumulation for 1, DeepSpeed
-# an absent clipping for 1.0, and both would win over the script.
-_THE_LOOPS: Final[tuple[KeyPath, ...]] = (
-    ("train_batch_size",),
-    ("train_micro_batch_size_per_gpu",),
-    ("gradient_accumulation_steps",),
-    ("gradient_clipping",),
-)
+# What only the loop knows is the script's, also if it is absent: Accelerate takes an absent accumulation for 1,
+# DeepSpeed an absent clipping for 1.0, and both would win over the script.
+_THE_LOOPS: Final = tuple(key.path for key in TRAINING if key.filled_by == "loop")
 # What Accelerate 1.15 fills in `prepare`, or transformers 5.23 from TrainingArguments; at another `auto` they stop.
-_FILLED_BY_SCRIPTS: Final = frozenset(
-    [
-        *_THE_LOOPS,
-        *_SWITCHES,
-        *((_ZERO, key) for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")),
-        (_ZERO, "stage3_param_persistence_threshold"),
-        *(("optimizer", "params", name) for name in ("lr", "betas", "eps", "weight_decay")),
-        *(("scheduler", "params", f"warmup_{name}") for name in ("min_lr", "max_lr", "num_steps")),
-        ("scheduler", "params", "total_num_steps"),
-    ]
-)
+_FILLED_BY_SCRIPTS: Final = frozenset(key.path for key in TRAINING if key.filled_by in ("loop", "script"))
 
 
 def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any] | None:
@@ -650,20 +632,20 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
         return None
     values: dict[KeyPath, Any] = dict.fromkeys(_THE_LOOPS, AUTO)
     for path, entry in document.deepspeed.entries.items():
-        if path == ("gradient_clipping",) and entry.value is None:
+        if path == CLIPPING.path and entry.value is None:
             values[path] = 0.0  # null is "none" here, and 1.0 in DeepSpeed
         elif path in _THE_LOOPS and not entry.origin.typed_by_user:
             values[path] = AUTO  # a plan's, which the script does not know
         elif entry.value is not None:
             values[path] = _value(path, entry.value, resolved.tree)
     for path, entry in resolved.tree.entries.items():
-        if path not in values and (path[0] == _ZERO or path[-1] == "torch_adam"):
+        if path not in values and (path[0] == ZERO or path[-1] == "torch_adam"):
             values[path] = _value(path, entry.value, resolved.tree)
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
-        values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
+        values.setdefault(keys.SAVE_16BIT.path, True)
     origin = Origin("rule", "for scripts")
     passed = Tree({p: Entry(v, origin) for p, v in values.items() if v is not None and is_passed_on(p, v)})
-    of_accelerate = ("sequence_parallel_size", "data_parallel_size")  # which takes them from variables
+    of_accelerate = (SEQUENCE_KEY, "data_parallel_size")  # which takes them from variables
     return passed.where(lambda path, _: path[0] not in of_accelerate).nested(auto="auto")
 
 

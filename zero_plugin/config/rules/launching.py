@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from zero_plugin.config.installed import NEWER_DEEPSPEED, refuse_deepspeed
-from zero_plugin.config.launch_settings import COMPILER_PREFIX, LAUNCHERS, UNTESTED_LAUNCHERS, asked_compiler
-from zero_plugin.config.rules.training import STAGE, Asked, is_count
-from zero_plugin.config.tree import AUTO, did_you_mean, show
+from zero_plugin.config.keys import LAUNCHERS, MICRO_BATCH, PLACEMENT, UNTESTED_LAUNCHERS
+from zero_plugin.config.launch_settings import COMPILER_PREFIX, asked_compiler
+from zero_plugin.config.rules.training import Asked, is_count
+from zero_plugin.config.tree import AUTO, did_you_mean, dotted, show
 from zero_plugin.errors import Problem
 
 _NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
@@ -129,11 +130,9 @@ _OF_SEVERAL: Final = {
 }
 # What a plan fills where it is open.
 _PLANNED: Final = (
-    STAGE,
-    "zero_optimization.offload_optimizer.device",
+    *map(dotted, PLACEMENT),
     "zero_optimization.offload_optimizer.ratio",
-    "zero_optimization.offload_param.device",
-    "train_micro_batch_size_per_gpu",
+    MICRO_BATCH.name,
 )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from zero_plugin.config.keys import GLOBAL_BATCH, MICRO_BATCH
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.config.rules.training import Asked, is_count, needs_gpu
@@ -138,8 +139,8 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
     **{
         f"{_DROPPING}.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
         for key, batch in (
-            ("global_batch_size", "train_batch_size"),
-            ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+            ("global_batch_size", GLOBAL_BATCH.name),
+            ("micro_batch_size", MICRO_BATCH.name),
         )
     },
     **{

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.document import Document
+from zero_plugin.config.keys import ACCUMULATION, CLIPPING, GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, TRAINING
+from zero_plugin.config.keys import STAGE as ZERO_STAGE
 from zero_plugin.config.schema import key_schema
 from zero_plugin.config.tree import AUTO, Entry, Tree, show
 from zero_plugin.errors import Problem, Severity
 
-STAGE: Final = "zero_optimization.stage"
-_FIELDS: Final = {".".join(path): name for name, path in SHORT_FIELDS.items()}  # short field and flag alike
+STAGE: Final = ZERO_STAGE.name
+_FIELDS: Final = {key.name: key.field for key in TRAINING if key.field}  # short field and flag alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +180,13 @@ def is_number(value: Any) -> bool:
 
 def check_batch(asked: Asked) -> Iterator[Problem]:
     """The product against what is written, with as many of its factors as are known."""
-    total = asked.value("train_batch_size")
-    processes, shared = asked.value("num_processes"), asked.value("sequence_parallel_size", default=1)
+    total = asked.value(GLOBAL_BATCH.name)
+    processes, shared = asked.value("num_processes"), asked.value(SEQUENCE.name, default=1)
     of_processes = "num_processes"
     if is_count(processes) and is_count(shared) and shared > 1 and processes % shared == 0:
-        of_processes, processes = "groups (num_processes ÷ sequence_parallel_size)", processes // shared
+        of_processes, processes = f"groups (num_processes ÷ {SEQUENCE.name})", processes // shared
     parts = {
-        "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
-        "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),
+        **{key.name: asked.value(key.name) for key in (MICRO_BATCH, ACCUMULATION)},
         of_processes: processes,
     }
     known = {name: n for name, n in parts.items() if is_count(n)}
@@ -196,10 +197,10 @@ def check_batch(asked: Asked) -> Iterator[Problem]:
     arithmetic = f"{factors} = {product}" if len(known) > 1 else factors
     if len(known) == len(parts) and total != product:
         fix = f"Write {product}, or auto, or delete it: it follows from the others."
-        yield asked.error("train_batch_size", f"{total}, but {arithmetic}", fix)
+        yield asked.error(GLOBAL_BATCH.name, f"{total}, but {arithmetic}", fix)
     elif total % product:
         fix = f"Write a multiple of {product}, e.g. {max(1, round(total / product)) * product}."
-        yield asked.error("train_batch_size", f"{total} is not a multiple of {arithmetic}", fix)
+        yield asked.error(GLOBAL_BATCH.name, f"{total} is not a multiple of {arithmetic}", fix)
 
 
 _PARAMS: Final = "optimizer.params"
@@ -244,13 +245,13 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         if asked.is_on("zero_optimization.zero_quantized_gradients"):
             message = f"true, but {name} at ZeRO stage 3 does not reduce gradients that way"
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
-    clipping = asked.value("gradient_clipping")
+    clipping = asked.value(CLIPPING.name)
     if kind == "muon" and asked.stage and is_number(clipping) and clipping > 0:
         message = (
             f"{clipping}, but {asked.stage_said}, where DeepSpeed clips what {name} has made of the gradients: the "
             "norm of a step, and not lr, decides how long it is"
         )
-        yield asked.warning("gradient_clipping", message, "Delete it, or write stage 0, where gradients are clipped.")
+        yield asked.warning(CLIPPING.name, message, "Delete it, or write stage 0, where gradients are clipped.")
     if kind == "muon" and asked.is_on(f"{_PARAMS}.foreach") and not asked.is_on(f"{_PARAMS}.torch_adam"):
         yield asked.no_effect(f"{_PARAMS}.foreach", "DeepSpeed's Muon hands it to torch's Adam, with torch_adam: true")
     if kind == "adagrad" and asked.is_on(f"{_PARAMS}.amsgrad") and asked.offload("optimizer") in ("cpu", "nvme"):

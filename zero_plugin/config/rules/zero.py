@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
-from zero_plugin.config.document import STAGE_3_KEYS
+from zero_plugin.config.keys import CLIPPING, TRAINING, ZERO
 from zero_plugin.config.parallelism import SEQUENCE_KEY
 from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number, needs_gpu
 from zero_plugin.config.tree import AUTO, show
 from zero_plugin.errors import Problem
 
-_ZERO: Final = "zero_optimization"
-
-# Keys that only these stages read, in DeepSpeed 0.19.8's engine; overlap_comm as this package runs it.
-_READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
-    **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
-    **dict.fromkeys(
-        (
-            *("use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
-            *("round_robin_gradients", "parameter_alignment"),
-        ),
-        (1, 2),
-    ),
-    "overlap_comm": (2, 3),
-    **dict.fromkeys(
-        (
-            *STAGE_3_KEYS,
-            "sub_group_size",
-            "zero_hpz_partition_size",
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "log_trace_cache_warnings",
-            "enable_sanity_checks",
-            "save_muon_momentum_buffer_in_memory",
-            "leaf_module.classes",
-            "leaf_module.names",
-            "leaf_module.name_suffixes",
-        ),
-        (3,),
-    ),
-}
 _SUM: Final = "gradient_allreduce_op"
 
 
 def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
-    for name, stages in _READ_AT.items():
-        key = f"{_ZERO}.{name}"
+    for key, stages in ((key.name, key.stages) for key in TRAINING if key.stages):
         if asked.stage is not None and asked.stage not in stages and asked.says_something(key):
             known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
             why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
@@ -61,14 +27,14 @@ def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
 def _reduction(asked: Asked) -> Iterator[Problem]:
     prescale, factor = asked.is_on("prescale_gradients"), asked.value("gradient_predivide_factor", default=1)
     divides = is_number(factor) and factor != 1
-    scattered = asked.value(f"{_ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3)
+    scattered = asked.value(f"{ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3)
     if prescale and divides and not scattered:
         why = f"prescale_gradients is true at {asked.written('prescale_gradients')}"
         yield asked.no_effect("gradient_predivide_factor", why, "Keep one of the two.")
     for key, holds in (("prescale_gradients", prescale), ("gradient_predivide_factor", divides)):
         if holds and scattered:
             needs = "while ZeRO reduces by reduce_scatter"
-            fix = f"Delete it, or write {_ZERO}.reduce_scatter: false."
+            fix = f"Delete it, or write {ZERO}.reduce_scatter: false."
             if asked.stage == 1:  # stages 2 and 3 refuse to start
                 yield asked.no_effect(key, needs.removeprefix("while "), fix)
             else:
@@ -88,42 +54,42 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
 
 def _unused_parameters(asked: Asked) -> Iterator[Problem]:
     """DeepSpeed looks for them where it computes the norm of gradients that are on the CPU, and nowhere else."""
-    key = f"{_ZERO}.ignore_unused_parameters"
+    key = f"{ZERO}.ignore_unused_parameters"
     if asked.value(key) is False and asked.stage in (1, 2) and asked.offload("optimizer") in ("none", None):
         yield asked.no_effect(key, "only with the optimizer offloaded to the CPU is a parameter without gradient found")
 
 
 def _muon(asked: Asked) -> Iterator[Problem]:
-    key = f"{_ZERO}.save_muon_momentum_buffer_in_memory"
+    key = f"{ZERO}.save_muon_momentum_buffer_in_memory"
     others = asked.optimizer != "muon" and asked.value("optimizer.type") is not AUTO
     if asked.stage == 3 and asked.is_on(key) and others:
         yield asked.no_effect(key, "only optimizer.type: Muon reads it")
 
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
-    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.value("num_processes")
+    size, processes = asked.value(f"{ZERO}.zero_hpz_partition_size"), asked.value("num_processes")
     if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
         message = f"{size} does not divide num_processes {processes}"
         fix = "Write the processes of one node, so that each node holds one copy of the weights."
-        yield asked.error(f"{_ZERO}.zero_hpz_partition_size", message, fix)
-    quantized = f"{_ZERO}.zero_quantized_gradients"
-    if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{_ZERO}.reduce_scatter") is False:
-        message = f"true needs reduce_scatter, which is false at {asked.written(f'{_ZERO}.reduce_scatter')}"
+        yield asked.error(f"{ZERO}.zero_hpz_partition_size", message, fix)
+    quantized = f"{ZERO}.zero_quantized_gradients"
+    if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{ZERO}.reduce_scatter") is False:
+        message = f"true needs reduce_scatter, which is false at {asked.written(f'{ZERO}.reduce_scatter')}"
         yield asked.error(quantized, message, "Write reduce_scatter: true, or delete one of the two.")
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if asked.stage == 3 and asked.is_on(f"{_ZERO}.{key}"):
-            yield from needs_gpu(asked, f"{_ZERO}.{key}", "Delete one of the two.")
+        if asked.stage == 3 and asked.is_on(f"{ZERO}.{key}"):
+            yield from needs_gpu(asked, f"{ZERO}.{key}", "Delete one of the two.")
 
 
 def _gradient_norm(asked: Asked) -> Iterator[Problem]:
-    key = f"{_ZERO}.compute_grad_norm"
+    key = f"{ZERO}.compute_grad_norm"
     if asked.value(key) is not False:
         return
-    clipping = asked.value("gradient_clipping")
+    clipping = asked.value(CLIPPING.name)
     accumulates_in_fp32 = asked.value("data_types.grad_accum_dtype") == "fp32"
     for holds, against in (
         (asked.stage in (0, 3), f"needs ZeRO stage 1 or 2, but {asked.stage_said}"),
-        (is_number(clipping) and clipping > 0, f"but gradient_clipping is {clipping}, which needs the norm"),
+        (is_number(clipping) and clipping > 0, f"but {CLIPPING.name} is {clipping}, which needs the norm"),
         (asked.offload("optimizer") in ("cpu", "nvme"), "does not go with an offloaded optimizer"),
         (
             asked.stage == 1 and asked.precision == "bf16" and accumulates_in_fp32,
@@ -234,7 +200,7 @@ def _aio(asked: Asked) -> Iterator[Problem]:
 
 def check_zenflow(asked: Asked) -> Iterator[Problem]:
     """ZenFlow, which counts backwards by itself."""
-    key = f"{_ZERO}.zenflow"
+    key = f"{ZERO}.zenflow"
     if asked.has(key) and asked.entry(key) is None:  # an entry is null or {}
         message = "is not supported: its engine decides which backwards update the weights, and here the loop does"
         yield asked.error(key, message, "Delete it; offload_optimizer without it updates all weights in each step.")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.config.handlers import Handlers
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.keys import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.tree import Tree
 from zero_plugin.distributed.processes import Processes, is_registered
@@ -155,9 +155,7 @@ class EngineBuild:
         # Taken after `initialize`, which builds wrappers: they step partitions, or another optimizer replaces `given`.
         hooks = take_step_hooks(given)
         scale = LossScale(resolved.tree.section("fp16").nested())
-        session = EngineSession(
-            engine, clipping=resolved.clipping, scale=scale, swap_folders=self._swap_folders, given=given
-        )
+        session = EngineSession(engine, scale=scale, swap_folders=self._swap_folders, given=given)
         session.step_hooks = hooks
         if given is not None and (resolved.zero_stage > 0 or resolved.precision != "no"):
             session.at_end.append(partial(_release_optimizer, given, self._groups))

@@ -154,7 +154,7 @@ class EngineGradients(ABC):
         return str(named[indices[0]][0]) if indices else None
 
     def set_clipping(self, max_norm: float) -> None:
-        """Clip the next steps at `max_norm`; 0 for no clipping."""
+        """Have the engine clip its next step at `max_norm`; 0 for no clipping."""
         self._wrapper.clip_grad = max_norm
 
     def agree_to_drop(self) -> None:

@@ -47,7 +47,6 @@ class EngineSession(Session):
 
     Args:
         engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
-        clipping: the largest gradient norm of a step for which `clip` was not called; None for no clipping.
         scale: the loss scale of fp16; the engine's own does not move.
         swap_folders: the NVMe folders of this engine, which `close` removes.
         given: the script's optimizer, which may be another object than the engine's.
@@ -69,7 +68,6 @@ class EngineSession(Session):
         self,
         engine: Any,
         *,
-        clipping: float | None,
         scale: LossScale | None = None,
         swap_folders: tuple[Path, ...],
         given: Optimizer | None = None,
@@ -86,7 +84,6 @@ class EngineSession(Session):
         self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         scales = engine.fp16_enabled() and not engine.torch_autocast_enabled() and self.optimizer is not None
         self._scale = scale if scales else None
-        self._clipping = clipping or 0.0
         self._clips_steps = _clips_steps(engine.optimizer)
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
@@ -304,13 +301,11 @@ class EngineSession(Session):
         if measured.limit != math.inf and torch.isfinite(norm):  # as in plain torch, where they are clipped already
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
-        if max_norm != math.inf:
-            if self._clips_steps and once(self, "clip"):
-                announce(
-                    "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
-                    "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
-                )
-            self.gradients.set_clipping(limit)
+        if max_norm != math.inf and self._clips_steps and once(self, "clip"):
+            announce(
+                "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
+                "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
+            )
         return Measured(norm=norm, limit=limit)
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
@@ -348,7 +343,8 @@ class EngineSession(Session):
             check()
         return Measured()
 
-    def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002 - the engine measures and clips itself
+    def step(self, measured: Measured, *, max_norm: float) -> bool:  # noqa: ARG002 - the engine measures and clips itself
+        self.gradients.set_clipping(max_norm if max_norm != math.inf else 0.0)
         self._buffers.send()
         self._follow_weights(begins_step=True)
         for check in self.events.before_step:
@@ -373,7 +369,7 @@ class EngineSession(Session):
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
             self.gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
-        self._begin_window()
+        self._drop_left_out()
         for note in self.events.stepped:
             note(applied)
         return applied
@@ -398,7 +394,7 @@ class EngineSession(Session):
         if failed:
             self.gradients.recover()
         self.gradients.drop()
-        self._begin_window()
+        self._drop_left_out()
         for note in self.events.dropped:
             note()
 
@@ -558,10 +554,9 @@ class EngineSession(Session):
             raise LoopError(explanations.SECOND_BACKWARD.format(model=type(self.module).__name__))
         return gradient
 
-    def _begin_window(self) -> None:
+    def _drop_left_out(self) -> None:
         for p in self.left_out:
             p.grad = None
-        self.gradients.set_clipping(self._clipping)
 
 
 def _freeze(parameters: list[nn.Parameter]) -> None:

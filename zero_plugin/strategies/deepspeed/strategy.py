@@ -16,7 +16,7 @@ from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.handlers import Handlers
 from zero_plugin.config.installed import warn_of_transformers
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.keys import LaunchSettings
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import BUCKET_CEILING, expected_precision
 from zero_plugin.config.tree import AUTO
@@ -223,6 +223,6 @@ class DeepSpeedStrategy(Strategy):
         undo = compute_in(module, DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
-        session = TorchSession(module, module, None, precision="no", clipping=None)
+        session = TorchSession(module, module, None, precision="no")
         session.undo += undo
         return session
