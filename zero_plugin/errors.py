@@ -67,6 +67,7 @@ class Problem:
         severity: `error`: the run would not start, or not be what is written. `warning`: it runs, but something written
             has no effect, is read as another value than it looks like, or will be refused by a coming release.
             `note`: information, never a reason to fail.
+        rename: the key to write instead of the last part of `key`, if no other key is meant; otherwise "".
     """
 
     where: str
@@ -75,6 +76,7 @@ class Problem:
     fix: str
     value: str = ""
     severity: Severity = "error"
+    rename: str = ""
 
     @property
     def headline(self) -> str:

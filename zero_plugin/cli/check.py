@@ -13,12 +13,15 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.output import print_json
+from zero_plugin.cli.fix import fix_file
+from zero_plugin.cli.output import print_json, print_line
 from zero_plugin.config.check import find_problems
+from zero_plugin.config.commented import replace_file
 from zero_plugin.config.document import Document
 from zero_plugin.config.keys import CONFIG_FILE, LAUNCH, MICRO_BATCH, SHORT_FIELDS, STAGE, ZERO, LaunchSettings
 from zero_plugin.config.launch_settings import asks_for_deepspeed, dropped_zero, launch_settings
@@ -233,6 +236,13 @@ def check(
         bool, typer.Option(help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing as text if there is no problem.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print a diff that renames and removes keys as the problems say.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="With --fix: change the files.")] = False,
+    target: Annotated[
+        str | None, typer.Option("--output", metavar="PATH", help="With --fix: write the fixed file here instead.")
+    ] = None,
 ) -> None:
     """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem of all of them.
 
@@ -244,7 +254,11 @@ def check(
         return
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
-    findings = check_files(files)
+    fixed = {}
+    if fix or write or target is not None:
+        fixed = _fix(files, write=write, target=target)
+        files = list(fixed)
+    findings = check_files(files, fixed)
     if quiet and output == "text" and not findings.problems:
         return
     if output == "json":
@@ -259,12 +273,39 @@ def check(
         raise typer.Exit(1)
 
 
-def check_files(names: list[str]) -> Findings:
-    """The problems of files and folders, and of standard input for `-`."""
+def _fix(names: list[str], *, write: bool, target: str | None) -> dict[str, str]:
+    """Fix files, or print the diffs. Return the fixed texts, by the names of the files that have them."""
+    if target is not None and (write or len(names) > 1):
+        raise typer.BadParameter("Name one file, and leave --write out.", param_hint="--output")
+    texts = {}
+    for name in names:
+        if name == "-" or Path(name).is_dir():
+            raise typer.BadParameter(f"{name}: --fix needs the name of a file.", param_hint="FILE")
+        fixed = fix_file(name)
+        place = target or (name if write else None)
+        if place is not None and (target or fixed.diff):
+            replace_file(Path(place), fixed.after)
+        if place is None:
+            print(printable(fixed.diff), end="")
+        elif fixed.diff:
+            print_line(f"{place}: written")
+        for note in fixed.notes:
+            print_line(f"{name}: note: {note}", wraps=True)
+        texts[place or name] = fixed.after
+    return texts
+
+
+def check_files(names: list[str], texts: Mapping[str, str] = MappingProxyType({})) -> Findings:
+    """Find the problems of files and folders, and of standard input for `-`.
+
+    Args:
+        names: the files and folders.
+        texts: what to check instead of the contents of files, by the names of these.
+    """
     files: list[str] = []
     skipped: list[str] = []
     found: list[Problem] = []
-    contents: dict[str, str] = {}
+    contents: dict[str, str] = dict(texts)
     seen: set[str] = set()
     for name in names:
         if name == "-":
@@ -286,7 +327,9 @@ def check_files(names: list[str]) -> Findings:
         seen.update(map(os.path.realpath, new))
         files += map(str, new)
         skipped += map(str, others)
-        found += [problem for config in new for problem in _problems(str(config))]
+        for config in new:
+            text = texts.get(name)
+            found += _problems(str(config), None if text is None else text.encode())
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))
     reported = list(dict.fromkeys(problem.place[0] for problem in problems))

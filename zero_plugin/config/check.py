@@ -14,14 +14,38 @@ from zero_plugin.config.rules.launching import LAUNCHING
 from zero_plugin.config.rules.sections import PARALLELISM, check_sections, check_without_engine
 from zero_plugin.config.rules.training import OPTIMIZING, PRECISION, Asked, check_batch
 from zero_plugin.config.rules.zero import STAGES, check_offload, check_zenflow
-from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
-from zero_plugin.config.tree import KeyPath, Tree, Violation, did_you_mean, dotted, is_valid, legal, show, violations
+from zero_plugin.config.schema import (
+    NO_SUCCESSOR,
+    RETIRED_KEYS,
+    RETIRED_OPTIMIZERS,
+    deepspeed_schema,
+    types_of,
+    walk_keys,
+)
+from zero_plugin.config.tree import (
+    KeyPath,
+    Tree,
+    Violation,
+    did_you_mean,
+    dotted,
+    is_valid,
+    legal,
+    only_meaning,
+    show,
+    violations,
+)
 from zero_plugin.errors import ConfigError, Problem
 
 _RULES: Final = (
     *(*PRECISION, *STAGES, check_offload, check_zenflow, check_batch, *OPTIMIZING),
     *(*LAUNCHING, *PARALLELISM, check_sections, check_without_engine),
 )
+
+
+def deletes_key(problem: Problem) -> bool:
+    """Whether the fix of a problem is to delete its key, and nothing else."""
+    fix = problem.fix
+    return fix in ("Delete it.", "Delete the key.", _DELETE, NO_SUCCESSOR) or fix.startswith("Delete it; keep ")
 
 
 def contradictions(document: Document) -> Iterator[Problem]:
@@ -210,7 +234,9 @@ def _launch_problems(document: Document) -> Iterator[Problem]:
         yield Problem(document.sources[0] if document.sources else document.place((names[0],)), "", message, fix)
         return
     for name, fix in fixes.items():
-        yield Problem(document.place((name,)), name, "unknown key", fix)
+        near = only_meaning(name, known)
+        rename = near if near and near in fix else ""
+        yield Problem(document.place((name,)), name, "unknown key", fix, rename=rename)
 
 
 def _training_problems(document: Document) -> Iterator[Problem]:
@@ -218,7 +244,10 @@ def _training_problems(document: Document) -> Iterator[Problem]:
         where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
             message, fix = explain_training_key(found, in_yaml=bool(document.launch))
-            yield Problem(where, _place(found, document.deepspeed), message, fix)
+            key = found.path[-1]
+            near = _ELSEWHERE.get(key) or only_meaning(key, found.wanted.get("properties", ()))
+            rename = near if fix == f"Did you mean {near}?" else ""
+            yield Problem(where, _place(found, document.deepspeed), message, fix, rename=rename)
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
             yield Problem(where, _place(found, document.deepspeed), "is missing", fix)

@@ -76,7 +76,10 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
             moved[read] = Entry(value, replace(entry.origin, key=dotted(path)))
             severity: Severity = "warning" if old in _DEPRECATED else "note"
             fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
-            notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
+            is_renamed = old == path and len(read) == len(path) and read[:-1] == path[:-1] and value == entry.value
+            rename = read[-1] if is_renamed else ""
+            message = f"read as {dotted(read)}"
+            notes.append(Problem(entry.origin.where, dotted(path), message, fix, shown, severity, rename))
     return Tree(entries).replace(moved), notes
 
 

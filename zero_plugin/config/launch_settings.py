@@ -121,7 +121,10 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
     ),
 }
 
-_SHARDS_LIKE_FSDP = "Write DEEPSPEED with zero_stage: 3, which shards the same states as FSDP's FULL_SHARD."
+_SHARDS_LIKE_FSDP = (
+    "Write DEEPSPEED with zero_stage: 3, which shards the same states as FSDP's FULL_SHARD. "
+    "`zero-plugin check --fix FILE` converts the file."
+)
 _NO_DEVICE = "Write NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, TPU or XLA; this device is not supported."
 REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
     ("distributed_type", "FSDP"): _SHARDS_LIKE_FSDP,

@@ -97,40 +97,40 @@ def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
     return {**words, "anyOf": [*branches, *(extra for extra in _OPEN if extra not in branches)]}
 
 
-_NO_SUCCESSOR = "Delete it; nothing replaces it."
+NO_SUCCESSOR = "Delete it; nothing replaces it."
 
 # path -> (what became of it, what to write)
 RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
     **{
-        (key,): ("removed in DeepSpeed 0.19.7, even when disabled", _NO_SUCCESSOR)
+        (key,): ("removed in DeepSpeed 0.19.7, even when disabled", NO_SUCCESSOR)
         for key in ("nebula", "compression_training", "quantize_training", "sparse_attention")
     },
     **{
         (key,): ("removed in DeepSpeed 0.19.8, even when disabled", fix)
         for key, fix in (
             ("amp", 'Delete it; write "bf16": {"enabled": true}.'),
-            ("eigenvalue", _NO_SUCCESSOR),
+            ("eigenvalue", NO_SUCCESSOR),
             ("elasticity", "Delete it; write the batch sizes out."),
             ("curriculum_learning", "Delete it, and choose samples in a sampler of the script's DataLoader."),
-            ("progressive_layer_drop", _NO_SUCCESSOR),
+            ("progressive_layer_drop", NO_SUCCESSOR),
         )
     },
-    ("sparse_gradients",): ("removed in DeepSpeed 0.19.8, even when false", _NO_SUCCESSOR),
-    ("graph_harvesting",): ("removed in DeepSpeed 0.19.8, even when false", _NO_SUCCESSOR),
+    ("sparse_gradients",): ("removed in DeepSpeed 0.19.8, even when false", NO_SUCCESSOR),
+    ("graph_harvesting",): ("removed in DeepSpeed 0.19.8, even when false", NO_SUCCESSOR),
     ("zero_optimization", "mics_shard_size"): (
         "removed in DeepSpeed 0.19.7",
         "Delete it; zero_hpz_partition_size keeps a copy of the weights on each node.",
     ),
-    ("zero_optimization", "mics_hierarchical_params_gather"): ("removed in DeepSpeed 0.19.7", _NO_SUCCESSOR),
-    ("zero_optimization", "zeropp_loco_param"): ("removed in DeepSpeed 0.19.8, even when null", _NO_SUCCESSOR),
-    ("zero_optimization", "grad_hooks"): ("no key of DeepSpeed, although its pages show it", _NO_SUCCESSOR),
+    ("zero_optimization", "mics_hierarchical_params_gather"): ("removed in DeepSpeed 0.19.7", NO_SUCCESSOR),
+    ("zero_optimization", "zeropp_loco_param"): ("removed in DeepSpeed 0.19.8, even when null", NO_SUCCESSOR),
+    ("zero_optimization", "grad_hooks"): ("no key of DeepSpeed, although its pages show it", NO_SUCCESSOR),
     ("zero_optimization", "cpu_offload_use_pin_memory"): (
         "DeepSpeed drops its value",
         "Write pin_memory inside offload_optimizer or offload_param.",
     ),
     ("activation_checkpointing", "partitioned_activations"): ("DeepSpeed ignores it", "Write partition_activations."),
     ("optimizer", "params", "max_grad_norm"): ("DeepSpeed refuses it here", f"Delete it; write {CLIPPING.name}."),
-    ("allgather_size",): ("read only beside the retired zero_optimization: true", _NO_SUCCESSOR),
+    ("allgather_size",): ("read only beside the retired zero_optimization: true", NO_SUCCESSOR),
     **{
         ("compile", key): (
             "DeepSpeed's `compile` section no longer has it",

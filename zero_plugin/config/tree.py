@@ -336,6 +336,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return by_lower[near[0]] if near else ""
 
 
+def only_meaning(word: str, known: Iterable[str]) -> str:
+    """Return the known word that `word` can only mean, or "" if several words are near, or none is."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=2, cutoff=0.7)
+    return by_lower[near[0]] if len(near) == 1 else ""
+
+
 def show(value: Any) -> str:
     """A value as a person would write it, shortened."""
     text = "auto" if value is AUTO else json.dumps(plain(value), default=str, ensure_ascii=False)

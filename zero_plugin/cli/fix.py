@@ -1,0 +1,137 @@
+"""`zero-plugin check --fix`: write what the problems of a configuration say, where that needs no decision.
+
+Keys are renamed and removed at their places, and an FSDP configuration becomes one of ZeRO. Values are never guessed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from zero_plugin.config.check import deletes_key, find_problems
+from zero_plugin.config.edits import Edit, apply_edits
+from zero_plugin.config.fsdp import ZeroConfig, convert_fsdp
+from zero_plugin.config.located import Located, looks_like_json, parse_text
+from zero_plugin.config.read import read_document
+from zero_plugin.errors import ConfigError, Problem
+
+_MOST_PASSES: Final = 20  # a removed key may be what another problem was about
+_BOM: Final = "\ufeff"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A configuration file, before and after its fixes.
+
+    Attributes:
+        file: its name.
+        before: its text.
+        after: its text with the fixes.
+        notes: what a person should know of the fixes; one sentence each.
+    """
+
+    file: str
+    before: str
+    after: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def diff(self) -> str:
+        """The unified diff from `before` to `after`; "" if there are no fixes."""
+        lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
+        return "".join(line if line.endswith("\n") else line + "\n" for line in _unified(*lines, self.file))
+
+
+def _unified(before: list[str], after: list[str], name: str) -> Iterator[str]:
+    return difflib.unified_diff(before, after, name, f"{name} (fixed)")
+
+
+def fix_file(file: str) -> Fixed:
+    """Find the fixes of a launch YAML or a DeepSpeed JSON. The file stays as it is.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    data = _read(file)
+    text = before = data.decode("utf-8-sig")
+    text, notes = _convert(file, text)
+    for _ in range(_MOST_PASSES):
+        places = _top_places(file, text)
+        edits = {edit: problem for problem in _problems(file, text) for edit in _edits(file, problem, places)}
+        fixed = apply_edits(text, edits)
+        removed = [p for edit, p in edits.items() if not edit.key and p.severity == "error"]
+        notes += tuple(f"{problem.key} is removed with its value: {problem.message}." for problem in removed)
+        if fixed == text:
+            break
+        text = fixed
+    mark = _BOM if data.startswith(_BOM.encode()) else ""
+    return Fixed(file, mark + before, mark + text, tuple(dict.fromkeys(notes)))
+
+
+def _read(file: str) -> bytes:
+    read_document(file)  # a file that cannot be read raises here, in the words of `check`
+    return Path(file).read_bytes()
+
+
+def _problems(file: str, text: str) -> list[Problem]:
+    try:
+        return find_problems(read_document(file, text.encode()))
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def _top_places(file: str, text: str) -> Mapping[str, tuple[int, int]]:
+    """Return the places of the keys at the top. A problem of such a section is located at the first key inside."""
+    try:
+        root = parse_text(text, file, [])
+    except ConfigError:
+        return {}
+    return {key: _place(node) for key, node in root.value.items()} if isinstance(root.value, dict) else {}
+
+
+def _edits(file: str, problem: Problem, places: Mapping[str, tuple[int, int]]) -> Iterator[Edit]:
+    name, line, column = problem.place
+    if name != file or not line:  # a file that this one names, or the file as a whole
+        return
+    line, column = places.get(problem.key, (line, column))
+    if problem.rename:
+        yield Edit(line, column, problem.rename)
+    elif problem.key and deletes_key(problem):
+        yield Edit(line, column)
+
+
+def _convert(file: str, text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text with ZeRO's keys instead of FSDP's, and what differs."""
+    root = parse_text(text, file, [])
+    if looks_like_json(text) or not isinstance(root.value, dict):
+        return text, ()
+    zero = convert_fsdp(root.plain())
+    return (text, ()) if zero is None else (apply_edits(text, _conversion(root.value, zero)), zero.notes)
+
+
+def _conversion(keys: Mapping[str, Located], zero: ZeroConfig) -> Iterator[Edit]:
+    yield Edit(*_place(keys["distributed_type"]), text=f"distributed_type: {zero.distributed_type}")
+    block = "\n".join(_yaml_lines({"deepspeed_config": zero.training})) if zero.training else None
+    for name in ("fsdp_config", "deepspeed_config"):
+        if name in keys:
+            yield Edit(*_place(keys[name]), text=block)
+            block = None
+    if zero.mixed_precision and "mixed_precision" in keys:
+        yield Edit(*_place(keys["mixed_precision"]), text=f"mixed_precision: {zero.mixed_precision}")
+
+
+def _place(node: Located) -> tuple[int, int]:
+    _, line, column = node.where.rsplit(":", 2)
+    return int(line), int(column)
+
+
+def _yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _yaml_lines(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {str(value).lower() if isinstance(value, bool) else value}"
