@@ -241,7 +241,7 @@ def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
     other = ZERO3.replace("stage: 3", "stage: 2").replace("  train_micro_batch_size_per_gpu: auto\n", "")
     other += "    sub_group_size: 1e9\n    allgather_bucket_size: 1000\n"
     (tmp_path / "other.yaml").write_text(other)
-    code, output, _ = explain("zero3.yaml", "--diff=other.yaml")
+    code, output, _ = explain("zero3.yaml", "--diff", "other.yaml")
     assert code == 0
     assert output.splitlines() == [
         "zero_optimization.stage",
@@ -254,10 +254,38 @@ def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
         "  zero3.yaml  500000000  DeepSpeed's default: nobody wrote the key",
         "  other.yaml  1000       other.yaml:12",
     ]
-    differences = json.loads(explain("zero3.yaml", "--diff=other.yaml", "--format=json")[1])["differences"]
+    differences = json.loads(explain("zero3.yaml", "--diff", "other.yaml", "--format=json")[1])["differences"]
     assert differences[0]["path"] == "zero_optimization.stage"
     assert [row["value"] for row in differences[0]["values"]] == [3, 2]
-    assert explain("zero3.yaml", "--diff=zero3.yaml")[1] == "zero3.yaml and zero3.yaml resolve to the same values\n"
+    assert explain("zero3.yaml", "--diff", "zero3.yaml")[1] == "zero3.yaml and zero3.yaml resolve to the same values\n"
+
+
+def test_two_files_can_be_compared_in_each_spelling(explain: Explain) -> None:
+    """`--diff` before, between or after the names."""
+    Path("other.yaml").write_text(Path("zero3.yaml").read_text().replace("bf16", "no"))
+    (first, *others) = [
+        explain(*words)[1]
+        for words in (
+            ("zero3.yaml", "--diff", "other.yaml"),
+            ("zero3.yaml", "other.yaml", "--diff"),
+            ("--diff", "zero3.yaml", "other.yaml"),
+        )
+    ]
+    assert others == [first, first]
+    assert "mixed_precision" in first
+    code, _, errors = explain("zero3.yaml", "other.yaml", "zero3.yaml", "--diff")
+    assert code == 2
+    assert "Name two files." in errors
+
+
+def test_several_files_are_explained_one_after_the_other(explain: Explain) -> None:
+    """As one list in JSON; the JSON for DeepSpeed is of one file."""
+    Path("other.yaml").write_text("mixed_precision: bf16\n")
+    output = explain("zero3.yaml", "other.yaml")[1]
+    assert output.index("zero3.yaml: DeepSpeed") < output.index("other.yaml: ")
+    both = json.loads(explain("zero3.yaml", "other.yaml", "--format=json")[1])
+    assert [one["files"] for one in both] == [["zero3.yaml"], ["other.yaml"]]
+    assert explain("zero3.yaml", "other.yaml", "--format=deepspeed")[0] == 2
 
 
 def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ _MODEL: Final = "Folder of a transformers model: config.json, headers of *.safet
 class Options:
     """The options of `zero-plugin explain` besides the launch flags."""
 
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE)] = None
-    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only what OTHER resolves differently.")] = None
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILE)] = None
+    diff: Annotated[bool, typer.Option("--diff", help="Show only what two files resolve differently.")] = False
     output: Annotated[Literal["table", "json", "deepspeed"], typer.Option("--format", help=_FORMAT)] = "table"
     everything: Annotated[bool, typer.Option("--all", help=_ALL)] = False
     settings: Annotated[
@@ -133,28 +133,41 @@ class Options:
 @with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
 @with_options(Options)
 def explain(ctx: typer.Context, **typed: Any) -> None:
-    """Resolve FILE as far as it can be without a run, and print every value with its origin.
+    """Resolve each FILE as far as possible without a run, and print every value with its origin.
 
     A value that only a run determines is shown as open, with the option that sets it here. Contradictions, and fields
     that no run could fill, are errors: exit code 2.
     """
     options = typed_options(Options, typed)
-    if options.file == options.diff == "-":
-        raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
+    files: list[str | None] = list(options.files or [])
+    if len(files) < (2 if options.diff else 1):
+        files.insert(0, None)  # what `launch` would use
+    if files.count("-") > 1:
+        raise typer.BadParameter("standard input can be read once; name a file.", param_hint="FILE")
+    if options.diff and len(files) != 2:
+        raise typer.BadParameter("Name two files.", param_hint="--diff")
+    if options.output == "deepspeed" and len(files) > 1:
+        raise typer.BadParameter("Name one file.", param_hint="--format deepspeed")
     if options.sequence_length is not None and options.model is None:
         message = "it has an effect only with --model. Add --model FOLDER."
         raise typer.BadParameter(message, param_hint="--sequence_length")
     facts, flags = options.facts, typed_flags(ctx)
-    ours = _explain_file(options.file, flags, options, facts)
-    if options.diff is not None:
-        theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
+    if options.diff:
+        options = replace(options, everything=False)
+    explained = [_explain_file(file, flags, options, facts) for file in files]
+    if options.diff:
+        ours, theirs = explained
         print_difference(ours, theirs, as_json=options.output == "json")
-    elif options.output == "json":
-        print_json(_as_json(ours))
     elif options.output == "deepspeed":
-        print_json(_deepspeed_config(ours))
+        print_json(_deepspeed_config(explained[0]))
+    elif options.output == "json":
+        found = [_as_json(one) for one in explained]
+        print_json(found if len(found) > 1 else found[0])
     else:
-        print_table(ours)
+        for number, one in enumerate(explained):
+            if number:
+                print_line("")
+            print_table(one)
 
 
 def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Options, facts: Facts) -> Explained:
