@@ -1,16 +1,20 @@
-"""How long `save_state` keeps the training loop waiting: writing behind the training against writing at once.
+"""Measure how long `save_state` keeps the training loop waiting: asynchronous against ordinary saves.
 
 Two processes (gloo, CPU) train a stack of linear layers with AdamW under ZeRO. In every round they take some steps,
-save in both ways, in turns, and take steps while the asynchronous save is being written. The pause is the time that the
-call takes on the first process, and with what the next step waits for the copy of the states, which is made behind its
-forward and backward; before it, everything is on the disk. A ratio is the median over the rounds of the pause of the
-asynchronous save over that of the other in the same round. The first asynchronous save, into memory that
-is new to the process, is listed by itself. A step counts as one during a save if it begins before that is complete.
-Pauses are told at once, and after SIGTERM the table has the rounds that are complete.
+save in both ways, in turns, and take steps while the asynchronous save is being written. Before each save, everything
+is on the disk.
+
+The pause is the call's duration on the first process, plus the wait of the next step for the copy of the states. The
+copy is made during that step's forward and backward. A ratio is the median over the rounds of the asynchronous save's
+pause over the other's in the same round. The first asynchronous save uses memory that is new to the process, so it is
+listed separately.
+
+A step counts as one during a save if it begins before the save is complete. Pauses are printed immediately, and after
+SIGTERM the table has the completed rounds.
 
     python benchmarks/save_async.py --gigabytes 1 --rounds 5 --folder /data
 
-A run needs about 13 times the parameters' bytes as memory, and 4 times as disk space, which it frees.
+A run needs about 13 times the parameters' bytes in memory, and 4 times on disk, which it frees.
 """
 
 from __future__ import annotations
@@ -53,10 +57,10 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(net, adamw)
         self.batch = torch.ones(1, LAYER, device=self.accelerator.device)
         self.folder = folder
-        self.next_step = 0.0  # seconds, of the step after the last save
+        self.next_step = 0.0  # seconds of the step after the last save
 
     def step(self) -> float:
-        """Seconds."""
+        """Take a step and return its seconds."""
         start = time.perf_counter()
         self.accelerator.backward(self.model(self.batch).square().mean())
         self.optimizer.step()
@@ -69,7 +73,10 @@ class Training:
             torch.cuda.synchronize()
 
     def save(self, *, asynchronous: bool) -> float:
-        """Seconds that the loop waits, in the call and in the next step; the disk has nothing else to write."""
+        """Save and return the seconds that the loop waits, in the call and in the next step.
+
+        The disk has no other data to write.
+        """
         self.forget()
         os.sync()
         self.wait_for_device()
@@ -89,7 +96,7 @@ class Training:
         return returned - start + waits_to - waits_from
 
     def steps_behind(self) -> list[float]:
-        """Seconds of each step that begins before the save is complete."""
+        """Return the seconds of each step that begins before the save is complete."""
         taken = []
         while not self.accelerator.gather(torch.tensor(float((self.folder / "state").exists()))).any():
             taken.append(self.step())
@@ -97,7 +104,7 @@ class Training:
         return taken
 
     def forget(self) -> None:
-        """Remove what was saved last."""
+        """Remove the last save."""
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder / "state", ignore_errors=True)
@@ -105,7 +112,7 @@ class Training:
 
 
 def measure(rank: int, world: int, stage: int, file: Path, options: argparse.Namespace) -> None:
-    """Run in every process; the first keeps what it has measured after each round."""
+    """Run all rounds in every process; the first process keeps the results after each round."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
