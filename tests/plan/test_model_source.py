@@ -142,13 +142,21 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"model": ".", "hidden_size": 64, "layers": 2}, "holds neither config.json nor"),
         ("{", {"model": ".", "trace": False}, "cannot be read"),
         ("[]", {"model": ".", "trace": False}, "holds no keys\n *Give a transformers model's config.json"),
-        ('{"hidden_size": 64, "num_hidden_layers": 2}', {"model": ".", "trace": False}, "because of having no vocabulary"),
+        (
+            '{"hidden_size": 64, "num_hidden_layers": 2}',
+            {"model": ".", "trace": False},
+            "because of having no vocabulary",
+        ),
         (
             '{"hidden_size": 64, "vocab_size": 9, "n_head": 2, "text_config": null}',
             {"model": ".", "trace": False},
             "does not state the hidden size or the number of layers",
         ),
-        (json.dumps({**LLAMA, "num_local_experts": 8}), {"model": ".", "trace": False}, "because of its num_local_experts"),
+        (
+            json.dumps({**LLAMA, "num_local_experts": 8}),
+            {"model": ".", "trace": False},
+            "because of its num_local_experts",
+        ),
         (
             '{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}',
             {"model": ".", "trace": False},

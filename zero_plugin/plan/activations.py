@@ -56,9 +56,10 @@ def trace_activations(
 
     Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
     in fp32, and the loss live until the backward ends, as in most loops. Each parameter's gradient is freed as soon as
-    autograd has computed it, since the plan counts gradients separately. The model does not change. The parts of the
-    working space grow at different rates, so each operation gets its own line in the micro-batch, and the highest lines
-    are kept. In a row of identical blocks only a few are traced (`trace_few`).
+    autograd has computed it, since the plan counts gradients separately. The model does not change.
+
+    The parts of the working space grow at different rates. Each operation therefore gets its own line in the
+    micro-batch, and the highest lines are kept. In a row of identical blocks only a few are traced (`trace_few`).
 
     Args:
         model: any module; its parameters may be on `meta` or partitioned (`ds_shape`).

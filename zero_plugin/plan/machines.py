@@ -113,8 +113,8 @@ KNOWN_DEVICES: Final = (
 )
 # If only a GPU's memory is known, this GPU's speeds order the strategies. The order is the same for GPUs of all sizes.
 UNNAMED: Final = "A100-80GB"
-# Words in a name that mean another GPU than the name without them, or several GPUs. Such a GPU is unknown if no row has
-# the word.
+# Words in a name that mean another GPU than the name without them, or several GPUs. A GPU with a word that no row has
+# is unknown.
 _FORMS: Final = frozenset({"ada", "laptop", "maxq", "mig", "mobile", "notebook", "nvl", "pcie", "super", "ti"}) | {
     *("d", "e", "s", "x"),  # RTX 4090 D, H20-3e, L40 S, A100 X; and 8 x A100
 }

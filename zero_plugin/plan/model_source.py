@@ -210,9 +210,7 @@ def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
     except errors.GatedRepoError:
         raise _error(f"{name} needs access that you do not have", "Type `hf auth login` first.") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise _error(
-            f"{nothing}, and the Hugging Face hub has no such model, or it is private", fix
-        ) from None
+        raise _error(f"{nothing}, and the Hugging Face hub has no such model, or it is private", fix) from None
     except errors.NotASafetensorsRepoError:
         raise _error(f"{name} on the Hugging Face hub holds neither config.json nor *.safetensors", offline) from None
     except Exception as error:  # huggingface_hub's network library may raise anything
@@ -243,10 +241,13 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
     other += [f"having no {part}" for part in _DECODERS_OWN if part not in numbers]
     if other:
         what = f"{file} does not describe a plain decoder, because of {other[0]}"
-        raise _error(what, "Let it be traced: leave out --no_trace, and install transformers (pip install transformers).")
+        raise _error(what, "Have it traced: leave out --no_trace and install transformers (pip install transformers).")
     hidden, _ = stated_width(config, "config.json")
     if hidden is None or "layers" not in numbers:
-        raise _error(f"{file} does not state the hidden size or the number of layers", "Give --params, --hidden_size and --layers instead.")
+        raise _error(
+            f"{file} does not state the hidden size or the number of layers",
+            "Give --params, --hidden_size and --layers instead.",
+        )
     if text.get("hidden_act", text.get("activation_function", "silu")) not in _GATED:
         # two matrices of 4h have as many elements as three of 8/3·h
         numbers["intermediate"] = 2 * numbers.get("intermediate", 4 * hidden) // 3
@@ -576,7 +577,7 @@ def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, An
         sequence_length: tokens of one sample, for a transformers model; None: `usual_length`.
 
     Raises:
-        ConfigError: the function does not exist, it fails, or it returns something else.
+        ConfigError: the function does not exist, it fails, or it returns another type.
     """
     import torch
     from torch import nn

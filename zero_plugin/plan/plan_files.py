@@ -69,7 +69,9 @@ def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: s
             head += "# The script switches activation checkpointing on: model.gradient_checkpointing_enable().\n"
         return head + yaml_text(_launch_values(setup, cluster, optimizer, nvme_path))
     if setup.stage is None:
-        raise _problem("a DeepSpeed JSON cannot express training without ZeRO", "Name a .yaml, or give --zero_stage auto.")
+        raise _problem(
+            "a DeepSpeed JSON cannot express training without ZeRO", "Name a .yaml, or give --zero_stage auto."
+        )
     return json.dumps(_training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
 
 

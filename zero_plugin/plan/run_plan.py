@@ -117,7 +117,7 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
 
 
 def accelerator_kind(device: torch.device) -> AcceleratorKind:
-    """Return the kind of a device; resolution depends on nothing else about the device."""
+    """Return the kind of a device, which is all that resolution reads of a device."""
     return "cuda" if device.type == "cuda" else "xla" if device.type == "xla" else "cpu"
 
 
@@ -201,7 +201,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
     unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
     sizes: dict[str, Any] = {name: _number(_settled(tree, KEYS[name])) for name in _SIZES}
     # If the stage, device or ratio is open, a plan also chooses `sub_group_size` and `overlap_comm`. An open
-    # micro-batch alone changes nothing else.
+    # micro-batch alone opens no other field.
     is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, KEYS["ratio"]))
     sub_group_size = _settled(tree, KEYS["sub_group_size"]) if is_placed else asked.value(*KEYS["sub_group_size"])
     overlaps = asked.value(*KEYS["overlap_comm"])
@@ -357,7 +357,7 @@ def plan_before_run(
 
     Args:
         document: the requested configuration, with ZeRO.
-        facts: of the machine, and whatever else is known about the run; not complete. If a GPU's memory is stated, the
+        facts: of the machine, and whatever is known about the run; not complete. If a GPU's memory is stated, the
             workers have GPUs.
         source: the model.
         sequence_length: tokens of one sample; None: `usual_length`.
@@ -391,7 +391,7 @@ def plan_open_fields(
 
     Args:
         document: the requested configuration.
-        facts: of everything else.
+        facts: all other facts of the run.
         model: the user's module; without an optimizer none of it is trained.
         peek: returns an example of the loop's batches; None if none is available.
         processes: this process and its peers.

@@ -31,7 +31,7 @@ _OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
 # Strategies whose step times differ by less than this fraction count as equally fast, since a roofline is not more
 # accurate. The simplest one is taken.
 ALIKE: Final = 0.03
-_GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution settles it
+_GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
     Args:
         work: the training, in the wanted precision.
         cluster: the machines.
-        wanted: the global batch, and whatever else is fixed.
+        wanted: the global batch, and all other fixed settings.
 
     Raises:
         ConfigError: the fixed settings contradict each other.
