@@ -206,7 +206,7 @@ def measure(rank: int, world: int, case: str, file: Path, options: argparse.Name
         if rank == 0:
             keep(file, rounds)
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; nothing else needs an orderly end
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def main() -> None:

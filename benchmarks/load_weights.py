@@ -183,7 +183,7 @@ def measure(rank: int, world: int, way: str, trains: bool, folder: str, store: s
     numbers = {"load": loading, "prepare": preparing, "loaded": loaded, "ready": memory.look()}
     torch.save(numbers, Path(folder, f"rank-{rank}.pt"))
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; nothing else needs an orderly end
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def run_once(way: str, trains: bool, folder: str, options: argparse.Namespace) -> dict[str, float]:

@@ -40,7 +40,7 @@ from torch import nn
 from zero_plugin import Accelerator
 
 LAYER = 2048  # features: 16 MiB of fp32 weights
-AT_ONCE, BEHIND = "at once", "behind the training"
+ORDINARY, ASYNCHRONOUS = "ordinary", "asynchronous"
 
 
 class Training:
@@ -123,14 +123,14 @@ def measure(rank: int, world: int, stage: int, file: Path, options: argparse.Nam
     training.step()
     results: dict[str, Any] = {"first": training.save(asynchronous=True), "quiet": [], "behind": []}
     training.steps_behind()
-    pauses = Timings({AT_ONCE: [], BEHIND: []})
+    pauses = Timings({ORDINARY: [], ASYNCHRONOUS: []})
     for index in range(options.rounds):
-        for name in (AT_ONCE, BEHIND) if index % 2 else (BEHIND, AT_ONCE):
+        for name in (ORDINARY, ASYNCHRONOUS) if index % 2 else (ASYNCHRONOUS, ORDINARY):
             results["quiet"] += [training.step() for _ in range(3)]
-            pauses[name].append(training.save(asynchronous=name == BEHIND))
+            pauses[name].append(training.save(asynchronous=name == ASYNCHRONOUS))
             if rank == 0:
                 print(f"stage {stage}, {index + 1}, {name}: {pauses[name][-1]:.3f} s", file=sys.stderr, flush=True)
-            if name == BEHIND:
+            if name == ASYNCHRONOUS:
                 results["behind"] += [training.next_step, *training.steps_behind()]
         if rank == 0:
             keep(file, {**results, "pauses": pauses})
@@ -157,12 +157,12 @@ def main() -> None:
     )
     table.add_column("stage")
     for column in (
-        f"{AT_ONCE}, s",
-        f"{BEHIND}, s",
+        f"{ORDINARY}, s",
+        f"{ASYNCHRONOUS}, s",
         "the first, s",
         "ratio",
         "step, s",
-        "step meanwhile, s",
+        "step during a save, s",
         "ratio",
     ):
         table.add_column(column, justify="right")
@@ -171,13 +171,13 @@ def main() -> None:
             table.add_row(str(stage), LATE)
             continue
         pauses, quiet, behind = Timings(results["pauses"]), median(results["quiet"]), results["behind"]
-        done = len(pauses[BEHIND])
+        done = len(pauses[ASYNCHRONOUS])
         table.add_row(
             str(stage) if done == options.rounds else f"{stage}, {done} of {options.rounds} rounds",
-            f"{pauses.seconds(AT_ONCE):.2f}",
-            f"{pauses.seconds(BEHIND):.3f}",
+            f"{pauses.seconds(ORDINARY):.2f}",
+            f"{pauses.seconds(ASYNCHRONOUS):.3f}",
             f"{results['first']:.3f}",
-            f"{pauses.ratio(BEHIND, AT_ONCE):.3f}",
+            f"{pauses.ratio(ASYNCHRONOUS, ORDINARY):.3f}",
             f"{quiet:.2f}",
             f"{median(behind):.2f}",
             f"{median(behind) / quiet:.2f}",

@@ -156,7 +156,7 @@ def measure(rank: int, world: int, precision: str, folder: str, options: argpars
     if rank == 0:
         torch.save(rounds[1:], Path(folder, "rounds.pt"))
     dist.barrier()
-    os._exit(0)  # the engine holds the group; nothing else needs an orderly end
+    os._exit(0)  # the engine holds the group; nothing remains that needs an orderly end
 
 
 def main() -> None:

@@ -352,7 +352,7 @@ def measure(rank: int, world: int, cases: list[Case], folder: str, options: argp
     if rank == 0:
         torch.save(results, Path(folder, "timings.pt"))
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; nothing else needs an orderly end
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def measure_case(case: Case, options: argparse.Namespace) -> Timings:

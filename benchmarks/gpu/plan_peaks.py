@@ -122,7 +122,7 @@ def measure_all(
     """
     from pairs import LATE, until_stopped
 
-    beside = f"{OUT_OF_MEMORY} next to others"
+    retried = f"{OUT_OF_MEMORY} next to others"
     found: dict[int, Figures | str] = dict.fromkeys(range(len(runs)), LATE)
     # Kept rows come first, and runs that need C++ ops last: on a new machine the ops are still being built.
     is_kept = [kept is not None and file_of(run, kept).exists() for run in runs]
@@ -132,9 +132,9 @@ def measure_all(
         futures = {pool.submit(measure, runs[i], kept): i for i in order}
         for future in as_completed(futures):
             i = futures[future]
-            found[i] = beside if future.result() == OUT_OF_MEMORY and together > 1 else future.result()
+            found[i] = retried if future.result() == OUT_OF_MEMORY and together > 1 else future.result()
             tell(*show(i, found))
-        for i in [i for i in order if found[i] == beside]:
+        for i in [i for i in order if found[i] == retried]:
             found[i] = pool.submit(measure, runs[i], kept).result()
             tell(*show(i, found))
     pool.shutdown(wait=False, cancel_futures=True)

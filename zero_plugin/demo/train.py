@@ -193,9 +193,9 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     reach = max(1, len(losses) // 50)
     top.plot(steps, _smooth(losses, reach), color=_BLUE, linewidth=2, label=f"training, mean of {2 * reach + 1} steps")
     top.plot(len(losses), held_out, "o", color=_RED, markersize=7, clip_on=False, zorder=3, label="held-out text")
-    beside = (8, 0)  # outside of the axes: there the text covers no line
+    outside = (8, 0)  # outside of the axes: there the text covers no line
     top.annotate(
-        f"{held_out:.2f}", (len(losses), held_out), beside, textcoords="offset points", va="center", color=_RED
+        f"{held_out:.2f}", (len(losses), held_out), outside, textcoords="offset points", va="center", color=_RED
     )
     top.set_ylabel("loss (bits per byte)", color=_INK)
     top.set_ylim(bottom=0)

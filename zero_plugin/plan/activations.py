@@ -145,9 +145,9 @@ def trace_changes(model: nn.Module, trace: Callable[[], Activations]) -> dict[st
                 chunk_layer(mlp, _CHUNKS)
             found[f"chunk_layer(block.mlp, {_CHUNKS}) of zero_plugin.long_context for every block"] = trace()
     if blocks:
-        by_itself = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # transformers
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # transformers
         with _restored([model, *blocks]), suppress(ConfigError):
-            for block in () if by_itself else blocks:
+            for block in () if recomputes else blocks:
                 block.forward = wraps(block.forward)(partial(checkpoint, block.forward, use_reentrant=False))
             model.forward = _saving_on_cpu(model.forward)
             found["activation checkpointing under torch.autograd.graph.save_on_cpu(pin_memory=True)"] = trace()

@@ -27,8 +27,8 @@ _PLACES: Final = ("layer_idx", "layer_id", "layer_number", "idx", "index", "i") 
 def block_rows(module: nn.Module) -> list[nn.Module]:
     """Return the outermost rows of blocks.
 
-    A row is a ModuleList or a Sequential with at least two modules of one class that have submodules: transformer
-    layers, residual blocks.
+    A row is a ModuleList or a Sequential with at least two modules of one class that have submodules, such as
+    transformer layers or residual blocks.
     """
     found: list[nn.Module] = []
     for child in module.children():

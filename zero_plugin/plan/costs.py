@@ -613,23 +613,23 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
     model, micro_batches = work.model, setup.accumulation
     forward, backward = _compute(model, work.activations, setup, cluster)
     compute = micro_batches * (forward + backward)
-    beside = {
-        "PCIe": _pcie_beside(model, setup, cluster),
+    overlapped = {
+        "PCIe": _pcie_overlapped(model, setup, cluster),
         "NVMe": _seconds(_weights_from(model, setup, "nvme") / cluster.nodes, cluster.nvme_read, "nvme_read"),
     }
     if setup.stage == 3:
-        beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
+        overlapped["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
     between = _collectives(model, setup, cluster)
     waited = _waited_for(between, setup, micro_batches * forward, (micro_batches if setup.stage else 1) * backward)
     # They use different resources, so the step waits for the slowest one alone.
-    slowest = max(beside, key=lambda name: beside[name])
-    wait = max(0.0, beside[slowest] - compute)
+    slowest = max(overlapped, key=lambda name: overlapped[name])
+    wait = max(0.0, overlapped[slowest] - compute)
     if setup.stage == 3 and setup.overlap_comm:
         if sum(waited.values()) > wait:
             wait = 0.0
         else:
             waited = dict.fromkeys(between, 0.0)
-    hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
+    hidden = {name: min(seconds, compute) for name, seconds in overlapped.items()}
     hidden |= {name: between[name] - waited[name] for name in between}
     heads = micro_batches * _heads_between_devices(work, setup, cluster)
     terms = {"compute": compute, slowest: wait, **waited, "heads between devices": heads}
@@ -727,7 +727,7 @@ def _heads_between_devices(work: Workload, setup: Setup, cluster: Cluster) -> fl
     )
 
 
-def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
+def _pcie_overlapped(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
     """Return the seconds per step of PCIe copies that overlap with the computation.
 
     Gradients go to CPU memory, and offloaded weights come from there. Gradients that accumulate in CPU memory return

@@ -72,7 +72,7 @@ def decoder_sizes(
             is_tied, width = True, solved(1)
         if width < 1:
             raise _error(
-                f"{parameters:,} parameters are too few for {depth} layers of width {hidden:,} and {words:,} tokens",
+                f"{parameters:,} parameters are too few for {depth} layers of size {hidden:,} and {words:,} tokens",
                 "Give the model's own --hidden_size, --layers and --vocabulary.",
             )
     elif tied is None and parameters:
@@ -99,8 +99,8 @@ def decoder_sizes(
     )
     if parameters and abs(sizes.elements - parameters) > 0.05 * parameters:
         raise _error(
-            f"these widths make {sizes.elements:,} parameters, not {parameters:,}",
-            "Leave out --params, or the width that is not the model's.",
+            f"these sizes make {sizes.elements:,} parameters, not {parameters:,}",
+            "Leave out --params, or correct the other sizes.",
         )
     return sizes
 
@@ -142,7 +142,7 @@ def decoder_activations(
         ConfigError: the model's hidden size or layers are unknown.
     """
     if not (model.hidden_size and model.layers):
-        raise _error(f"the width and depth of {model.name} are unknown", "Give --hidden_size and --layers.")
+        raise _error(f"the hidden size and layers of {model.name} are unknown", "Give --hidden_size and --layers.")
     hidden, depth, words = model.hidden_size, model.layers, model.vocabulary or 0
     item = 4 if precision == "no" else 2
     query_heads, query_width, kv_width = _attention_widths(hidden, heads, kv_heads, head_size)
@@ -221,7 +221,9 @@ def _attention_widths(
         ConfigError: the given heads are impossible in any model.
     """
     if heads and not head_size and hidden % heads:
-        raise _error(f"a width of {hidden:,} does not divide among {heads} heads", "Give the model's own --heads.")
+        raise _error(
+            f"a hidden size of {hidden:,} does not divide among {heads} heads", "Give the model's own --heads."
+        )
     heads = heads or max(1, hidden // _HEAD_SIZE)
     if kv_heads and heads % kv_heads:
         raise _error(f"{heads} heads do not divide among {kv_heads} key heads", "Give the model's own --kv_heads.")

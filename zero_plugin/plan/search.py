@@ -198,10 +198,10 @@ def _ratios(setup: Setup, work: Workload, cluster: Cluster, wanted: Wanted) -> I
         own = work.model.trainable // cluster.processes
         size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
         setup = replace(setup, sub_group_size=size)
-    beside = setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1
+    tries_overlap = setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1
     in_part = setup.stage == 3 and setup.offload_optimizer == "cpu" and wanted.ratio != 1.0
     if wanted.ratio is None or not in_part:
-        yield Option((setup, replace(setup, overlap_comm=True)) if beside else (setup,), refused)
+        yield Option((setup, replace(setup, overlap_comm=True)) if tries_overlap else (setup,), refused)
     if not in_part:
         return
     parts = [replace(setup, ratio=ratio) for ratio in (_RATIOS if wanted.ratio is None else (wanted.ratio,))]

@@ -206,8 +206,8 @@ def _savings(question: Question, others: Mapping[str, Activations], least: Candi
         needed = _changed(question, {"work": {"activations": activations}}).measure(other)
         more = needed.host_bytes - least.footprint.host_bytes
         if needed.device_bytes < least.footprint.device_bytes:
-            beside = f", with {show_bytes(more)} more in CPU memory" if more > 0 else ""
-            yield f"{what}{beside}", least.footprint.device_bytes - needed.device_bytes
+            extra = f", with {show_bytes(more)} more in CPU memory" if more > 0 else ""
+            yield f"{what}{extra}", least.footprint.device_bytes - needed.device_bytes
 
 
 def _changed(question: Question, changes: Mapping[str, Mapping[str, Any]]) -> Question:
