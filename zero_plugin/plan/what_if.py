@@ -119,7 +119,7 @@ def _changes(question: Question, others: Mapping[str, Activations]) -> Iterator[
     if not wanted.ddp and wanted.stage is None:
         yield from _first_that_fits(question, [("training without ZeRO", {"wanted": {"ddp": True}})])
     if wanted.stage == "ddp" and not wanted.gradient_views:
-        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), which saves a copy of the gradients"
+        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), which avoids a copy of the gradients"
         yield from _first_that_fits(question, [(views, {"wanted": {"gradient_views": True}})])
     smaller = tuple(_smaller_activations(question, others))
     yield from smaller
