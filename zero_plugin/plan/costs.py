@@ -188,7 +188,7 @@ class ProcessMemory:
         found |= {"master weights": own} if self.has_master_weights else {}
         found["optimizer states"] = self.optimizer.states * own
         if setup.stage is None:
-            buckets = model.trainable * _FP32 if self.processes > 1 else 0  # DDP's; zero_grad frees other gradients
+            buckets = model.trainable * _FP32 if self.processes > 1 else 0  # DDP's; zero_grad frees gradients
             found |= {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
         elif setup.sums_on_every_device:
             found["gradients"] = self.flat * _FP32

@@ -109,7 +109,7 @@ def highest(lines: Iterable[Affine]) -> Highest:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one forward keeps for its backward in one precision, and the working space of the backward.
+    """Bytes that one forward keeps for its backward in one precision, and the backward's working space.
 
     Attributes:
         saved: bytes kept from the forward to the backward, logits and loss included.
