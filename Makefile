@@ -1,21 +1,21 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
-# make test   lint, types and the tests, but for those that start programs as a user does
-# make test-programs   those: launches, ends, faults, what the documentation prints
-# make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
-# make test-foreign   programs of other libraries (TRL, diffusers, timm, …), in an environment of their own
+# make test   lint, types and all tests except the end-to-end ones (see test-programs)
+# make test-programs   end-to-end tests: launches, exits, faults, the output shown in the documentation
+# make test-tpu   the tests on XLA devices: torch_xla's CPU client in a separate environment
+# make test-foreign   programs of other libraries (TRL, diffusers, timm, …), in a separate environment
 # make campaign   the long tests, and a sample of mutants of the package on the tests that run them
 # make test-older-torch   both suites on torch_xla's torch, 2.9
 # make docs   the site, in site/; warnings are errors
 # make test-newest-torch   the quick half of the suite, and parity on two processes, on the newest torch of the index
-# make gpu   all that needs a GPU: checks, peaks of memory, speeds; in pieces, with what Python has installed
+# make gpu   all that needs a GPU: checks, peaks of memory, speeds; in pieces, with the installed packages
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
-# make bench-quick   those of them that a change may spoil, in five minutes on a quiet machine
-# They build .venv first, from constraints.txt; a second run installs nothing.
+# make bench-quick   the benchmarks that a change is most likely to slow down, in five minutes on an idle machine
+# All targets except gpu and clean first build .venv from constraints.txt. A second run installs nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Of twenty thousand files most are never imported: Python compiles those that are, and pip none.
+# Skip pip's byte-compilation: most of the twenty thousand files are never imported.
 INSTALL := -m pip install --quiet --no-compile
 PIP    := $(BIN)/python $(INSTALL) --constraint constraints.txt
 
@@ -26,21 +26,21 @@ VENV_FOREIGN ?= .venv-foreign
 .PHONY: demo docs test test-programs test-tpu test-older-torch test-newest-torch test-foreign check campaign mutants benchmarks clean
 .PHONY: libaio test-tools gpu bench-quick
 
-# The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
+# The tests build DeepSpeed's C++ ops in their own environment, for its torch. The user's ops are not touched.
 test test-programs campaign mutants test-foreign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 test-newest-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_NEWEST))/torch_extensions
 
-# Hundreds of processes are started: none of them compiles the package and the tests anew.
+# The tests start hundreds of processes. Byte-code files keep each from compiling the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Twice as many as there are processors here: tests that start processes mostly wait for them.
+# Twice the cores of a 2-core machine: tests that start processes mostly wait for them.
 PYTEST := -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
-# On a new machine DeepSpeed's ops are built beside the checks and the first tests; what needs them waits for them.
+# On a new machine DeepSpeed's ops are built during the checks and the first tests. Tests that need ops wait for them.
 test: $(VENV)/.installed-dev libaio test-tools
 	$(BIN)/python tests/build_ops.py > /dev/null 2>&1 &
 	$(MAKE) check
@@ -49,9 +49,10 @@ test: $(VENV)/.installed-dev libaio test-tools
 test-programs: $(VENV)/.installed-dev libaio test-tools
 	$(BIN)/python $(PYTEST) -m "programs and not campaign"
 
-# Trainings that change their path go on in the other environment. What runs on a plain torch is tried on this older
-# one too, and so is DeepSpeed: clipping and accumulation on each path that needs no C++ op; `make test-older-torch` has
-# all of it. XLA compiles much that runs a few times, so it does not optimize.
+# Trainings that change their path continue in the environment ZERO_PLUGIN_PYTHON. The second command runs tests that
+# need only torch on this older torch, too. The third runs DeepSpeed on it: clipping and accumulation on each path that
+# needs no C++ op. `make test-older-torch` runs everything. XLA compiles many programs that run a few times only, so its
+# optimization is off.
 test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	XLA_FLAGS=--xla_backend_optimization_level=0 ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
@@ -64,7 +65,7 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 test-older-torch: $(VENV_TPU)/.installed libaio test-tools
 	$(VENV_TPU)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign"
 
-# A torch of gigabytes. Where a newer one has come out since: rm -r .venv-newest first.
+# Downloads gigabytes for torch. If a newer torch was released since: rm -r .venv-newest first.
 test-newest-torch: $(VENV_NEWEST)/.installed libaio
 	$(VENV_NEWEST)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign and not processes"
 	$(VENV_NEWEST)/bin/python $(PYTEST) -m "not campaign" tests/parity
@@ -85,7 +86,7 @@ campaign: $(VENV)/.installed-dev libaio test-tools
 	$(MAKE) test-foreign
 	$(MAKE) mutants
 
-# A second start goes on from where the first one was stopped.
+# A second start continues where the first one stopped.
 mutants: $(VENV)/.installed-dev libaio
 	$(BIN)/python tests/mutants/campaign.py
 
@@ -100,7 +101,7 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes tiny
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
-# Where there is no network, the environment is what the machine's Python has.
+# Without .venv, e.g. on a machine without a network, this uses the packages of the machine's Python.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/kit.py $(if $(PIECES),--pieces $(PIECES))
 
@@ -130,8 +131,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[pictures,dev,docs]'
 	@touch $(VENV)/.installed $@
 
-# torch_xla is built for one torch, older than that of constraints.txt. Another torch has an environment of its own, and
-# all else is the other environment's, beside which it can be installed.
+# torch_xla is built for one torch, older than the one in constraints.txt. Each other torch has a separate environment,
+# which reuses all other packages of .venv. `.torch` is a target of its own, so make can install it alongside .venv.
 $(VENV_TPU)/.torch: torch := torch==2.9.0 torch-xla==2.9.0 numpy
 $(VENV_NEWEST)/.torch: torch := --upgrade torch numpy
 $(VENV_TPU)/.torch $(VENV_NEWEST)/.torch: constraints.txt
@@ -146,8 +147,8 @@ $(VENV_TPU)/.installed $(VENV_NEWEST)/.installed: %/.installed: %/.torch pyproje
 	$(@D)/bin/python $(INSTALL) --constraint $(@D)/constraints.txt --no-deps --editable .
 	@touch $@
 
-# What .venv has is used from there. A torchvision that was built for another torch is removed again: it would keep
-# transformers from being imported, and without it timm's program alone is skipped.
+# The environment reuses the packages of .venv. A torchvision built for another torch is removed again, because
+# transformers could not be imported with it. Without torchvision, only timm's program is skipped.
 $(VENV_FOREIGN)/.installed: constraints.txt $(VENV)/.installed-dev
 	$(PYTHON) -m venv $(VENV_FOREIGN)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
@@ -158,15 +159,15 @@ $(VENV_FOREIGN)/.installed: constraints.txt $(VENV)/.installed-dev
 		|| $(VENV_FOREIGN)/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
-# Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.
+# Only offload to NVMe needs libaio's header, so a missing header stops nothing.
 libaio:
 	@if [ -e /usr/include/libaio.h ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	     && apt-get update -qq && apt-get install -y -qq libaio-dev; then :; \
 	else echo "For offload to NVMe, type:  sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel)"; fi
 
-# Tests of several machines make them of network namespaces, as root, and those of saves watch their system calls.
-# Without these tools they are skipped and say so; so are those that need pdsh and openssh-server, or openmpi-bin.
+# Tests with several machines simulate them with network namespaces, as root. Tests of saves watch system calls. Without
+# these tools both are skipped with a reason, and so are tests that need pdsh and openssh-server, or openmpi-bin.
 test-tools:
 	@if command -v strace >/dev/null && { command -v ip >/dev/null || [ "$$(id -u)" != 0 ]; }; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \

@@ -1,11 +1,11 @@
-"""What a change of this package costs: start, prepare, step, save and load, at an older commit and now, in turns.
+"""Measure what a change of this package costs, at an older commit and now: start, prepare, step, save, load.
 
     python benchmarks/before_after.py REVISION --pairs 5
 
-The same script trains with the package of each, one process after the other, every other round in reverse. The numbers
-are seconds of the process's own processor time, of several threads where there are some: what other programs do on the
-machine is not in them. A second run of today's package in each round shows what difference the measurement sees where
-there is none.
+The same script trains with each version of the package, one process after the other, in reverse order every other
+round. The numbers are seconds of the process's own processor time, summed over its threads. They do not include other
+programs on the machine. A second run of today's package in each round shows how much the measurement differs without a
+change.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ accelerator.end_training()
 
 
 def measure(package: Path, setting: str) -> dict[str, float]:
-    """Seconds of each part of the script, with the package at this place."""
+    """Return the seconds of each part of the script, with the package in this folder."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(_SCRIPT)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def compare(packages: dict[str, Path], setting: str, rounds: int) -> Table:
-    """The medians of a setting's parts, and the ratios over the rounds."""
+    """Return a table of a setting's parts: medians, and ratios over the rounds."""
     parts: dict[str, Timings] = {}
     for index in range(rounds):
         for name in list(packages)[:: 1 if index % 2 else -1]:

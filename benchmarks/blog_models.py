@@ -1,6 +1,7 @@
-"""The three models of Accelerate's ZeRO announcement, and inputs of the shape that it trained them with.
+"""The three models of Accelerate's ZeRO announcement, and inputs of the shapes that it trained them with.
 
-Each with its inputs, as `zero-plugin plan blog_models:deberta_2022` takes them; attention as it was then.
+Each function of a model and its inputs suits `zero-plugin plan blog_models:deberta_2022`. The `_2022` functions use the
+attention of that time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Inputs = Callable[[int], dict[str, Any]]
 
 
 def deberta(attention: str = "eager") -> torch.nn.Module:
-    """DeBERTa-v2-xlarge with a head for two classes; transformers has no other attention for it."""
+    """Build DeBERTa-v2-xlarge with a head for two classes; transformers has no other attention for it."""
     config = transformers.DebertaV2Config(
         vocab_size=128100,
         hidden_size=1536,
@@ -42,7 +43,7 @@ def deberta(attention: str = "eager") -> torch.nn.Module:
 
 
 def blenderbot(attention: str = "sdpa") -> torch.nn.Module:
-    """BlenderBot 400M, distilled: 2 layers of encoder, 12 of decoder."""
+    """Build BlenderBot 400M, distilled: 2 encoder layers, 12 decoder layers."""
     config = transformers.BlenderbotConfig(
         vocab_size=8008,
         d_model=1280,
@@ -59,7 +60,7 @@ def blenderbot(attention: str = "sdpa") -> torch.nn.Module:
 
 
 def gpt2_xl(attention: str = "sdpa") -> torch.nn.Module:
-    """GPT-2 with 1.5 billion parameters."""
+    """Build GPT-2 with 1.5 billion parameters."""
     config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
@@ -69,32 +70,32 @@ def _tokens(samples: int, length: int) -> torch.Tensor:
 
 
 def sentences(samples: int) -> dict[str, Any]:
-    """Pairs of sentences, padded to 128 tokens."""
+    """Return pairs of sentences, padded to 128 tokens."""
     ids = _tokens(samples, 128)
-    return {"input_ids": ids, "attention_mask": ids}  # with labels its forward looks at their values
+    return {"input_ids": ids, "attention_mask": ids}  # with labels, the forward would read their values
 
 
 def conversations(samples: int) -> dict[str, Any]:
-    """128 tokens of what was said, and 64 of the answer."""
+    """Return 128 tokens of a conversation, and 64 of the answer."""
     source, target = _tokens(samples, 128), _tokens(samples, 64)
     return {"input_ids": source, "attention_mask": source, "labels": target}
 
 
 def text(samples: int) -> dict[str, Any]:
-    """Blocks of 128 tokens."""
+    """Return blocks of 128 tokens."""
     return {"input_ids": _tokens(samples, 128), "labels": _tokens(samples, 128)}
 
 
 def deberta_2022() -> tuple[torch.nn.Module, Inputs]:
-    """The first row."""
+    """Return the model and inputs of the announcement's first row."""
     return deberta(), sentences
 
 
 def blenderbot_2022() -> tuple[torch.nn.Module, Inputs]:
-    """The second row."""
+    """Return the model and inputs of the announcement's second row."""
     return blenderbot("eager"), conversations
 
 
 def gpt2_xl_2022() -> tuple[torch.nn.Module, Inputs]:
-    """The third row."""
+    """Return the model and inputs of the announcement's third row."""
     return gpt2_xl("eager"), text

@@ -1,13 +1,15 @@
-"""The tables of Accelerate's ZeRO announcement, predicted by the plan: largest batch and training time beside what was
-published.
+"""Predict the tables of Accelerate's ZeRO announcement with the plan, next to the published numbers.
 
 https://huggingface.co/blog/accelerate-deepspeed measured three models on one or two 24 GB Titan RTX: the largest
-micro-batch with DDP and with ZeRO, and seconds per epoch. Here the same models are built without memory from the same
-configurations, traced, and the largest micro-batch whose predicted peak fits is looked for, with no margin kept free.
-`fused` has attention as today's fused kernels; `2022` is as it was then: attention keeps every head's probabilities,
-and DDP's gradients are a copy beside its buckets that stays from step to step, since Accelerate left DDP's
-`gradient_as_bucket_view` off, and torch's `zero_grad` filled with zeros.
-No GPU is needed, and no weights are loaded.
+micro-batch with DDP and with ZeRO, and seconds per epoch. This script builds the same models from the same
+configurations without memory and traces them. It then searches the largest micro-batch whose predicted peak fits,
+without a free margin.
+
+The column `fused` has the attention of today's fused kernels. The column `2022` follows the software of that time.
+Attention kept every head's probabilities. DDP's gradients were separate from its buckets and stayed from step to step:
+Accelerate left DDP's `gradient_as_bucket_view` off, and torch's `zero_grad` filled gradients with zeros.
+
+The script needs no GPU and loads no weights.
 
     python benchmarks/blog_predicted.py
 """
@@ -33,7 +35,7 @@ from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, Optimiz
 
 MIB = 2**20
 OPTIMIZER = OptimizerSizes()
-# PCIe 3, no NVLink bridge is mentioned; tensor cores take fp16.
+# PCIe 3; the announcement mentions no NVLink bridge; tensor cores take fp16.
 TITAN = replace(
     state_cluster(gpu_memory=24220 * MIB, host_memory=60 * 1024 * MIB),
     flops={"no": ATTAINABLE * 16.3e12, "fp16": ATTAINABLE * 130e12},
@@ -50,7 +52,7 @@ ZERO3 = Setup(
 
 @dataclass(frozen=True)
 class Task:
-    """One of the three: how its model is built and fed, and what was published of DDP and of ZeRO."""
+    """One of the three models: how to build and feed it, and the published results of DDP and of ZeRO."""
 
     name: str
     build: Callable[[str], torch.nn.Module]
@@ -72,7 +74,7 @@ def main() -> None:
         "published",
         "predicted, 2022",
         "predicted, fused",
-        "what fills the device there, GB",
+        "largest terms on the device, GB",
     ):
         batches.add_column(column, justify="right" if column.startswith("p") and column != "path" else "left")
     times = Table(box=MARKDOWN)
@@ -104,17 +106,17 @@ def main() -> None:
 
 
 def measure(task: Task, attention: str) -> tuple[ModelSizes, Activations]:
-    """Sizes and activations of the task's model with one implementation of attention."""
+    """Return the sizes and activations of the task's model with one implementation of attention."""
     with torch.device("meta"):
         try:
             model = task.build(attention)
         except (ValueError, ImportError):
-            model = task.build("eager")  # this model has no other
+            model = task.build("eager")  # this model has only eager attention
     return model_sizes(model), trace_activations(model, task.example, "fp16")
 
 
 def largest(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster) -> int:
-    """The largest micro-batch whose peak is within the device's memory; 0 where one sample is too many."""
+    """Return the largest micro-batch whose peak fits in the memory; 0 if one sample is too much."""
 
     def fits(micro: int) -> bool:
         needed = footprint(Workload(model, activations, OPTIMIZER), replace(setup, micro_batch=micro), cluster)
@@ -128,7 +130,7 @@ def largest(model: ModelSizes, activations: Activations, setup: Setup, cluster: 
 
 
 def epoch(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster, samples: int) -> float:
-    """Seconds of training over all samples."""
+    """Return the seconds of training over all samples."""
     steps = -(-samples // (setup.micro_batch * cluster.processes))
     return steps * step_time(Workload(model, activations, OPTIMIZER), setup, cluster).seconds
 
@@ -157,7 +159,7 @@ TASKS = (
         (8, 40),
         (103.57, 28.98),
         "the published script pads each batch to its longest pair and to a multiple of 8; 8 is the power of two below "
-        "what is predicted for DDP.",
+        "the prediction for DDP.",
     ),
     Task(
         "the same, 96 tokens",
@@ -168,7 +170,7 @@ TASKS = (
         ZERO2,
         (8, 40),
         None,
-        "what a batch may be padded to if stage 2 is to have room for 40.",
+        "the longest padding with which stage 2 has room for 40.",
     ),
     Task(
         "BlenderBot, 400M",
@@ -179,8 +181,8 @@ TASKS = (
         replace(ZERO2, reduce_bucket=200_000_000, overlap_comm=True),
         (100, 200),
         (27.36, 19.06),
-        "every batch is padded, to 128 and 64 tokens; the published sizes are round numbers below what is predicted. "
-        "The roofline has no time between kernels, of which small batches have more.",
+        "every batch is padded, to 128 and 64 tokens; the published sizes are round numbers below the prediction. "
+        "The roofline has no time between kernels, which matters more for small batches.",
     ),
     Task(
         "GPT-2 XL, 1.5B",
@@ -191,7 +193,7 @@ TASKS = (
         ZERO3,
         (0, 16),
         None,
-        "blocks of 128 tokens; 16 is the power of two below what is predicted.",
+        "blocks of 128 tokens; 16 is the power of two below the prediction.",
     ),
 )
 

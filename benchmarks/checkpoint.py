@@ -1,20 +1,20 @@
-"""Saving and loading the state of a training: `save_state` and `load_state` against DeepSpeed's own checkpoints.
+"""Measure `save_state` and `load_state` against DeepSpeed's own checkpoints.
 
-Two processes (gloo, CPU) train a stack of linear layers for one step with AdamW. In every round, in turns, zero_plugin
-and a bare engine of the same configuration save, and a new engine loads what was saved. Both are timed until the disk
-has the bytes: `save_state` waits for it by itself; after DeepSpeed's `save_checkpoint`, which does not, the processes
-call fsync on its files, and the time without that is listed too. Loading finds the files in the page cache.
+Two processes (gloo, CPU) train a stack of linear layers for one step with AdamW. In every round, zero_plugin and a bare
+engine of the same configuration take turns to save, and a new engine loads the result. Both are timed until the disk
+has the bytes. `save_state` waits for the disk; DeepSpeed's `save_checkpoint` does not, so the processes then call fsync
+on its files. The time without fsync is listed too. Loading finds the files in the page cache.
 
-`load_state` is timed further, with and without the verification of what it reads, in turns, `--verifications` times a
-round; the target is at most 1.1. What a contender took in a round is told at once, and after SIGTERM the table has the
-rounds that are complete.
+`load_state` is also timed with and without the verification of what it reads, in turns, `--verifications` times a
+round; the target is a ratio of at most 1.1. Each result is printed immediately, and after SIGTERM the table has the
+completed rounds.
 
-Beside each, as a share: what one process reaches in the same round that writes as many bytes to the same disk one after
-another and calls fsync, as `dd conv=fsync` does, and that reads them again.
+The table also compares each contender with the disk. In the same round, one process writes as many bytes to the same
+disk one after another and calls fsync, as `dd conv=fsync` does, and then reads them again.
 
     python benchmarks/checkpoint.py --gigabytes 1 --rounds 3 --folder /data
 
-A run needs about 13 times the parameters' bytes as memory, and 9 times as disk space, which it frees.
+A run needs about 13 times the parameters' bytes in memory, and 9 times on disk, which it frees.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_model(gigabytes: float) -> nn.Module:
 
 
 class Round:
-    """What one contender needs to save and load once."""
+    """One contender that saves and loads once."""
 
     def __init__(self, contender: str, case: str, options: argparse.Namespace) -> None:
         stage, precision = CASES[case]
@@ -72,7 +72,7 @@ class Round:
         self._is_ours = contender == OURS
 
     def train(self) -> None:
-        """One step: then the optimizer has states."""
+        """Take one step, which creates the optimizer's states."""
         weight = next(self._model.parameters())
         loss = self._model(torch.ones(1, LAYER, dtype=weight.dtype, device=weight.device)).float().square().mean()
         if self._is_ours:
@@ -84,12 +84,12 @@ class Round:
             self._model.step()
 
     def save(self, folder: Path) -> float:
-        """Seconds, without the fsync of files that are on their way to the disk yet."""
+        """Return the seconds of saving, without the fsync of files that are not on the disk yet."""
         call = self._accelerator.save_state if self._is_ours else self._model.save_checkpoint
         return seconds_of(lambda: call(str(folder)))
 
     def load(self, folder: Path, **options: bool) -> float:
-        """Seconds."""
+        """Return the seconds of loading."""
         call = self._accelerator.load_state if self._is_ours else self._model.load_checkpoint
         return seconds_of(lambda: call(str(folder), **options))
 
@@ -99,7 +99,7 @@ class Round:
             from zero_plugin.strategies.deepspeed.session import forget_module
 
             self._model.destroy()
-            forget_module(self._model.module)  # else DeepSpeed keeps it, and the rounds' memory adds up
+            forget_module(self._model.module)  # otherwise DeepSpeed keeps it, and each round adds memory
         self._accelerator.end_training()
 
 
@@ -112,7 +112,7 @@ def bare_engine(config: dict[str, Any], model: nn.Module) -> Any:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Until every process has returned."""
+    """Return the seconds until every process has returned from the call."""
     dist.barrier()
     wait_for_device()
     start = time.perf_counter()
@@ -128,7 +128,7 @@ def wait_for_device() -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until the disk has the files; the processes share them."""
+    """Wait until the files are on the disk; each process takes a part of them."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     for file in files[dist.get_rank() :: dist.get_world_size()]:
         descriptor = os.open(file, os.O_RDONLY)
@@ -156,7 +156,7 @@ def read_sequentially(file: Path) -> None:
 
 
 def run_round(contender: str, case: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds and bytes of one contender."""
+    """Return the seconds and bytes of one contender."""
     saving = Round(contender, case, options)
     saving.train()
     saved = folder / contender
@@ -188,7 +188,7 @@ def run_round(contender: str, case: str, folder: Path, options: argparse.Namespa
 
 
 def measure(rank: int, world: int, case: str, file: Path, options: argparse.Namespace) -> None:
-    """Run in every process; the first keeps the rounds that are complete."""
+    """Run all rounds in every process; the first process keeps the completed rounds."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
@@ -206,7 +206,7 @@ def measure(rank: int, world: int, case: str, file: Path, options: argparse.Name
         if rank == 0:
             keep(file, rounds)
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; there is nothing left to end in order
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def main() -> None:
@@ -244,7 +244,7 @@ def main() -> None:
 
 
 def add_rows(table: Table, case: str, rounds: list[dict[str, dict[str, float]]], options: argparse.Namespace) -> None:
-    """One of saving and one of loading, of the rounds that are complete."""
+    """Add one row for saving and one for loading, from the completed rounds."""
     if not rounds:
         table.add_row(case, LATE)
         return

@@ -1,8 +1,8 @@
-"""What the checked collectives cost, against torch's own on the same tensors.
+"""Measure the checked collectives against torch's own on the same tensors.
 
-Two processes over gloo call each in turns: torch by hand, torch by hand again (the control), zero_plugin and, where it
-is installed, Accelerate, a block of calls each, and every other round in reverse. A ratio is the median over the rounds
-of a contender's time over torch's in the same round; ± is half the distance between the quartiles.
+Two processes over gloo call each in turns: torch by hand, torch by hand again (the control), zero_plugin and, if
+installed, Accelerate. Each turn is a block of calls; every other round is in reverse order. A ratio is the median over
+the rounds of a contender's time over torch's in the same round; ± is half the distance between the quartiles.
 
     python benchmarks/collectives.py --rounds 20
 """
@@ -28,11 +28,11 @@ from torch import Tensor
 BARE, AGAIN, OURS, ACCELERATE = "torch", "torch again", "zero_plugin", "accelerate"
 SIZES = {"8 B": 8, "256 B": 256, "4 KiB": 4096, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
 OPERATIONS = ("gather", "reduce", "broadcast")
-CALLS_S = 0.05  # a block of calls takes about so long
+CALLS_S = 0.05  # approximate duration of a block of calls
 
 
 def by_hand(operation: str, tensor: Tensor) -> Callable[[], object]:
-    """The call that a script without a library makes."""
+    """Return the call that a script without a library makes."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
 
     def gather() -> Tensor:
@@ -53,7 +53,7 @@ def by_hand(operation: str, tensor: Tensor) -> Callable[[], object]:
 
 
 def contenders(operation: str, tensor: Tensor) -> dict[str, Callable[[], object]]:
-    """The same operation by each."""
+    """Return each contender's call of the operation."""
     from zero_plugin.utils import operations as ours
 
     call: dict[str, Callable[[Any], object]] = {
@@ -72,7 +72,7 @@ def contenders(operation: str, tensor: Tensor) -> dict[str, Callable[[], object]
 
 
 def measure(operation: str, size: int, rounds: int) -> Timings:
-    """Blocks of calls, as many on all processes."""
+    """Time blocks of calls, with the same number of calls on all processes."""
     tensor = torch.arange(size // 4, dtype=torch.float32)
     raced = contenders(operation, tensor)
     once = take_turns({BARE: raced[BARE]}, 5).seconds(BARE)
@@ -88,9 +88,9 @@ def measure(operation: str, size: int, rounds: int) -> Timings:
 
 
 def run(rank: int, store: str, processes: int, rounds: int) -> None:
-    """One of the processes; the first prints."""
+    """Run one of the processes; the first process prints."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), OMP_NUM_THREADS="1")
-    os.environ.update(LOCAL_WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # Accelerate asks
+    os.environ.update(LOCAL_WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for Accelerate
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     from zero_plugin import Accelerator
@@ -122,7 +122,7 @@ def run(rank: int, store: str, processes: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Start the processes, and wait for them."""
+    """Start the processes and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)

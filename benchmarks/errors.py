@@ -1,9 +1,10 @@
-"""How soon and in how many lines a wrong configuration is reported: `zero-plugin launch` against `accelerate launch`.
+"""Measure the time and the lines until a wrong configuration is reported, against `accelerate launch`.
 
-Twenty wrong configurations: both get the same files and the same script, which differs in one import. It prepares a
-linear model and trains eight steps in one process on the CPU (with DeepSpeed, Accelerate runs no more there). The time
-is until the line that names the error. Runs alternate; medians are shown. Accelerate needs transformers for any
-DeepSpeed run, so both must be installed. Then: how long `zero-plugin check` takes for one file.
+Both launchers get the same twenty wrong configurations and the same script, which differs in one import. The script
+prepares a linear model and trains eight steps in one process on the CPU, because Accelerate runs DeepSpeed there only
+in one process. The time is measured until the line that names the error. Runs alternate; the table shows medians.
+Accelerate needs transformers for any DeepSpeed run, so both must be installed. A second table shows the time of
+`zero-plugin check` for one file.
 
     python benchmarks/errors.py --pairs 3
 """
@@ -55,7 +56,7 @@ NAMED = LAUNCH + "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
 MICRO = '"train_micro_batch_size_per_gpu": 4'
 ZERO = '"zero_optimization": {"stage": 2}'
 
-# (what is wrong, the YAML, the DeepSpeed JSON that it names)
+# (the mistake, the YAML, the DeepSpeed JSON that the YAML names)
 WRONG = (
     ("a mistyped launch key", FIELDS.replace("num_processes", "num_proceses") + "  zero_stage: 2\n", ""),
     ("a mistyped short field", FIELDS + "  zero_stag: 3\n", ""),
@@ -95,13 +96,13 @@ WRONG = (
     ),
 )
 
-# The line of a traceback that says what happened, behind torchrun's mark of the rank.
+# The line of a traceback that contains the exception, after torchrun's mark of the rank.
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|NotFound)\b.*)")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run showed: after how many seconds (None: never) what was said, and among how many lines."""
+    """The output of one run: seconds until the message (None: no message), the message, and the number of lines."""
 
     seconds: float | None
     message: str
@@ -109,7 +110,7 @@ class Seen:
 
 
 def run(library: str, folder: Path) -> Seen:
-    """Launch the script of `folder` with one of the two and read along until it ends."""
+    """Launch the script in `folder` with one of the two libraries and read its output until it ends."""
     start = [OURS] if library == OURS else ["accelerate.commands.accelerate_cli"]
     command = [sys.executable, "-m", *start, "launch", "--config_file", "c.yaml", f"{library}_train.py"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -124,7 +125,7 @@ def run(library: str, folder: Path) -> Seen:
     code = process.wait()
     limit.cancel()
     if code == 0:
-        return Seen(None, "**trains, says nothing**", len(lines))
+        return Seen(None, "**trains, reports nothing**", len(lines))
     if code < 0:
         return Seen(None, f"**nothing within {LIMIT_S} s**", len(lines))
     when, message = our_message(lines) if library == OURS else their_message(lines)
@@ -132,21 +133,21 @@ def run(library: str, folder: Path) -> Seen:
 
 
 def our_message(lines: list[tuple[float, str]]) -> tuple[float, str]:
-    """The first problem: the line below `error: 1 problem in the configuration:`."""
+    """Return the first problem: the line below `error: 1 problem in the configuration:`."""
     index = next(n for n, (_, line) in enumerate(lines) if line.startswith("error:"))
     when, line = lines[min(index + 1, len(lines) - 1)]
     return when, line.strip()
 
 
 def their_message(lines: list[tuple[float, str]]) -> tuple[float, str]:
-    """The last exception of the first traceback, before torchrun's own; else the last line."""
+    """Return the last exception before torchrun's own; without an exception, the last line."""
     found = [(when, match[1]) for when, line in lines if (match := _EXCEPTION.fullmatch(line))]
     own = [(when, text) for when, text in found if "ChildFailedError" not in text and "CalledProcessError" not in text]
     return (own or found or lines)[-1]
 
 
 def write_case(folder: Path, yaml: str, json: str) -> None:
-    """The files of one case, and the two scripts."""
+    """Write the files of one case and the two scripts."""
     (folder / "c.yaml").write_text(yaml)
     if json:
         (folder / "ds.json").write_text(json)
@@ -157,7 +158,7 @@ def write_case(folder: Path, yaml: str, json: str) -> None:
 
 
 def cell(text: str) -> str:
-    """A message as a table can hold it."""
+    """Return a message in a form that fits a table cell."""
     text = text.replace("|", "\\|")
     return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
 
@@ -165,7 +166,7 @@ def cell(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--checks", type=int, default=11, help="runs of `zero-plugin check` (default 11)")
     arguments = parser.parse_args()
     console = Console(width=260)
@@ -206,7 +207,7 @@ def main() -> None:
 
 
 def print_check_times(console: Console, runs: int) -> None:
-    """`zero-plugin check` for one file, beside a Python that does nothing: wall clock and, free of load, processor."""
+    """Print wall and processor time of `zero-plugin check` for one file, next to a Python that does nothing."""
     configs = Path(__file__).resolve().parent.parent / "ds_configs"
     commands = {"python -c pass": ["-c", "pass"]}
     for name in ("zero2.yaml", "zero3_nvme.json"):
@@ -217,7 +218,7 @@ def print_check_times(console: Console, runs: int) -> None:
     }
     conditions = describe_run("zero-plugin")
     wall = take_turns(contenders, runs)
-    processor = take_turns(contenders, runs, clock=lambda: sum(os.times()[2:4]))  # of the processes that ended
+    processor = take_turns(contenders, runs, clock=lambda: sum(os.times()[2:4]))  # of finished child processes
     table = Table(box=MARKDOWN)
     for column in ("command", "seconds", "of the processor", "target"):
         table.add_column(column, justify="left" if column == "command" else "right")

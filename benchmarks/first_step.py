@@ -1,7 +1,7 @@
-"""How long it takes from the command to the first step, and how much of it `prepare` is: against the same by hand.
+"""Measure the time from the command to the first step, and the part of `prepare`, against the same training by hand.
 
-By hand it is torchrun and plain torch, DDP or `deepspeed.initialize`; ours is `zero-plugin launch` and `prepare`. Both
-have the same model, batch and optimizer. Rounds alternate; the column `by hand again` is the first one once more.
+By hand means torchrun and plain torch, DDP or `deepspeed.initialize`; ours means `zero-plugin launch` and `prepare`.
+Both have the same model, batch and optimizer. Rounds alternate; the column `by hand again` repeats the first contender.
 
     python benchmarks/first_step.py --pairs 5 --processes 1 2
 """
@@ -34,7 +34,7 @@ model = torch.nn.Sequential(*[torch.nn.Linear({WIDTH_OF_LAYER}, {WIDTH_OF_LAYER}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 x = torch.ones(4, {WIDTH_OF_LAYER})
 """
-# Each process is at the line, so that none waits in what is timed for one that was started later.
+# All processes first meet at a barrier, so the timed part does not include waiting for a process that started later.
 TIMED = """
 import torch.distributed as dist
 dist.is_initialized() and dist.barrier()
@@ -51,7 +51,7 @@ END = "dist.is_initialized() and (dist.barrier(), dist.destroy_process_group())"
 
 
 def script_by_hand(stage: int | None, processes: int) -> str:
-    """The training by hand."""
+    """Return the script of the training by hand."""
     if stage is None:
         begin = "" if processes == 1 else 'torch.distributed.init_process_group("gloo")\n'
         prepare = "" if processes == 1 else "model = torch.nn.parallel.DistributedDataParallel(model)"
@@ -64,7 +64,7 @@ def script_by_hand(stage: int | None, processes: int) -> str:
 
 
 def script_of_ours() -> str:
-    """The same over an Accelerator, whatever is configured."""
+    """Return the script of the same training with an Accelerator, for any configuration."""
     begin = "from zero_plugin import Accelerator\naccelerator = Accelerator()\n"
     prepare = "model, optimizer = accelerator.prepare(model, optimizer)"
     step = "accelerator.backward(model(x).square().mean())\noptimizer.step()"
@@ -72,12 +72,12 @@ def script_of_ours() -> str:
 
 
 def training_of(stage: int) -> dict[str, object]:
-    """The DeepSpeed configuration."""
+    """Return the DeepSpeed configuration."""
     return {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
 
 
 def write_scripts(folder: Path, stage: int | None, processes: int) -> dict[str, list[str]]:
-    """The command of each contender, whose last argument is missing: a folder."""
+    """Write the scripts; return each contender's command without its last argument, a folder."""
     (folder / "hand.py").write_text(script_by_hand(stage, processes))
     (folder / "ours.py").write_text(script_of_ours())
     kind = ("NO" if processes == 1 else "MULTI_CPU") if stage is None else "DEEPSPEED"
@@ -85,14 +85,14 @@ def write_scripts(folder: Path, stage: int | None, processes: int) -> dict[str, 
     settings |= {} if stage is None else {"deepspeed_config": training_of(stage)}
     (folder / "run.json").write_text(json.dumps(settings))
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]  # of port 0 torchrun tells its workers as it is
+        port = free.getsockname()[1]  # torchrun would pass port 0 to its workers unchanged
     hand = ["torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", str(folder / "hand.py")]
     ours = ["zero_plugin", "launch", "--config_file", str(folder / "run.json"), str(folder / "ours.py")]
     return {name: [sys.executable, "-m", *command] for name, command in ((BY_HAND, hand), (AGAIN, hand), (OURS, ours))}
 
 
 def run_once(command: list[str], prepares: list[float]) -> float:
-    """Seconds from the command to the last process' first step; those of its `prepare` are appended."""
+    """Return the seconds from the command to the last process's first step; append those of `prepare` to `prepares`."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         start = time.time()
@@ -107,7 +107,7 @@ def run_once(command: list[str], prepares: list[float]) -> float:
 
 
 def measure(commands: dict[str, list[str]], rounds: int) -> tuple[Timings, Timings]:
-    """Of each contender the seconds to the first step, and those of `prepare`; a first round is not counted."""
+    """Return each contender's seconds to the first step, and those of `prepare`; a first round is not counted."""
     totals, prepares = ({name: list[float]() for name in commands} for _ in range(2))
 
     def once(name: str) -> None:

@@ -1,7 +1,7 @@
-"""How long `import zero_plugin` takes beyond starting Python, and that it leaves torch alone.
+"""Measure how long `import zero_plugin` takes beyond starting Python, and whether it imports torch.
 
-Each import runs in a new process. Rounds alternate between a Python that imports nothing, `import zero_plugin`,
-`import torch` and, where it is installed, `import accelerate`; the figures are medians over the rounds.
+Each import runs in a new process. Rounds alternate between a Python that imports nothing, `import zero_plugin`, `import
+torch` and, if installed, `import accelerate`; the numbers are medians over the rounds.
 
     python benchmarks/import_time.py --pairs 15
 """
@@ -23,7 +23,7 @@ BARE = "nothing"
 
 
 def start_python(code: str, folder: str) -> str:
-    """Standard output of a new Python that runs `code`."""
+    """Run `code` in a new Python and return its standard output."""
     return subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 

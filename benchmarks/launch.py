@@ -1,8 +1,8 @@
-"""How long an empty script takes from command to prompt: `zero-plugin launch` against bare `torchrun`.
+"""Measure how long an empty script takes from command to prompt: `zero-plugin launch` against bare `torchrun`.
 
-The script is an empty file, so that nothing is timed but the launcher and its workers' start. Rounds alternate between
-the launchers; the figures are medians over the rounds of the time, and of the difference to torchrun's in the same
-round. Accelerate's launcher takes part where it is installed.
+The script is an empty file, so only the launcher and the start of its workers are timed. Rounds alternate between the
+launchers. The numbers are medians over the rounds of the time, and of the difference to torchrun's time in the same
+round. Accelerate's launcher takes part if it is installed.
 
     python benchmarks/launch.py --pairs 10 --processes 1 2
 """
@@ -25,14 +25,14 @@ TORCHRUN, OURS, ACCELERATE = "torchrun", "zero-plugin launch", "accelerate launc
 
 
 def launch_commands(script: str, processes: int) -> dict[str, list[str]]:
-    """The command line of each launcher; every command is started as a module, so that all pay the same for it."""
+    """Return the command line of each launcher; all are started as modules, which costs each the same."""
     commands = {
-        # A port chosen by the system: with the fixed one, two runs on a machine fail.
+        # The system chooses the port: with the default port, two runs on one machine fail.
         TORCHRUN: ["torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0", script],
         OURS: ["zero_plugin", "launch", "--cpu", f"--num_processes={processes}", script],
     }
     if installed("accelerate"):
-        # With --cpu it starts one process, whatever is asked for, unless mpirun is there.
+        # Without mpirun, `--cpu` starts one process, whatever number is requested.
         options = [
             "--cpu" if processes == 1 else "--multi_gpu",
             f"--num_processes={processes}",
@@ -45,7 +45,7 @@ def launch_commands(script: str, processes: int) -> dict[str, list[str]]:
 
 
 def run_quietly(command: list[str], folder: str) -> None:
-    """Run a command to its end; its output shows only if it fails."""
+    """Run a command to its end; show its output only if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")

@@ -1,21 +1,24 @@
-"""From nothing to a ready ZeRO-3 engine with pretrained weights: `init_model(weights=…)` against the ways there were.
+"""Measure loading of pretrained weights into a ready ZeRO-3 engine: `init_model(weights=…)` against the existing ways.
 
-Two processes (gloo, CPU) build a GPT-2 of about a gigabyte (fp32, random weights, written on the spot) from its folder
-of safetensors, and an engine around it, with the configuration that zero_plugin resolves to:
+Two processes (gloo, CPU) load a GPT-2 of about a gigabyte (fp32, random weights, written by this script) from its
+folder of safetensors. They build an engine around it, with the configuration that zero_plugin resolves to:
 
 * zero_plugin: `with accelerator.init_model(weights=folder): model = GPT2LMHeadModel(config)`, then `prepare`;
-* zero.Init: transformers' `from_pretrained` as it partitions by itself, then `deepspeed.initialize`;
-* plain: `from_pretrained` whole on every process, then `deepspeed.initialize`.
+* zero.Init: transformers' `from_pretrained` with its own partitioning, then `deepspeed.initialize`;
+* plain: `from_pretrained` with the unpartitioned model on every process, then `deepspeed.initialize`.
 
-Every contender runs in new processes, round by round and every other round in reverse; what is imported, and built on
-first use, is there before the clock starts. A ratio is the median over the rounds of a way's time over zero_plugin's in
-the same round. Memory is the most that a process' anonymous memory grew (RssAnon, sampled), as a share of its partition
-of the weights: until they are loaded, and until the engine is ready, which with an optimizer holds masters beside them.
+Every contender runs in new processes, round by round, in reverse order every other round. Imports, and ops that are
+built on first use, are ready before the clock starts. A ratio is the median over the rounds of a contender's time over
+zero_plugin's in the same round.
+
+Memory is the largest growth of a process's anonymous memory (RssAnon, sampled), as a fraction of its partition of the
+weights. It is measured until the weights are loaded, and until the engine is ready. With an optimizer, the engine also
+holds fp32 master weights.
 
     python benchmarks/load_weights.py --gigabytes 1 --rounds 5 --folder /data
 
-`--clock cpu` takes the processor time of the process that needs most in place of the wall clock's: what other programs
-do on the machine is not in it, nor is waiting; what the sampling of memory takes is left out.
+`--clock cpu` takes the processor time of the process that needs most instead of the wall clock. It includes neither
+other programs nor waiting, and the sampling of memory is subtracted.
 """
 
 from __future__ import annotations
@@ -53,14 +56,14 @@ TARGETS = {OURS: "", UNDER_INIT: ">= 3", PLAIN: ">= 2"}
 
 
 def make_config(gigabytes: float) -> GPT2Config:
-    """Layers of 12.6 million parameters under a vocabulary of GPT-2's size."""
+    """Return a config with layers of 12.6 million parameters under a vocabulary of GPT-2's size."""
     width, vocabulary = 1024, 50257
     layers = max(1, round((gigabytes * 2**30 / 4 - vocabulary * width) / (12 * width * width)))
     return GPT2Config(n_embd=width, n_layer=layers, n_head=16, vocab_size=vocabulary)
 
 
 class AtStage3:
-    """What transformers asks; it stands for its HfDeepSpeedConfig, which needs accelerate."""
+    """Replacement for transformers' HfDeepSpeedConfig, which needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -70,7 +73,7 @@ class AtStage3:
 
 
 class Contender:
-    """One way; `load` and then `prepare` give an engine."""
+    """One contender; `load` and then `prepare` return an engine."""
 
     def __init__(self, way: str, trains: bool) -> None:
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -89,7 +92,7 @@ class Contender:
         self._accelerator.free_memory()
 
     def load(self, folder: Path, config: GPT2Config) -> nn.Module:
-        """The model, with its weights."""
+        """Return the model with its weights."""
         if self._way == OURS:
             with self._accelerator.init_model(weights=folder):
                 return GPT2LMHeadModel(config)
@@ -97,7 +100,7 @@ class Contender:
             return GPT2LMHeadModel.from_pretrained(folder)
 
     def prepare(self, model: nn.Module) -> Any:
-        """The engine."""
+        """Return the engine."""
         if self._way == OURS:
             optimizers = [DummyOptim(model.parameters(), lr=1e-3)] if self._trains else []
             return self._accelerator.prepare(model, *optimizers)
@@ -111,7 +114,7 @@ class Contender:
 
 @contextmanager
 def transformers_partition(how: AtStage3 | None) -> Iterator[None]:
-    """Inside, `from_pretrained` partitions, or does not."""
+    """Make `from_pretrained` partition inside the context, or not partition if `how` is None."""
     from transformers.integrations import deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -126,7 +129,7 @@ def transformers_partition(how: AtStage3 | None) -> Iterator[None]:
 
 
 class PeakMemory:
-    """Watches how far this process' anonymous memory grows beyond what it is now."""
+    """Watches how far this process's anonymous memory grows beyond its current size."""
 
     def __init__(self) -> None:
         self._before = anonymous_bytes()
@@ -141,7 +144,7 @@ class PeakMemory:
             time.sleep(0.005)
 
     def look(self) -> int:
-        """Bytes, until now."""
+        """Return the largest growth so far, in bytes."""
         self.growth = max(self.growth, anonymous_bytes() - self._before)
         return self.growth
 
@@ -152,7 +155,7 @@ def anonymous_bytes() -> int:
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
-    """Until every process has returned."""
+    """Return the seconds until every process has returned from the call, and its result."""
     dist.barrier()
     start = clock()
     result = call()
@@ -161,7 +164,7 @@ def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> tuple[flo
 
 
 def measure(rank: int, world: int, way: str, trains: bool, folder: str, store: str, clock: str) -> None:
-    """Run in every process; each writes what it measured."""
+    """Run in every process; each process writes its numbers."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
@@ -180,11 +183,11 @@ def measure(rank: int, world: int, way: str, trains: bool, folder: str, store: s
     numbers = {"load": loading, "prepare": preparing, "loaded": loaded, "ready": memory.look()}
     torch.save(numbers, Path(folder, f"rank-{rank}.pt"))
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; there is nothing left to end in order
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def run_once(way: str, trains: bool, folder: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds, and the largest growth of any process."""
+    """Return the seconds, and the largest growth of any process."""
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (options.processes, way, trains, folder, f"{meeting}/store", options.clock)
         torch.multiprocessing.spawn(measure, arguments, nprocs=options.processes)

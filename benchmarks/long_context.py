@@ -1,16 +1,18 @@
-"""The longest sample that fits under one limit of memory per process, and the time of a step, by what saves memory.
+"""Measure the longest sample that fits under a memory limit per process, and the time of a step.
 
     python benchmarks/long_context.py
     python benchmarks/long_context.py --only time --rounds 7
 
-A Llama-like model is trained by the loop of any training on 1, 2 and 4 processes that share each sample, without and
-with a loss in chunks and checkpointed blocks, whose checkpoints may leave the process as torch's `save_on_cpu` has them
-leave a GPU. Memory: the most that a process holds beside what it held before the step
-(`VmHWM`, reset before), for samples of growing length; the longest under `--limit` is found between two of them. The
-process's own thread pools and allocator are in it, as they are in a run.
+An ordinary loop trains a Llama-like model on 1, 2 and 4 processes that share each sample. It runs plain, with a loss in
+chunks, with checkpointed blocks, and with checkpoints that leave the process, as torch's `save_on_cpu` moves them from
+a GPU.
 
-Time: a step is compared with a loop by hand over the same exchange, in the same processes, alternating, with the loop
-by hand against itself beside it.
+Memory: the largest growth of a process during a step (`VmHWM`, reset before), for samples of growing length. The
+longest sample under `--limit` is interpolated between two of them. The process's thread pools and allocator count, as
+they do in a run.
+
+Time: a step is compared with a loop by hand over the same exchange, alternating in the same processes. A second copy of
+the loop by hand shows the measurement's noise.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 WORDS, SIZE, LAYERS, HEADS = 8192, 128, 4, 8
-# A loss in chunks, checkpointed blocks, checkpoints elsewhere.
+# A loss in chunks, checkpointed blocks, checkpoints outside of the process.
 WAYS = {
     "plain": (False, False, False),
     "loss in chunks": (True, False, False),
@@ -48,7 +50,7 @@ WAYS = {
 
 
 def make_model(length: int, *, checkpointed: bool = False) -> Any:
-    """A Llama of 2.7 million parameters."""
+    """Build a Llama of 2.7 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -69,7 +71,7 @@ def make_model(length: int, *, checkpointed: bool = False) -> Any:
 
 
 def start(size: int, stage: int = 3) -> Any:
-    """An Accelerator whose groups have `size` processes."""
+    """Return an Accelerator whose groups have `size` processes."""
     from zero_plugin import Accelerator
 
     training = {"zero_optimization": {"stage": stage}, "sequence_parallel_size": size}
@@ -77,7 +79,7 @@ def start(size: int, stage: int = 3) -> Any:
 
 
 def read_peak(*, reset: bool = False) -> int:
-    """The most bytes that this process has held since the last reset."""
+    """Return the most bytes that this process has held since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -86,7 +88,7 @@ def read_peak(*, reset: bool = False) -> int:
 
 @contextmanager
 def saving_elsewhere() -> Iterator[None]:
-    """As torch's `save_on_cpu`, with files for the CPU's memory, since here the CPU's is the device's."""
+    """Save tensors like torch's `save_on_cpu`, but in files: on a CPU, CPU memory is the device's memory."""
     with tempfile.TemporaryDirectory() as folder:
         names = count()
 
@@ -104,7 +106,7 @@ def saving_elsewhere() -> Iterator[None]:
 
 
 def measure_memory(length: int, way: str) -> int:
-    """Bytes that a step takes at most on this process, beside what was there before."""
+    """Return the most bytes that a step adds to this process."""
     from zero_plugin.long_context import chunk_loss
 
     chunked, checkpointed, elsewhere = WAYS[way]
@@ -115,7 +117,7 @@ def measure_memory(length: int, way: str) -> int:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = torch.randint(WORDS, (1, length), generator=torch.Generator().manual_seed(0))
     short = ids[:, : 8 * dist_size()]
-    for batch in (short, ids):  # the first step makes the optimizer's states and the engine's buffers
+    for batch in (short, ids):  # the first step allocates the optimizer's states and the engine's buffers
         gc.collect()
         before = read_peak(reset=True)
         with saving_elsewhere() if elsewhere else nullcontext():
@@ -128,7 +130,7 @@ def measure_memory(length: int, way: str) -> int:
 
 
 def dist_size() -> int:
-    """The number of processes that were started."""
+    """Return the number of processes of this launch."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -136,7 +138,7 @@ def dist_size() -> int:
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all."""
+    """All-to-all that autograd can differentiate."""
 
     @staticmethod
     def forward(_: Any, parts: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ class Exchange(torch.autograd.Function):
 
 
 def attend_by_hand(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
-    """Heads for parts of the sequence, attention, and back."""
+    """Exchange parts of the sequence for heads, run attention, and exchange back."""
     size, batch, heads, part, width = dist.get_world_size(), *query.shape
     joined = torch.cat([x.reshape(batch, size, -1, part, width) for x in (query, key, value)], 2)
     complete = Exchange.apply(joined.transpose(0, 1)).permute(1, 2, 0, 3, 4).reshape(batch, -1, size * part, width)
@@ -163,7 +165,7 @@ def attend_by_hand(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, 
 
 
 def by_hand(length: int) -> Callable[[], None]:
-    """A step of DeepSpeed's engine, with samples that are cut and losses that are added up by hand."""
+    """Return a step of DeepSpeed's engine in which samples are cut and losses are added by hand."""
     import deepspeed
     from transformers import AttentionInterface
 
@@ -195,7 +197,7 @@ def by_hand(length: int) -> Callable[[], None]:
 
 
 def by_zero_plugin(length: int) -> Callable[[], None]:
-    """The same by the loop of any training."""
+    """Return the same step in an ordinary loop."""
     accelerator = start(dist_size(), stage=1)
     model = make_model(length)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -210,8 +212,8 @@ def by_zero_plugin(length: int) -> Callable[[], None]:
 
 
 def measure_time(length: int, rounds: int) -> list[list[float]]:
-    """Seconds of processor time of each contender's step, in each round."""
-    ours = by_zero_plugin(length)  # it makes the process group
+    """Return the seconds of processor time of each contender's step, in each round."""
+    ours = by_zero_plugin(length)  # creates the process group
     contenders = [by_hand(length), ours, by_hand(length)]
     for step in contenders:
         step()
@@ -232,11 +234,11 @@ def measure_time(length: int, rounds: int) -> list[list[float]]:
 
 
 def run(processes: int, *arguments: str) -> Any:
-    """What process 0 of a group of this script's own gives back."""
+    """Run this script in a group of processes and return the result of process 0."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [__file__, "--worker", file.name, *arguments]
-        # What is freed goes back to the system, so that the most that is held is not the allocator's.
+        # Freed memory returns to the system, so the peak does not include memory that the allocator keeps.
         allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
         environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -246,7 +248,7 @@ def run(processes: int, *arguments: str) -> Any:
 
 
 def longest(processes: int, way: str, limit: int, lengths: list[int]) -> tuple[float, list[str]]:
-    """The longest sample under the limit, between two measured lengths, and what was measured."""
+    """Return the longest sample under the limit, interpolated between two measured lengths, and the measurements."""
     before, shown = (0, 0), []
     for length in lengths:
         taken = run(processes, "memory", str(length), way)
@@ -292,7 +294,7 @@ def main() -> None:
 
 
 def work(arguments: list[str]) -> None:
-    """What a process of a group does."""
+    """Run one process of a group."""
     file, kind, length, last = arguments
     if kind == "memory":
         found: Any = measure_memory(int(length), last)

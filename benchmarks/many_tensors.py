@@ -1,7 +1,7 @@
-"""What a step costs beside plain torch where a model has very many tensors: frozen ones, or trained ones.
+"""Measure what a step costs compared to plain torch if a model has very many tensors: frozen or trained ones.
 
-One process on one device (or `--ddp`, two over gloo) takes steps in turns: by hand, by hand again (the control) and
-through zero_plugin, with accumulation 4, by processor time of the first process.
+One process on one device (with `--ddp`, two over gloo) takes steps in turns: by hand, by hand again (the control) and
+through zero_plugin, with accumulation 4. The numbers are processor time of the first process.
 
     python benchmarks/many_tensors.py --rounds 15
 """
@@ -34,7 +34,7 @@ WIDTH_OF_TENSORS = 8
 
 
 class Wide(nn.Module):
-    """A few layers that compute, and as many other tensors as asked, which the loss depends on by one sum."""
+    """A few tensors that compute, and as many others as requested, which enter the loss through one sum."""
 
     def __init__(self, trained: int, frozen: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Wide(nn.Module):
         self._trained, self._frozen = tuple(self.trained), tuple(self.frozen)  # a ParameterList is slow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of all that is trained, times the input, and of what is frozen."""
+        """Return the mean square of all trained tensors times the input, plus the mean of the frozen ones."""
         loss = torch.stack(self._trained).mul(x).square().mean()
         return loss + torch.stack(self._frozen).mean() if self._frozen else loss
 
 
 def by_hand(model: nn.Module, distributed: bool) -> Callable[[], None]:
-    """A window of micro-batches, as plain torch's users write it."""
+    """Return a window of micro-batches as users of plain torch write it."""
     ddp = DistributedDataParallel(model) if distributed else model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     x = torch.ones(WIDTH_OF_TENSORS)
@@ -68,7 +68,7 @@ def by_hand(model: nn.Module, distributed: bool) -> Callable[[], None]:
 
 
 def by_plugin(accelerator: Accelerator, given: nn.Module) -> Callable[[], None]:
-    """The same through `accumulate`."""
+    """Return the same window through `accumulate`."""
     adam = torch.optim.SGD([p for p in given.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(given, adam)
     x = torch.ones(WIDTH_OF_TENSORS)
@@ -84,7 +84,7 @@ def by_plugin(accelerator: Accelerator, given: nn.Module) -> Callable[[], None]:
 
 
 def run(rank: int, store: str, processes: int, rounds: int, windows: int) -> None:
-    """One of the processes; the first prints."""
+    """Run one of the processes; the first process prints."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     if processes > 1:
@@ -119,7 +119,7 @@ def run(rank: int, store: str, processes: int, rounds: int, windows: int) -> Non
 
 
 def main() -> None:
-    """Start the processes, and wait for them."""
+    """Start the processes and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--windows", type=int, default=20, help="in a block")

@@ -1,12 +1,12 @@
-"""What DeepSpeed's other training modes do under this package on CPUs: each key, at each stage, in a real run.
+"""Run DeepSpeed's other training modes under this package on CPUs: each key, at each stage, in a real run.
 
     python benchmarks/modes.py
     python benchmarks/modes.py --only muon zero_hpz_partition_size
 
 Two processes train a small decoder for six micro-batches, accumulated by three and clipped, with the mode and without
-it. A cell says how far the weights are from those without the mode, as a share of what was learned; what kind of error
-there was; or, after `–`, why it is refused. A mode that changes numbers on purpose, as quantized weights, differs by
-what it loses; another optimizer is compared with itself at stage 0.
+it. A cell contains one of three results: the distance of the weights from those without the mode, as a fraction of what
+was learned; the kind of error; or, after `–`, the reason for a refusal. A mode that changes numbers on purpose, like
+quantized weights, differs by its loss of accuracy. Another optimizer is compared with itself at stage 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def make_model() -> nn.Module:
-    """A Llama of two layers."""
+    """Build a Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def make_model() -> nn.Module:
 
 
 def train(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights after two steps, on every process."""
+    """Return the weights after two steps, on every process."""
     from zero_plugin import Accelerator, DummyOptim
 
     samples = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(1))
@@ -71,7 +71,7 @@ def train(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     )
     model = make_model()
     optimizer = DummyOptim(model.parameters()) if described else torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Groups that share samples are half as many, and take the same global batch in twice the samples.
+    # Only half as many groups exist if processes share samples. They take the same global batch in twice the samples.
     size = 2 * config.get("sequence_parallel_size", 1)
     loader = torch.utils.data.DataLoader(samples, batch_size=size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -87,7 +87,7 @@ def train(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def merged(config: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
-    """Both, section by section."""
+    """Merge both configurations, section by section."""
     found = dict(config)
     for key, value in mode.items():
         found[key] = merged(found.get(key, {}), value) if isinstance(value, dict) else value
@@ -95,7 +95,7 @@ def merged(config: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(mode: dict[str, Any], stage: int) -> str:
-    """What the mode does at a stage."""
+    """Return the result of the mode at a stage."""
     from zero_plugin.errors import ConfigError, ZeroPluginError
 
     plain: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -108,7 +108,7 @@ def outcome(mode: dict[str, Any], stage: int) -> str:
         return f"–: {problem.key} {problem.message}"
     except ZeroPluginError as error:
         return f"–: {str(error).splitlines()[0]}"
-    except Exception as error:  # noqa: BLE001 - whatever DeepSpeed raises is what the table is about
+    except Exception as error:  # noqa: BLE001 - the table shows whatever DeepSpeed raises
         return f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
     learned = sum(float((wanted[name] - start[name]).square().sum()) for name in wanted) ** 0.5
     apart = sum(float((wanted[name] - found[name]).square().sum()) for name in wanted) ** 0.5
@@ -116,7 +116,7 @@ def outcome(mode: dict[str, Any], stage: int) -> str:
 
 
 def run(name: str, stage: int) -> str:
-    """The outcome of a mode at a stage, in two processes of their own."""
+    """Return the outcome of a mode at a stage, from two new processes."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         command += [__file__, "--worker", file.name, name, str(stage)]

@@ -1,4 +1,4 @@
-"""Time things against each other on a machine that is never quiet: in turns, round by round, and by ratios."""
+"""Tools to compare times on a machine that is never idle, by turns and by ratios within each round."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ __all__ = [
     "until_stopped",
 ]
 
-WIDTH = 130  # characters of a table, wherever it is printed
-LATE = "not run in time"  # of a row, after SIGTERM
+WIDTH = 130  # characters of a table, on any terminal
+LATE = "not run in time"  # text of a row after SIGTERM
 
 
 class Timings(dict[str, list[float]]):
     """Seconds of each contender, round by round."""
 
     def seconds(self, name: str) -> float:
-        """The contender's median."""
+        """Return the contender's median."""
         return median(self[name])
 
     def ratio(self, name: str, base: str) -> float:
-        """Median over the rounds of the contender's time over `base`'s in the same round."""
+        """Return the median over the rounds of the contender's time over `base`'s in the same round."""
         return median(self._ratios(name, base))
 
     def spread(self, name: str, base: str) -> float:
-        """Half the distance between the quartiles of those ratios."""
+        """Return half the distance between the quartiles of those ratios."""
         lower, _, upper = quantiles(self._ratios(name, base), n=4)
         return (upper - lower) / 2
 
     def extra(self, name: str, base: str) -> float:
-        """Median over the rounds of the seconds that the contender took longer than `base`."""
+        """Return the median over the rounds of the seconds that the contender took longer than `base`."""
         return median(a - b for a, b in zip(self[name], self[base], strict=True))
 
     def _ratios(self, name: str, base: str) -> list[float]:
@@ -65,7 +65,10 @@ def take_turns(
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Run every contender once per round; every other round in reverse, so that none always follows the same one."""
+    """Run every contender once per round, in reverse order every other round.
+
+    The reversal keeps a contender from always following the same other one.
+    """
     timings = Timings({name: [] for name in contenders})
     for index in range(warmup + rounds):
         order: Sequence[str] = list(contenders) if index % 2 == 0 else list(reversed(contenders))
@@ -84,7 +87,10 @@ class _Stopped(BaseException):
 
 @contextmanager
 def until_stopped() -> Iterator[None]:
-    """SIGTERM ends the block and the processes that torch has spawned in it; the program then prints what it has."""
+    """End the block on SIGTERM, and the processes that torch has spawned in it.
+
+    The program then prints its results so far.
+    """
 
     def stop(*_: object) -> None:
         for child in multiprocessing.active_children():
@@ -102,18 +108,21 @@ def until_stopped() -> Iterator[None]:
 
 
 def keep(file: Path, measured: Any) -> None:
-    """Write what is measured so far; a process that is killed leaves it as it was before."""
+    """Write the results so far; a process that is killed in between leaves the previous file."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(measured))
     part.replace(file)
 
 
 def measure_cases(measure: Callable[..., None], cases: Sequence[Any], options: argparse.Namespace) -> list[Any]:
-    """What `measure` has kept of each case, in processes and a folder of its own; None of a case that is not run.
+    """Return the results that `measure` has kept for each case; None for a case that did not run.
+
+    Each case runs in its own processes and folder.
 
     Args:
-        measure: run in every process with its rank, their number, the case, a file to keep things in, and `options`.
-        cases: as `measure` takes them.
+        measure: runs in every process with its rank, the number of processes, the case, a file for results, and
+            `options`.
+        cases: the values for `measure`.
         options: of the command line, with `processes` and `folder`.
     """
     import torch
@@ -132,7 +141,7 @@ def measure_cases(measure: Callable[..., None], cases: Sequence[Any], options: a
 
 
 def installed(package: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +149,7 @@ def installed(package: str) -> str | None:
 
 
 def describe_run(*packages: str) -> str:
-    """Date, versions, cores and load: what a table is worth nothing without."""
+    """Describe the conditions without which a table means nothing: date, versions, cores and load."""
     versions = [f"{name} {installed(name) or 'not installed'}" for name in packages]
     load = f"load before {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     return ", ".join([str(date.today()), f"Python {platform.python_version()}", *versions, load])

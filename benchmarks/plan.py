@@ -1,10 +1,10 @@
-"""Wall time and memory of `zero-plugin plan` itself, with activations traced and by formula.
+"""Measure wall time and memory of `zero-plugin plan` itself, with activations traced and by formula.
 
     python benchmarks/plan.py [--repeats 3]
 
-Every plan runs in a process of its own, from a config.json that is written here; no weight is read. The targets: traced
+Every plan runs in its own process, from a config.json that this script writes; no weight is read. The targets: traced
 under 5 s for 0.9B (DeBERTa), 10 s for 7B, 15 s for 70B (Llama); by formula under 0.5 s; all under 1 GB. CPU seconds
-tell what a busy machine adds to the wall's; what the import of torch and transformers takes is told apart.
+show how much a busy machine adds to the wall time. The imports of torch and transformers are timed separately.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DEBERTA = {
     "type_vocab_size": 0,
 }
 MACHINES = ("--gpu", "A100-80GB", "--gpus", "8", "--host_memory", "1TiB", "--global_batch", "256")
-# What is planned, how, and the most seconds.
+# The model, the arguments, and the target in seconds.
 WAYS = {
     "DeBERTa 0.9B, traced": (DEBERTA, ("MODEL", "--sequence_length", "128"), 5.0),
     "Llama 7B, traced": (LLAMA_7B, ("MODEL",), 10.0),
@@ -78,7 +78,7 @@ IMPORTS = "import torch, transformers; transformers.LlamaForCausalLM, transforme
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds and the largest resident size, in bytes, of one command of this Python."""
+    """Return wall seconds, CPU seconds and the largest resident size in bytes of one command of this Python."""
     begin = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = process.stderr.read() if process.stderr else ""
@@ -91,7 +91,7 @@ def measure(command: list[str]) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest of so many counts")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the fastest counts (default 3)")
     repeats = parser.parse_args().repeats
     print(f"{'plan of':26}{'wall':>8}{'CPU':>8}{'memory':>9}   target")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,20 @@
-"""How long `save_state` keeps the training loop waiting: writing behind the training against writing at once.
+"""Measure how long `save_state` keeps the training loop waiting: asynchronous against ordinary saves.
 
 Two processes (gloo, CPU) train a stack of linear layers with AdamW under ZeRO. In every round they take some steps,
-save in both ways, in turns, and take steps while the asynchronous save is being written. The pause is the time that the
-call takes on the first process, and with what the next step waits for the copy of the states, which is made behind its
-forward and backward; before it, everything is on the disk. A ratio is the median over the rounds of the pause of the
-asynchronous save over that of the other in the same round. The first asynchronous save, into memory that
-is new to the process, is listed by itself. A step counts as one during a save if it begins before that is complete.
-Pauses are told at once, and after SIGTERM the table has the rounds that are complete.
+save in both ways, in turns, and take steps while the asynchronous save is being written. Before each save, everything
+is on the disk.
+
+The pause is the call's duration on the first process, plus the wait of the next step for the copy of the states. The
+copy is made during that step's forward and backward. A ratio is the median over the rounds of the asynchronous save's
+pause over the other's in the same round. The first asynchronous save uses memory that is new to the process, so it is
+listed separately.
+
+A step counts as one during a save if it begins before the save is complete. Pauses are printed immediately, and after
+SIGTERM the table has the completed rounds.
 
     python benchmarks/save_async.py --gigabytes 1 --rounds 5 --folder /data
 
-A run needs about 13 times the parameters' bytes as memory, and 4 times as disk space, which it frees.
+A run needs about 13 times the parameters' bytes in memory, and 4 times on disk, which it frees.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from torch import nn
 from zero_plugin import Accelerator
 
 LAYER = 2048  # features: 16 MiB of fp32 weights
-AT_ONCE, BEHIND = "at once", "behind the training"
+ORDINARY, ASYNCHRONOUS = "ordinary", "asynchronous"
 
 
 class Training:
@@ -53,10 +57,10 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(net, adamw)
         self.batch = torch.ones(1, LAYER, device=self.accelerator.device)
         self.folder = folder
-        self.next_step = 0.0  # seconds, of the step after the last save
+        self.next_step = 0.0  # seconds of the step after the last save
 
     def step(self) -> float:
-        """Seconds."""
+        """Take a step and return its seconds."""
         start = time.perf_counter()
         self.accelerator.backward(self.model(self.batch).square().mean())
         self.optimizer.step()
@@ -69,7 +73,10 @@ class Training:
             torch.cuda.synchronize()
 
     def save(self, *, asynchronous: bool) -> float:
-        """Seconds that the loop waits, in the call and in the next step; the disk has nothing else to write."""
+        """Save and return the seconds that the loop waits, in the call and in the next step.
+
+        The disk has no other data to write.
+        """
         self.forget()
         os.sync()
         self.wait_for_device()
@@ -89,7 +96,7 @@ class Training:
         return returned - start + waits_to - waits_from
 
     def steps_behind(self) -> list[float]:
-        """Seconds of each step that begins before the save is complete."""
+        """Return the seconds of each step that begins before the save is complete."""
         taken = []
         while not self.accelerator.gather(torch.tensor(float((self.folder / "state").exists()))).any():
             taken.append(self.step())
@@ -97,7 +104,7 @@ class Training:
         return taken
 
     def forget(self) -> None:
-        """Remove what was saved last."""
+        """Remove the last save."""
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder / "state", ignore_errors=True)
@@ -105,7 +112,7 @@ class Training:
 
 
 def measure(rank: int, world: int, stage: int, file: Path, options: argparse.Namespace) -> None:
-    """Run in every process; the first keeps what it has measured after each round."""
+    """Run all rounds in every process; the first process keeps the results after each round."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["DS_ACCELERATOR"] = "cpu" if options.cpu else "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
@@ -116,14 +123,14 @@ def measure(rank: int, world: int, stage: int, file: Path, options: argparse.Nam
     training.step()
     results: dict[str, Any] = {"first": training.save(asynchronous=True), "quiet": [], "behind": []}
     training.steps_behind()
-    pauses = Timings({AT_ONCE: [], BEHIND: []})
+    pauses = Timings({ORDINARY: [], ASYNCHRONOUS: []})
     for index in range(options.rounds):
-        for name in (AT_ONCE, BEHIND) if index % 2 else (BEHIND, AT_ONCE):
+        for name in (ORDINARY, ASYNCHRONOUS) if index % 2 else (ASYNCHRONOUS, ORDINARY):
             results["quiet"] += [training.step() for _ in range(3)]
-            pauses[name].append(training.save(asynchronous=name == BEHIND))
+            pauses[name].append(training.save(asynchronous=name == ASYNCHRONOUS))
             if rank == 0:
                 print(f"stage {stage}, {index + 1}, {name}: {pauses[name][-1]:.3f} s", file=sys.stderr, flush=True)
-            if name == BEHIND:
+            if name == ASYNCHRONOUS:
                 results["behind"] += [training.next_step, *training.steps_behind()]
         if rank == 0:
             keep(file, {**results, "pauses": pauses})
@@ -150,12 +157,12 @@ def main() -> None:
     )
     table.add_column("stage")
     for column in (
-        f"{AT_ONCE}, s",
-        f"{BEHIND}, s",
+        f"{ORDINARY}, s",
+        f"{ASYNCHRONOUS}, s",
         "the first, s",
         "ratio",
         "step, s",
-        "step meanwhile, s",
+        "step during a save, s",
         "ratio",
     ):
         table.add_column(column, justify="right")
@@ -164,13 +171,13 @@ def main() -> None:
             table.add_row(str(stage), LATE)
             continue
         pauses, quiet, behind = Timings(results["pauses"]), median(results["quiet"]), results["behind"]
-        done = len(pauses[BEHIND])
+        done = len(pauses[ASYNCHRONOUS])
         table.add_row(
             str(stage) if done == options.rounds else f"{stage}, {done} of {options.rounds} rounds",
-            f"{pauses.seconds(AT_ONCE):.2f}",
-            f"{pauses.seconds(BEHIND):.3f}",
+            f"{pauses.seconds(ORDINARY):.2f}",
+            f"{pauses.seconds(ASYNCHRONOUS):.3f}",
             f"{results['first']:.3f}",
-            f"{pauses.ratio(BEHIND, AT_ONCE):.3f}",
+            f"{pauses.ratio(ASYNCHRONOUS, ORDINARY):.3f}",
             f"{quiet:.2f}",
             f"{median(behind):.2f}",
             f"{median(behind) / quiet:.2f}",

@@ -1,18 +1,18 @@
-"""Saving a model's weights from ZeRO stage 3 as one file: `save_model` against DeepSpeed's `save_16bit_model`.
+"""Measure saving a model's weights from ZeRO stage 3 as one file: `save_model` against `save_16bit_model`.
 
-Two processes (gloo, CPU) hold one partitioned model. In every round, in turns and into empty folders, `save_model`
-writes it, each process its own ranges, and `save_16bit_model` of the same engine (with
-`stage3_gather_16bit_weights_on_model_save`) gathers it in the first process, which pickles it. Both are timed until
-the disk has the bytes: `save_model` waits for it by itself; after DeepSpeed's call, which does not, the file is
-fsynced, and the time without that is listed too.
+Two processes (gloo, CPU) hold one partitioned model. In every round, both contenders write it in turns into empty
+folders. With `save_model`, each process writes its own ranges. DeepSpeed's `save_16bit_model` on the same engine (with
+`stage3_gather_16bit_weights_on_model_save`) gathers the model in the first process, which pickles it. Both are timed
+until the disk has the bytes. `save_model` waits for the disk; DeepSpeed's call does not, so the script then calls fsync
+on the file. The time without fsync is listed too.
 
-Beside it, as a share: what one process reaches in the same round that writes as many bytes to the same disk one after
-another and calls fsync, as `dd conv=fsync` does. Memory is what the call adds to a process' anonymous pages at its
-peak (RssAnon), the process where that is most.
+The table also compares with the disk. In the same round, one process writes as many bytes to the same disk one after
+another and calls fsync, as `dd conv=fsync` does. Memory is the most that the call adds to any process's anonymous pages
+(RssAnon).
 
     python benchmarks/save_weights.py --gigabytes 1 --rounds 5 --folder /data
 
-A run needs about 8 times the file's bytes as memory, and twice as disk space, which it frees.
+A run needs about 8 times the file's bytes in memory, and twice on disk, which it frees.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def make_model(size: int) -> nn.Module:
 
 
 class PeakMemory:
-    """The most that RssAnon has grown by while it was watched, in bytes."""
+    """The largest growth of RssAnon inside the context, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else what the last round has freed would hide what this one takes
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that the last round freed would hide this round's
         self._before = self._highest = anonymous_bytes()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -95,7 +95,7 @@ def write_sequentially(file: Path, size: int) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Until every process has returned."""
+    """Return the seconds until every process has returned from the call."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -104,14 +104,14 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def run_round(folder: Path, contenders: dict[str, Callable[[Path], object]], order: list[str]) -> dict[str, float]:
-    """Seconds and growth in memory of each contender."""
+    """Return the seconds and the growth in memory of each contender."""
     is_first = dist.get_rank() == 0
     measured: dict[str, float] = {}
     for name in order:
         place = folder / "saved"
         dist.barrier()
         if is_first:
-            os.sync()  # what others and the last round left behind is not this one's
+            os.sync()  # writes of other programs and of the last round do not count
         with PeakMemory() as memory:
             measured[name] = seconds_of(lambda name=name, place=place: contenders[name](place))
         growth = torch.tensor(memory.growth)
@@ -135,7 +135,7 @@ def run_round(folder: Path, contenders: dict[str, Callable[[Path], object]], ord
 
 
 def measure(rank: int, world: int, precision: str, folder: str, options: argparse.Namespace) -> None:
-    """Run in every process; the first writes what was measured."""
+    """Run in every process; the first process writes the results."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
     torch.set_num_threads(1)
@@ -156,7 +156,7 @@ def measure(rank: int, world: int, precision: str, folder: str, options: argpars
     if rank == 0:
         torch.save(rounds[1:], Path(folder, "rounds.pt"))
     dist.barrier()
-    os._exit(0)  # the engine holds the group; there is nothing left to end in order
+    os._exit(0)  # the engine holds the group; nothing remains that needs an orderly end
 
 
 def main() -> None:

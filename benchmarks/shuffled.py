@@ -1,7 +1,7 @@
-"""What a shuffled epoch costs one of a thousand processes: drawing its order, and cutting out the batches of a step.
+"""Measure what a shuffled epoch costs one of a thousand processes: drawing the order and selecting batches.
 
-Torch's own samplers are drawn by each process for itself, from process 0's generator. Beside it: what torch's sampler
-takes for the same in one process, whose order is a list of Python's numbers.
+Each process draws the order of torch's own samplers itself, with process 0's generator. For comparison, the table shows
+the time of torch's sampler in one process, whose order is a list of Python's numbers.
 
     python benchmarks/shuffled.py --samples 1000000 100000000
 """
@@ -24,13 +24,15 @@ from torch.utils.data import BatchSampler, RandomSampler
 from zero_plugin.data.sharing import Sharing, draw_order, share_order
 
 WORLD, RANK, BATCH = 1000, 700, 8
-TAKEN = 1000  # steps at most, of which the median is told
+TAKEN = 1000  # most steps to time; the table shows their median
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--without_torch", action="store_true", help="do not draw lists, which takes 40 bytes a sample")
+    parser.add_argument(
+        "--without_torch", action="store_true", help="do not draw torch's lists, which take 40 bytes a sample"
+    )
     options = parser.parse_args()
     table = Table(
         title=f"one of {WORLD} processes, batches of {BATCH}; targets: a step <= 20 µs, a resume <= randperm + 1 s",

@@ -1,29 +1,31 @@
-"""What a training step costs through zero_plugin, against the same loop written by hand on the bare engine.
+"""Measure what a training step costs through zero_plugin, against the same loop by hand on the bare engine.
 
 For each path, processes (gloo on CPUs, NCCL on GPUs) build every contender around the same model, optimizer and
-configuration: the loop by hand, a second copy of it, zero_plugin and, where it is installed and can run, Accelerate.
-They then train in turns, a block of steps each, and every other round in reverse. A ratio is the median over the rounds
-of a contender's time over the hand-written loop's in the same round; ± is half the distance between the quartiles. The
-second copy of the hand-written loop shows what difference the measurement sees where there is none.
+configuration: the loop by hand, a second copy of it, zero_plugin and, if it is installed and runs, Accelerate.
 
-`--clock cpu` takes the processor time of the first process in place of the wall clock's: what other programs do on the
-machine is not in it, nor is what one process waits for the other.
+They then train in turns, a block of steps each, in reverse order every other round. A ratio is the median over the
+rounds of a contender's time over the time of the loop by hand in the same round; ± is half the distance between the
+quartiles. The second copy of the loop by hand shows the measurement's noise.
+
+`--clock cpu` takes the processor time of the first process instead of the wall clock. It includes neither other
+programs nor waiting for other processes.
 
 Three loops are timed: the step alone, on one batch that stays on the device; the same fed by a DataLoader (sharded,
-batches moved to the device); and that with the gradient norm clipped at 1. A step is a micro-batch.
+batches moved to the device); and the latter with the gradient norm clipped at 1. A step is a micro-batch.
 
     python benchmarks/step.py --pairs 30 --steps 20 --paths zero2 ddp
 
-`--table` times rows of other settings too, processor time: sizes up to 100 million parameters, accumulation, bf16,
-loaders with workers. It is a choice in which every two settings meet; and accumulation 256 on the tiny model.
+`--table` also times rows with other settings, in processor time: sizes up to 100 million parameters, accumulation,
+bf16, loaders with workers. Every two settings occur together in some row; rows with accumulation 256 on the tiny model
+are added.
 
     python benchmarks/step.py --table
 
-The hand-written loop on ZeRO is `engine.backward(loss); engine.step()` on `deepspeed.initialize` with the resolved
-configuration that zero_plugin gives its own engine, where clipping is a line of the configuration; zero_plugin's calls
-`clip_grad_norm_(model.parameters(), 1.0)` and gets the norm. On DDP and one device the hand-written loop is plain
-torch. Accelerate runs DeepSpeed on CPUs where its group is gloo's by `InitProcessGroupKwargs(backend="gloo")`, and is
-left out where it does not run.
+The loop by hand on ZeRO is `engine.backward(loss); engine.step()` on `deepspeed.initialize`. It has the resolved
+configuration that zero_plugin gives its own engine, in which clipping is one key. zero_plugin's loop calls
+`clip_grad_norm_(model.parameters(), 1.0)` and gets the norm. On DDP and one device the loop by hand is plain torch.
+Accelerate runs DeepSpeed on CPUs if `InitProcessGroupKwargs(backend="gloo")` sets its group to gloo. Accelerate is left
+out of rows in which it fails.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from zero_plugin import Accelerator, DummyOptim
 
 BARE, AGAIN, OURS, ACCELERATE = "by hand", "by hand again", "zero_plugin", "accelerate"
-PATHS: dict[str, dict[str, Any]] = {  # the ZeRO section; nothing for plain torch
+PATHS: dict[str, dict[str, Any]] = {  # the ZeRO section; empty for plain torch
     "single": {},
     "ddp": {},
     "zero0": {"stage": 0},
@@ -67,8 +69,8 @@ PATHS: dict[str, dict[str, Any]] = {  # the ZeRO section; nothing for plain torc
 LAYERS, BATCH, LR = 5, 8, 1e-3
 WIDTHS = {"tiny": 64, "5M": 1024, "25M": 2240, "100M": 4480}  # 21 thousand, 5.2, 25 and 100 million parameters
 LOOPS = ("step", "loader", "loader + clip")
-WORKERS = 2  # of a loader with workers
-# Of the table: micro-batches of a block, and rounds.
+WORKERS = 2  # processes of a loader with workers
+# For `--table`: micro-batches of a block, and rounds.
 BLOCKS = {"tiny": (40, 25), "5M": (8, 11), "25M": (4, 7), "100M": (4, 5)}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -82,9 +84,10 @@ class Case:
     Attributes:
         path: a name of `PATHS`.
         size: a name of `WIDTHS`.
-        loop: one of `LOOPS`, or `workers`, a loader with some.
+        loop: one of `LOOPS`, or `workers`, a loader with worker processes.
         accumulation: micro-batches of an optimizer step.
         precision: of the computation.
+        clips: whether the gradient norm is clipped.
         steps, rounds: micro-batches of a block, and rounds of blocks.
     """
 
@@ -99,7 +102,10 @@ class Case:
 
 
 def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Rows in which every two values of different factors meet: greedily, the row that has most new pairs first."""
+    """Return rows in which every two values of different factors occur together.
+
+    The choice is greedy: the next row is the one with the most new pairs.
+    """
     rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
 
     def pairs(row: dict[str, Any]) -> set[Any]:
@@ -114,7 +120,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def rows_of_table() -> list[Case]:
-    """The rows of `--table`."""
+    """Return the rows of `--table`."""
     factors: dict[str, tuple[Any, ...]] = {
         "path": ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_offload"),
         "size": tuple(WIDTHS),
@@ -135,7 +141,7 @@ def rows_of_table() -> list[Case]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to train: the loop over some batches, and the loader that would feed it."""
+    """One way to train: the loop over some batches, and the loader that feeds it."""
 
     train: Callable[[Batches], None]
     loader: Batches
@@ -162,7 +168,10 @@ def through(
     case: Case,
     dtype: torch.dtype | None = None,
 ) -> Contender:
-    """The loop of zero_plugin's users and of Accelerate's, which is the same but for inputs that have to be cast."""
+    """Build a contender with the loop of zero_plugin's and Accelerate's users.
+
+    The loops are the same, except for inputs that have to be cast.
+    """
     loader: Any = DataLoader(data, batch_size=BATCH, **loader_settings(case))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -202,7 +211,7 @@ def bare_engine(config: dict[str, Any], model: nn.Module, loader: Batches, case:
 
 def bare_torch(model: nn.Module, loader: Batches, device: torch.device, case: Case) -> Contender:
     model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)  # what zero_plugin builds from the section
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)  # zero_plugin builds the same from its section
     wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     every = case.accumulation
 
@@ -229,7 +238,7 @@ def bare_torch(model: nn.Module, loader: Batches, device: torch.device, case: Ca
 
 
 def accelerates_own(case: Case, cpu: bool, zero: dict[str, Any] | None) -> Any:
-    """Accelerate's, without what an earlier one has left in its process."""
+    """Return Accelerate's Accelerator, after removing the state that an earlier one has left in this process."""
     from accelerate import Accelerator as AcceleratesOwn
     from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
@@ -245,7 +254,7 @@ def accelerates_own(case: Case, cpu: bool, zero: dict[str, Any] | None) -> Any:
 
 
 class MovedByHand:
-    """This process's part of the data, on the device."""
+    """Loader of this process's part of the data, on the device."""
 
     def __init__(self, data: TensorDataset, device: torch.device, case: Case) -> None:
         sampler: Any = DistributedSampler(data, shuffle=False)
@@ -312,7 +321,7 @@ def through_accelerate(
     section = None
     if config is not None:
         section = copy.deepcopy(config)
-        section.pop("managed_gradient_accumulation")  # Accelerate tells the engine the boundaries
+        section.pop("managed_gradient_accumulation")  # Accelerate tells the engine where windows end
         section["gradient_accumulation_steps"] = case.accumulation
         section["train_batch_size"] = BATCH * case.accumulation * dist.get_world_size()
     accelerator = accelerates_own(case, cpu, section)
@@ -322,7 +331,7 @@ def through_accelerate(
 
 
 def run_block(contender: Contender, batches: Batches, device: torch.device) -> None:
-    """Train on the batches, and wait for the device."""
+    """Train on the batches and wait for the device."""
     contender.train(batches)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -330,12 +339,12 @@ def run_block(contender: Contender, batches: Batches, device: torch.device) -> N
 
 
 def measure(rank: int, world: int, cases: list[Case], folder: str, options: argparse.Namespace) -> None:
-    """Run in every process; the first writes the timings of each case."""
+    """Run in every process; the first process writes the timings of each case."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by Accelerate and DeepSpeed, not used
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ["OMP_NUM_THREADS"] = "1"  # where it is open, Accelerate takes all cores, for every contender
+        os.environ["OMP_NUM_THREADS"] = "1"  # if unset, Accelerate takes all cores, for every contender
         torch.set_num_threads(1)
     backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -343,7 +352,7 @@ def measure(rank: int, world: int, cases: list[Case], folder: str, options: argp
     if rank == 0:
         torch.save(results, Path(folder, "timings.pt"))
     dist.barrier()
-    os._exit(0)  # engines of both kinds hold the group; there is nothing left to end in order
+    os._exit(0)  # engines of both kinds hold the group; nothing remains that needs an orderly end
 
 
 def measure_case(case: Case, options: argparse.Namespace) -> Timings:
@@ -359,7 +368,7 @@ def measure_case(case: Case, options: argparse.Namespace) -> Timings:
 
 
 class Repeated:
-    """The same batch, `times` times, as often as it is iterated."""
+    """The same batch, `times` times, for any number of iterations."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], times: int) -> None:
         self._batch, self._times = batch, times
@@ -377,7 +386,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of a block (default 20)")
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS, help="default: all")
     parser.add_argument("--sizes", nargs="+", default=list(WIDTHS)[:3], choices=WIDTHS, help="default: to 25M")
-    parser.add_argument("--processes", type=int, default=2, help="of every path but `single` (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="of every path except `single` (default 2)")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="default: wall")
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available(), help="even with a GPU")
     parser.add_argument("--table", action="store_true", help="rows of all settings, processor time")
@@ -417,7 +426,7 @@ def main() -> None:
 
 
 def add_rows(table: Table, cases: list[Case], options: argparse.Namespace) -> None:
-    """Measure the cases, which have one path, and add a row of each."""
+    """Measure the cases, which share one path, and add a row for each."""
     world = 1 if cases[0].path == "single" else options.processes
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (world, cases, folder, options), nprocs=world)

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "zero_plugin"
 
 
 def code_lines(text: str) -> set[int]:
-    """Numbers of the lines that hold code: no docstring, no comment alone, no blank."""
+    """Return the numbers of the lines that contain code, without docstrings, comment lines and blank lines."""
     lines: set[int] = set()
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -48,7 +48,7 @@ def code_lines(text: str) -> set[int]:
 
 
 def import_lines(text: str) -> set[int]:
-    """Numbers of the lines that import, or list `__all__`."""
+    """Return the numbers of the lines that import, or list `__all__`."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         listing = isinstance(node, ast.Assign) and any(
@@ -60,7 +60,7 @@ def import_lines(text: str) -> set[int]:
 
 
 def cyclic_packages(graph: grimp.ImportGraph) -> list[set[str]]:
-    """Groups of packages and top-level modules that import each other in a circle, late imports counted."""
+    """Return groups of packages and top-level modules that import each other in a cycle; late imports count."""
 
     def room(module: str) -> str:
         parts = module.split(".")
@@ -92,7 +92,7 @@ def cyclic_packages(graph: grimp.ImportGraph) -> list[set[str]]:
 
 
 def print_structure() -> None:
-    """The rows that need no run."""
+    """Print the rows that need no run."""
     texts = {file: file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
     code = {file: code_lines(text) for file, text in texts.items()}
     total = sum(map(len, code.values()))
@@ -184,7 +184,7 @@ _WALKS: dict[str, dict[str, Any]] = {
 
 
 def trace(setting: dict[str, Any], processes: int, library: str = "zero_plugin") -> list[tuple[str, list[list[str]]]]:
-    """Return the calls of each walk of one training, on rank 0: the file in the package and the function of each."""
+    """Return the calls of each walk of one training, on rank 0: each call's file in the package and its function."""
     package = f"{_folder_of(library)}{os.sep}"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "walk.py")
@@ -206,7 +206,7 @@ def trace(setting: dict[str, Any], processes: int, library: str = "zero_plugin")
 
 
 def _folder_of(library: str) -> Path:
-    """Return the folder of a package. This one is that of the checkout, also where another one is installed."""
+    """Return the folder of a package. For zero_plugin it is the checkout's, even if another one is installed."""
     if library == PACKAGE.name:
         return PACKAGE
     found = find_spec(library)

@@ -1,18 +1,20 @@
-"""What a training step costs on an XLA device through zero_plugin, against a loop written by hand for torch_xla.
+"""Measure what a training step costs on an XLA device through zero_plugin, against a loop by hand for torch_xla.
 
-The contenders are built around the same model and data and train in turns, an epoch each, every other round in reverse.
-A ratio is the median over the rounds of a contender's time over the hand-written loop's in the same round; ± is half
-the distance between the quartiles. The second copy of the hand-written loop shows what difference the measurement sees
-where there is none. `programs` is how many XLA compiled for a contender in its first epoch, and in all later ones.
+All contenders have the same model and data. They train in turns, an epoch each, in reverse order every other round. A
+ratio is the median over the rounds of a contender's time over the time of the loop by hand in the same round; ± is half
+the distance between the quartiles. A second copy of the loop by hand shows the measurement's noise. `programs` is the
+number of programs that XLA compiled for a contender in its first epoch, and in all later ones.
 
-The hand-written loop is torch_xla's own: `MpDeviceLoader`, which runs what was recorded before each batch, and
-`xm.optimizer_step`. It steps whatever the gradients are; zero_plugin, as on every path, first sees whether they are
-finite, which waits for them. So each is there with and without that: `by hand, checked` runs what was recorded, reads
-whether the gradients are finite, and steps if so; `bf16.check_grad_overflow: false` leaves it out of zero_plugin. None
-clips. Each has a decay of its own, because torch_xla keeps the numbers that it has lately sent to the device: one with
-the same numbers would find them sent.
+The loop by hand is torch_xla's own: `MpDeviceLoader`, which runs the recorded operations before each batch, and
+`xm.optimizer_step`. It steps whatever the gradients are. zero_plugin, as on every path, first checks whether they are
+finite, which waits for them. Both therefore run with and without that check. `by hand, checked` runs the recorded
+operations, reads whether the gradients are finite, and steps if they are. `bf16.check_grad_overflow: false` removes the
+check from zero_plugin.
 
-`--clock cpu` takes the process' own processor time, which other programs of the machine are not in.
+No contender clips. Each one has its own learning rate and second beta, because torch_xla caches numbers that it has
+recently sent to the device. With the same numbers, a contender would profit from another one's.
+
+`--clock cpu` takes the process's own processor time, which does not include other programs on the machine.
 
     PJRT_DEVICE=CPU python benchmarks/xla.py --width 1024 --pairs 15
 """
@@ -78,7 +80,7 @@ def by_hand(model: nn.Module, data: TensorDataset, number: int, *, checked: bool
 
 def are_finite(model: nn.Module) -> bool:
     finite = torch.stack([p.grad.isfinite().all() for p in model.parameters() if p.grad is not None]).all()
-    torch_xla.sync()  # reading it would run the forward and the backward, and the step would run them again
+    torch_xla.sync()  # without it, reading would run forward and backward, and the step would run them again
     return bool(finite)
 
 
@@ -106,7 +108,7 @@ def count_programs() -> int:
 
 
 def measure(width: int, steps: int, pairs: int, clock: Callable[[], float]) -> tuple[Timings, dict[str, list[int]]]:
-    """Seconds of each contender's epochs, and the programs that each had compiled in its first and its later ones."""
+    """Return the seconds of each contender's epochs, and the programs compiled in its first and its later ones."""
     samples = torch.randn(steps * BATCH, width)
     data = TensorDataset(samples, samples.roll(1))
     model = make_model(width)
@@ -138,7 +140,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help=f"of each of the {LAYERS} layers")
     parser.add_argument("--steps", type=int, default=10, help="steps per epoch")
     parser.add_argument("--pairs", type=int, default=15, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what is counted")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="the clock of the timings")
     options = parser.parse_args()
     print(describe_run("torch", "torch_xla"), f"PJRT_DEVICE={os.environ.get('PJRT_DEVICE', '')}", sep=", ")
     rounds = f"{options.pairs} rounds of {options.steps} steps, {options.clock} time"

@@ -1,9 +1,9 @@
-"""Inference of a model that fits no device: what exceeds the memory that it may use stays in its files on disk.
+"""Inference of a model larger than the allowed memory: weights that do not fit stay in their files on disk.
 
 zero-plugin launch --config cpu examples/big_model_inference.py
 
-It needs transformers. The checkpoint is written first, since nothing is downloaded. Each process runs its part of the
-prompts; module by module, weights are read for the forward and released after it.
+It needs transformers. The script first writes a checkpoint, so nothing is downloaded. Each process runs its part of the
+prompts. The weights of each module are read for its forward and released afterwards.
 """
 
 import torch
@@ -15,7 +15,7 @@ CONFIG = LlamaConfig(
     vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, bos_token_id=0
 )
 FOLDER = "examples_output/big_model"
-MEMORY = "16MiB"  # what the weights may occupy: on your machine, for example, {0: "20GiB", "cpu": "60GiB"}
+MEMORY = "16MiB"  # limit for the weights: on your machine, for example, {0: "20GiB", "cpu": "60GiB"}
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     model = load_checkpoint_and_dispatch(model, FOLDER, device_map="auto", max_memory={"cpu": MEMORY}).eval()
     places = list(model.hf_device_map.values())
     size = sum(parameter.numel() * parameter.element_size() for parameter in plain.parameters())
-    accelerator.print(f"{size / 2**20:.0f} MiB of weights; of {len(places)} parts {places.count('disk')} stay on disk")
+    accelerator.print(f"{size / 2**20:.0f} MiB of weights; {places.count('disk')} of {len(places)} parts stay on disk")
 
     prompts = torch.randint(CONFIG.vocab_size, (4, 12))
     with accelerator.split_between_processes(prompts) as mine, torch.no_grad():

@@ -2,7 +2,7 @@
 
 zero-plugin launch --zero_stage 2 --num_processes 2 examples/diffusion.py
 
-It needs scikit-learn for the digits, and nothing else beside torch.
+It needs scikit-learn for the digits.
 """
 
 import torch
@@ -16,7 +16,7 @@ from zero_plugin import Accelerator, set_seed
 
 EPOCHS, TIMES = 12, 50
 BETAS = torch.linspace(1e-3, 0.2, TIMES)
-KEPT = torch.cumprod(1 - BETAS, 0)  # how much of the picture is left at each time
+KEPT = torch.cumprod(1 - BETAS, 0)  # the fraction of the picture that is left at each time
 
 
 class UNet(nn.Module):
@@ -32,7 +32,7 @@ class UNet(nn.Module):
         self.end = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, pictures: Tensor, times: Tensor) -> Tensor:
-        """Noise `[batch, 1, 8, 8]`."""
+        """Return the noise `[batch, 1, 8, 8]`."""
         fine = silu(self.start(pictures) + self.time(times)[:, :, None, None])
         coarse = silu(self.middle(silu(self.down(fine))))
         return self.end(silu(self.up(torch.cat((fine, interpolate(coarse, scale_factor=2)), 1))))
@@ -40,7 +40,7 @@ class UNet(nn.Module):
 
 @torch.no_grad()
 def draw(model: nn.Module, device: torch.device) -> Tensor:
-    """One picture from pure noise, `[8, 8]`; every process calls it."""
+    """Draw one picture from pure noise, `[8, 8]`; every process must call this."""
     picture = torch.randn(1, 1, 8, 8, device=device)
     for time in reversed(range(TIMES)):
         noise = model(picture, torch.tensor([time], device=device)).float()
@@ -51,7 +51,7 @@ def draw(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def main() -> None:
-    """Train, and draw."""
+    """Train, then draw."""
     accelerator = Accelerator()
     set_seed(0)
     pictures = torch.tensor(load_digits().images).float()[:, None] / 8 - 1

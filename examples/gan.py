@@ -1,9 +1,9 @@
-"""A GAN: two models, each with its optimizer, under ZeRO-2. The generator learns to draw handwritten digits.
+"""A GAN: two models, each with its own optimizer, under ZeRO-2. The generator learns to draw handwritten digits.
 
 zero-plugin launch --zero_stage 2 --num_processes 2 examples/gan.py
 
-It needs scikit-learn for the digits. The losses of a GAN do not tell whether it learns, so the distance between drawn
-and real pictures is printed: that of the means and the standard deviations of their pixels.
+It needs scikit-learn for the digits. The losses of a GAN do not show whether it learns. The script therefore prints the
+distance between drawn and real pictures: the distance between the means and standard deviations of their pixels.
 """
 
 import torch
@@ -19,13 +19,13 @@ EPOCHS, NOISE = 20, 16
 
 
 def build(inputs: int, outputs: int) -> nn.Sequential:
-    """A network of three layers."""
+    """Build a network of three layers."""
     layers = [nn.Linear(inputs, 128), nn.LeakyReLU(0.2), nn.Linear(128, 128), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers, nn.Linear(128, outputs))
 
 
 def distance(drawn: Tensor, real: Tensor) -> float:
-    """How far two sets of pictures are from each other, by the statistics of their pixels."""
+    """Return the distance between two sets of pictures, from the statistics of their pixels."""
     parts = (drawn.mean(0) - real.mean(0), drawn.std(0) - real.std(0))
     return sum(part.square().sum().item() for part in parts) ** 0.5
 

@@ -1,10 +1,10 @@
-"""Long samples: two processes share each of them, the loss is made in chunks, and blocks are computed again.
+"""Long samples: two processes share each sample, the loss is computed in chunks, and blocks are recomputed.
 
 zero-plugin launch --config zero3 --num_processes 2 --sequence_parallel_size 2 examples/long_context.py
 
-It needs transformers. Each process computes on a half of every sequence, with attention over all of it; the loop is
-that of any training. `--length 32768` at the end of the command trains on longer samples. The model learns the bytes
-of Python's own library.
+It needs transformers. Each process computes on half of every sequence, with attention over all of it. The loop is an
+ordinary one. `--length 32768` at the end of the command trains on longer samples. The model learns the bytes of
+Python's own library.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from zero_plugin.long_context import chunk_loss
 
 
 def read_arguments() -> argparse.Namespace:
-    """The length of a sample, and how many steps are trained."""
+    """Return the length of a sample and the number of steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample (default 2048)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default 40)")
@@ -31,14 +31,14 @@ def read_arguments() -> argparse.Namespace:
 
 
 def read_blocks(length: int) -> torch.Tensor:
-    """The library's source as blocks of bytes, `[blocks, length]`."""
+    """Return the library's source as blocks of bytes, `[blocks, length]`."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).view(-1, length).long()
 
 
 def main() -> None:
-    """Train on samples of one length; each line has the mean loss of the last ten."""
+    """Train on samples of one length; each printed loss is the mean of up to ten steps."""
     arguments = read_arguments()
     accelerator = Accelerator()
     set_seed(0)
@@ -54,15 +54,15 @@ def main() -> None:
         use_cache=False,
     )
     model = AutoModelForCausalLM.from_config(config)
-    model.gradient_checkpointing_enable()  # each block keeps its input alone, and is computed again in the backward
-    chunk_loss(model, 8)  # the logits of an eighth of the tokens are there at a time
+    model.gradient_checkpointing_enable()  # each block keeps only its input, and is recomputed in the backward
+    chunk_loss(model, 8)  # only the logits of an eighth of the tokens exist at a time
     optimizer = AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     model.train()
     started, losses = time.perf_counter(), torch.zeros(arguments.steps)
     for step, ids in enumerate(islice(loader, arguments.steps)):
-        loss = model(input_ids=ids, labels=ids).loss  # of the complete sample, the same on all processes that share it
+        loss = model(input_ids=ids, labels=ids).loss  # of the complete sample; equal on all processes that share it
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,9 +1,9 @@
-"""LoRA with PEFT: only adapters are trained and saved, and the frozen model is partitioned by ZeRO-3.
+"""LoRA with PEFT: only adapters are trained and saved, and ZeRO-3 partitions the frozen model.
 
 zero-plugin launch --config zero3 examples/lora.py
 
-It needs transformers and peft. The model is built from a config, so that nothing is downloaded; in your script it comes
-from `from_pretrained`. The adapters, and the output layer, learn the bytes of Python's own library.
+It needs transformers and peft. The model is built from a config, so nothing is downloaded; in your script it comes from
+`from_pretrained`. The adapters and the output layer learn the bytes of Python's own library.
 """
 
 import sysconfig
@@ -25,18 +25,18 @@ CONFIG = LlamaConfig(
 
 
 def read_blocks(length: int = 48) -> torch.Tensor:
-    """The library's source as blocks of bytes, `[blocks, length]`."""
+    """Return the library's source as blocks of bytes, `[blocks, length]`."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files[:40])
     return torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).view(-1, length).long()
 
 
 def main() -> None:
-    """Train the adapters, and save them alone."""
+    """Train the adapters and save only them."""
     accelerator = Accelerator()
     set_seed(0)
     loader = DataLoader(read_blocks(), batch_size=16, shuffle=True, drop_last=True)
-    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3 each process keeps its partition only
+    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3, each process keeps only its partition
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"]))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained, lr=1e-2)

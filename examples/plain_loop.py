@@ -2,7 +2,8 @@
 
 zero-plugin launch --config zero2 examples/plain_loop.py
 
-It needs scikit-learn for the digits. With `--config cpu` the same script runs on DDP; with `python`, on one device.
+It needs scikit-learn for the digits. With `--config cpu` the same script runs on DDP, and with plain `python` on one
+device.
 """
 
 import torch
@@ -18,7 +19,7 @@ EPOCHS = 4
 
 
 def main() -> None:
-    """Train, and measure on digits that were held out."""
+    """Train, then measure on held-out digits."""
     accelerator = Accelerator()
     set_seed(0)
 

@@ -1,9 +1,9 @@
-"""Stop anywhere and continue: a run ends inside an epoch, and the next one trains on as if it had not.
+"""Stop anywhere and continue: a run ends inside an epoch, and the next run continues as though it had not ended.
 
 zero-plugin launch --config zero2 examples/resume.py --stop_after 70
 zero-plugin launch --config zero3 examples/resume.py
 
-The second command may have another stage and another number of processes. It needs scikit-learn for the digits.
+The second command may use another stage and another number of processes. It needs scikit-learn for the digits.
 """
 
 import argparse
@@ -22,9 +22,11 @@ CHECKPOINT = Path("examples_output/resume")
 
 
 def main() -> None:
-    """Load the checkpoint if there is one, and train until the end or until `--stop_after`."""
+    """Load the checkpoint if it exists, and train until the end or until `--stop_after`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stop_after", type=int, metavar="STEPS", help="save a checkpoint and end there")
+    parser.add_argument(
+        "--stop_after", type=int, metavar="STEPS", help="save a checkpoint after this many steps and end"
+    )
     stop_after = parser.parse_args().stop_after
 
     accelerator = Accelerator()
@@ -45,7 +47,7 @@ def main() -> None:
 
     steps = 0
     for epoch in range(first_epoch, EPOCHS):
-        # load_state has restored the order of the interrupted epoch, which continues where it was left.
+        # load_state has restored the order of the interrupted epoch, which continues after its last batch.
         batches = accelerator.skip_first_batches(loader, done_batches) if epoch == first_epoch else loader
         for inputs, targets in batches:
             with accelerator.accumulate(model):

@@ -1,9 +1,9 @@
-"""Data that is read as it is needed: an IterableDataset without a length, under ZeRO-1 on two processes.
+"""Data that is read as needed: an IterableDataset without a length, under ZeRO-1 on two processes.
 
 zero-plugin launch --zero_stage 1 --num_processes 2 examples/streaming_data.py
 
-The stream yields the same samples on every process; the prepared loader gives each process, and each worker of it, its
-own part. All processes stop at the same batch, wherever the stream ends.
+The stream yields the same samples on every process. The prepared loader gives each process, and each of its workers, a
+separate part. All processes stop at the same batch, wherever the stream ends.
 """
 
 import sysconfig
@@ -35,7 +35,7 @@ class Lines(IterableDataset):
 
 
 class NextByte(nn.Module):
-    """Predicts each byte from those before it."""
+    """Predicts each byte from the bytes before it."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class NextByte(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the byte after each position."""
+        """Return the logits of the byte after each position."""
         return self.head(self.recurrent(self.embedding(ids))[0])
 
 

@@ -2,8 +2,8 @@
 
 zero-plugin launch --config zero3 examples/transformers_finetune.py
 
-It needs transformers. The model is built from a config, so that nothing is downloaded; to fine-tune one of yours,
-write `AutoModelForCausalLM.from_pretrained(folder)` in the place of `from_config`: it is partitioned as it is read.
+It needs transformers. The model is built from a config, so nothing is downloaded. To fine-tune your own model, replace
+`from_config` with `AutoModelForCausalLM.from_pretrained(folder)`. The weights are then partitioned as they are read.
 """
 
 import sysconfig
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
 
 
 def read_blocks(length: int = 64) -> torch.Tensor:
-    """The library's source as blocks of bytes, `[blocks, length]`."""
+    """Return the library's source as blocks of bytes, `[blocks, length]`."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files[:40])
     return torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).view(-1, length).long()
@@ -35,7 +35,7 @@ def main() -> None:
     accelerator = Accelerator()
     set_seed(0)
     loader = DataLoader(read_blocks(), batch_size=16, shuffle=True, drop_last=True)
-    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3 each process keeps its partition only
+    model = AutoModelForCausalLM.from_config(CONFIG)  # at stage 3, each process keeps only its partition
     optimizer = AdamW(model.parameters(), lr=5e-3)
     # A scheduler advances once per process and step, as in Accelerate.
     steps = STEPS * accelerator.num_processes

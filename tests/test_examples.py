@@ -68,7 +68,7 @@ def test_it_learns(name: str, run_launcher: Callable[..., Any], forked_workers: 
     values = [float(value) for value in re.findall(rf"\b{measure}(?: from the plain model:)? ([\d.e+-]+)", printed)]
     if part is None:
         assert values[-1] < 1e-3, printed
-        assert re.search(r"[1-9]\d* stay on disk", printed)
+        assert re.search(r"[1-9]\d* of \d+ parts stay on disk", printed)
     else:
         assert len(values) > 3, printed
         assert values[-1] < part * values[0], printed

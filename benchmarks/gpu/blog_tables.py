@@ -1,10 +1,12 @@
-"""The three tables of Accelerate's ZeRO announcement beside what this machine gives with 24 GB of each GPU.
+"""Compare the three tables of Accelerate's ZeRO announcement with this machine at 24 GB of each GPU.
 
-https://huggingface.co/blog/accelerate-deepspeed measured on two Titan RTX: the largest micro-batch, seconds per epoch
-of training and of evaluating, with DDP and with ZeRO. Here the largest micro-batch is searched for, each try a launch
-of its own under `set_per_process_memory_fraction` and told at once, beside the plan's own; times are of that
-micro-batch. Attention is a fused kernel where transformers has one. Rows that need two GPUs say so where there is one.
-transformers must be installed. Without a GPU the script prints what was published and predicted.
+https://huggingface.co/blog/accelerate-deepspeed measured on two Titan RTX: the largest micro-batch, and seconds per
+epoch of training and of evaluating, with DDP and with ZeRO.
+
+This script searches the largest micro-batch. Each try is a separate launch under `set_per_process_memory_fraction`, and
+its result is printed immediately. The table also has the plan's prediction; times are of the largest micro-batch.
+Attention is a fused kernel if transformers has one. Rows that need two GPUs show that if the machine has only one.
+transformers must be installed. Without a GPU the script prints the published and predicted numbers.
 
     python benchmarks/gpu/blog_tables.py
     python benchmarks/gpu/blog_tables.py --models gpt2_xl
@@ -23,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from training import OUT_OF_MEMORY, Figures, Run, measure
 
-sys.path.append(str(Path(__file__).parents[1]))  # of `blog_predicted`
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of `blog_predicted`
 
-CAP_GIB = 24220 / 1024  # a Titan RTX
+CAP_GIB = 24220 / 1024  # the memory of a Titan RTX
 ZERO2: dict[str, Any] = {"stage": 2, "reduce_bucket_size": 500_000_000}
 ZERO2_FILE: dict[str, Any] = {
     "stage": 2,
@@ -43,7 +45,7 @@ LARGEST = 512
 
 @dataclass(frozen=True)
 class Row:
-    """One published line: micro-batch, seconds per epoch of training and evaluating; None where nothing is told."""
+    """One published line: micro-batch, seconds per epoch of training and evaluating; None if not published."""
 
     model: str
     method: str
@@ -51,7 +53,7 @@ class Row:
     micro: int
     train: float | None
     evaluate: float | None
-    samples: tuple[int, int] = (0, 0)  # of an epoch of each
+    samples: tuple[int, int] = (0, 0)  # samples of an epoch of training and of evaluating
 
 
 PUBLISHED = (
@@ -107,7 +109,7 @@ def count_gpus() -> int:
 
 
 def predict(row: Row) -> int:
-    """The plan's largest micro-batch, with attention as it runs here."""
+    """Return the plan's largest micro-batch, with the attention that runs here."""
     from blog_predicted import DDP, TASKS, TITAN, largest, measure
 
     task = next(task for task in TASKS if task.build.__name__ == row.model)
@@ -116,7 +118,7 @@ def predict(row: Row) -> int:
 
 
 def run_here(row: Row, gpus: int) -> tuple[tuple[str, ...], Figures | None]:
-    """Largest micro-batch, seconds per epoch, samples per second, and their figures; or why there are none."""
+    """Return largest micro-batch, seconds per epoch, samples per second, and their source; or why there are none."""
     if gpus < row.run.processes:
         needed = "a GPU" if row.run.processes == 1 else f"{row.run.processes} GPUs"
         return (f"not run: needs {needed}", "", "", ""), None
@@ -130,14 +132,17 @@ def run_here(row: Row, gpus: int) -> tuple[tuple[str, ...], Figures | None]:
 
 
 def compare(ddp: Figures, zero: Figures) -> str:
-    """Of a sample's time."""
+    """Return the ratios of the time per sample, DDP over ZeRO."""
     train = ddp.seconds / ddp.samples / (zero.seconds / zero.samples)
     evaluate = ddp.eval_seconds / ddp.samples / (zero.eval_seconds / zero.samples)
     return f"{train:.2f}× training, {evaluate:.2f}× evaluating"
 
 
 def search_largest(run: Run, first: int) -> tuple[int, Figures | str]:
-    """By doubling from `first`, then by halving what is left to a sixteenth of it; in words why nothing has figures."""
+    """Return the largest micro-batch that fits and its numbers, or the reason in words if nothing has numbers.
+
+    The search doubles from `first`, then halves the remaining range down to a sixteenth of the largest that fits.
+    """
     fitting, too_many = 0, LARGEST + 1
     best: Figures | str = OUT_OF_MEMORY
     tried = first

@@ -1,9 +1,9 @@
-"""All that needs a GPU, in pieces of at most nine minutes: `make gpu`, or `make gpu PIECES="checks peaks"`.
+"""Run all checks that need a GPU, in pieces of at most nine minutes: `make gpu`, or `make gpu PIECES="checks peaks"`.
 
-It takes the Python that it is started with, says what is installed, and needs no network. Each piece ends with one
-table or count, which is printed and appended to benchmarks/RESULTS.md with date, device and versions. A piece that is
-done on this commit is not run again; a piece that takes too long is stopped by SIGTERM, and ends with what it has
-measured. Rows of peaks are kept for the next time.
+The kit uses the Python that starts it, prints what is installed, and needs no network. Each piece ends with one table
+or count. The kit prints it and appends it to benchmarks/RESULTS.md with date, device and versions. A piece that is done
+on this commit does not run again. A piece that takes too long is stopped by SIGTERM, and reports what it has measured.
+Rows of peaks are kept for the next time.
 
     ops          DeepSpeed's C++ ops, which the others need
     streams      late streams, steps that the host queues, memory that runs out
@@ -14,7 +14,7 @@ measured. Rows of peaks are kept for the next time.
     capped       GPT-2 XL in 24 GB: the announcement's configuration against `auto`
     steps        a step against the same loop on the bare engine, plain torch and Accelerate
     stages       a model of 1.2 billion parameters with every stage and offload
-    checkpoints  saving and loading, at once and behind the training
+    checkpoints  saving and loading, ordinary and asynchronous
     tables       the announcement's largest batches
 
     python benchmarks/gpu/kit.py --pieces peaks capped
@@ -41,7 +41,7 @@ KEPT = ROOT / "build" / "gpu"
 LIMIT_S = 540
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "pytest", "pytest-xdist")
 TABLE = "|"
-# What pytest prints of each test on several workers with -v
+# pytest's output for each test on several workers with -v
 STARTED = re.compile(r"^(tests/\S+::.+) $", re.MULTILINE)
 RESULT = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (.+?) *$", re.MULTILINE)
 
@@ -53,7 +53,7 @@ def main() -> None:
     where = describe_machine()
     print(where, flush=True)
     if "NVIDIA" not in where and not args.rehearse:
-        sys.exit("There is no GPU here. --rehearse tries the same commands at toy sizes.")
+        sys.exit("This machine has no GPU. --rehearse tries the same commands at toy sizes.")
     failed = []
     for name in args.pieces:
         done = folder / f"{name}.txt"
@@ -75,19 +75,21 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", nargs="+", choices=list(commands(ROOT, False)), default=list(commands(ROOT, False)))
-    parser.add_argument("--again", action="store_true", help="also what is done on this commit")
+    parser.add_argument("--again", action="store_true", help="also run pieces that are done on this commit")
     parser.add_argument("--seconds", type=int, default=LIMIT_S, help=f"until a piece is stopped (default {LIMIT_S})")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy sizes; nothing is written down")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="without a GPU, at toy sizes; RESULTS.md is not changed"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
     return parser.parse_args()
 
 
 def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
-    """The commands of each piece, after Python's name.
+    """Return the commands of each piece, without Python's name.
 
     Args:
         rows: a folder for rows that are kept.
-        rehearse: at toy sizes, without a GPU.
+        rehearse: whether to use toy sizes, without a GPU.
     """
     gpu, benchmarks = "benchmarks/gpu", "benchmarks"
     workers = str(max(2, min(12, (os.cpu_count() or 2) // 2)))
@@ -122,21 +124,21 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
             [f"{benchmarks}/checkpoint.py", "--processes", "1", "--verifications", "2", *cases, *little],
             [f"{benchmarks}/save_async.py", "--processes", "1", *little],
         ],
-        "tables": [[f"{gpu}/blog_tables.py", "--models", "gpt2_xl"]],  # without a GPU what it predicts
+        "tables": [[f"{gpu}/blog_tables.py", "--models", "gpt2_xl"]],  # without a GPU, only the predictions
     }
 
 
 def run_piece(name: str, folder: Path, args: argparse.Namespace) -> tuple[int, str, float]:
-    """Exit code, the end of what the commands print, and seconds."""
+    """Return the exit code, the end of the commands' output, and the seconds."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    if args.rehearse:  # by the tests' compiler: each would build the ops of the others anew
+    if args.rehearse:  # the tests' compiler; with another, each would rebuild the ops
         environ |= {"CXX": "quick-g++", "PATH": f"{ROOT / 'tests'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     else:
         environ["ZERO_PLUGIN_TEST_DEVICE"] = "cuda"
     if name in ("streams", "parity", "checks", "kinds"):
-        environ["OMP_NUM_THREADS"] = "1"  # many processes at a time, each of which would take all cores
+        environ["OMP_NUM_THREADS"] = "1"  # many processes run at a time, and each would take all cores
     if name in ("steps", "checkpoints"):
-        environ["ZERO_PLUGIN_QUIET"] = "1"  # what is told of each row would be lost among the messages
+        environ["ZERO_PLUGIN_QUIET"] = "1"  # other messages would hide the output of each row
     began, endings, late, code = time.monotonic(), [], [], 0
     log = folder / f"{name}.log"
     log.write_text("")
@@ -161,9 +163,10 @@ def run_piece(name: str, folder: Path, args: argparse.Namespace) -> tuple[int, s
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
-    """A command, which first prints what it has, and what it has started, which would hold the GPU's memory.
+    """End a command and all processes that it started, which would hold the GPU's memory.
 
-    Launchers first end their workers, so the whole group has some seconds, even where the command itself is gone.
+    The command first prints its results so far. Launchers end their workers first, so the whole group gets some
+    seconds, even if the command itself has ended.
     """
     for sent in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -176,11 +179,11 @@ def end(running: subprocess.Popen[bytes]) -> None:
 
 
 def ending(text: str) -> str:
-    """The tables of a program, pytest's summary or what its lines sum up to, or the last lines."""
+    """Return a program's tables, pytest's summary or a summary of its lines, or the last lines."""
     lines = text.rstrip().splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith(TABLE)), None)
     if first is not None:
-        return "\n".join(lines[max(0, first - 6) :])  # with the title, and what is said before
+        return "\n".join(lines[max(0, first - 6) :])  # with the title and the lines before it
     results = RESULT.findall(text)
     if not results:
         return "\n".join(lines[-40:])
@@ -193,7 +196,7 @@ def ending(text: str) -> str:
 
 
 def describe_machine() -> str:
-    """GPU, driver and versions; "not installed" of what is not."""
+    """Describe GPU, driver and versions; missing packages are "not installed"."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
@@ -211,13 +214,13 @@ def installed(package: str) -> str:
 
 
 def commit() -> str:
-    """The last commit, or "unknown" where git or its folder is missing."""
+    """Return the last commit, or "unknown" if git or its folder is missing."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
 def append(results: Path, name: str, where: str, output: str, code: int) -> None:
-    """What a piece printed, under a heading of its own."""
+    """Append the output of a piece under its own heading."""
     status = "" if code == 0 else f", exit code {code}"
     body = output if TABLE in output else f"```\n{output}\n```"
     with results.open("a") as file:

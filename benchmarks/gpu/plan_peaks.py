@@ -1,11 +1,14 @@
-"""Peak memory of a GPU as the plan predicts it, against `torch.cuda.max_memory_allocated`, over 24 configurations.
+"""Compare the plan's peak memory of a GPU with `torch.cuda.max_memory_allocated`, over 24 configurations.
 
-Every row is a launch of its own: GPT-2 of a size, AdamW, four steps. The target is 10 %. Then GPT-2 XL (1.5 billion
-parameters, blocks of 128 tokens, fp16) with 24 GB of the device: without ZeRO, one sample; the announcement's stage 3
-with everything offloaded, 16 samples; and what `auto` chooses, whose tokens per second should be 1.5 times as many.
-transformers must be installed. Each row is told as soon as it is measured, and after SIGTERM the table has what is
-measured by then; a launch takes about half a minute. Without a GPU only `--cpu` runs, which predicts and measures
-nothing.
+Every row is a separate launch: GPT-2 of some size, AdamW, four steps. The target is 10 %.
+
+A second table trains GPT-2 XL (1.5 billion parameters, blocks of 128 tokens, fp16) with 24 GB of the device. Its rows
+are the announcement's stage 3 with everything offloaded and 16 samples, the choice of `auto`, and one sample without
+ZeRO. The target for `auto` is 1.5 times the announcement's tokens per second.
+
+transformers must be installed. Each row is printed as soon as it is measured, and after SIGTERM the table has the rows
+measured by then. A launch takes about half a minute. Without a GPU only `--cpu` runs, which tries the script and
+measures no peaks.
 
     python benchmarks/gpu/plan_peaks.py
     python benchmarks/gpu/plan_peaks.py --only cap
@@ -72,7 +75,7 @@ CAPPED = (
 def main() -> None:
     args = read_arguments()
     if not args.cpu and not has_gpu():
-        sys.exit("There is no GPU here, and this needs one. --cpu tries the script without.")
+        sys.exit("This machine has no GPU. --cpu tries the script without one.")
     console = Console(width=160)
     if args.only in (None, "peaks"):
         console.print(compare_peaks(ROWS[args.rows], args))
@@ -85,7 +88,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("peaks", "cap"), help="one of the two tables")
     parser.add_argument("--rows", type=read_rows, default=slice(None), help="of the first table, FROM:TO, from 0")
     parser.add_argument("--together", type=int, default=1, help="launches at a time, for the peaks (default 1)")
-    parser.add_argument("--kept", type=Path, help="folder of rows that are measured already, and of those to come")
+    parser.add_argument("--kept", type=Path, help="folder of rows: measured ones are read, new ones are written")
     parser.add_argument("--cpu", action="store_true", help="with tiny models and without a GPU, to try the script")
     return parser.parse_args()
 
@@ -96,7 +99,7 @@ def read_rows(text: str) -> slice:
 
 
 def tell(*cells: str) -> None:
-    """At once, so that a session that is cut short has what it has measured."""
+    """Print a row immediately: an interrupted session keeps its printed rows."""
     print(" | ".join(cells), file=sys.stderr, flush=True)
 
 
@@ -109,19 +112,19 @@ def has_gpu() -> bool:
 def measure_all(
     runs: list[Run], together: int, kept: Path | None, show: Callable[[int, dict[int, Figures | str]], tuple[str, ...]]
 ) -> dict[int, Figures | str]:
-    """The figures of the runs, or why there are none; SIGTERM leaves some unmeasured.
+    """Return the numbers of the runs, or the reasons why there are none; SIGTERM leaves some unmeasured.
 
     Args:
-        runs: what is trained.
-        together: launches at a time. What has too little memory beside others is tried again alone.
-        kept: a folder of figures.
-        show: the row of a run, from what is measured by then; it is told at once.
+        runs: the runs to measure.
+        together: launches at a time. A run that had too little memory next to others is repeated alone.
+        kept: a folder of numbers from earlier sessions.
+        show: the row of a run, from the measurements so far; it is printed immediately.
     """
     from pairs import LATE, until_stopped
 
-    beside = f"{OUT_OF_MEMORY} beside others"
+    retried = f"{OUT_OF_MEMORY} next to others"
     found: dict[int, Figures | str] = dict.fromkeys(range(len(runs)), LATE)
-    # What is kept comes first, and what needs C++ ops last: on a new machine they are still being built.
+    # Kept rows come first, and runs that need C++ ops last: on a new machine the ops are still being built.
     is_kept = [kept is not None and file_of(run, kept).exists() for run in runs]
     order = sorted(range(len(runs)), key=lambda i: (not is_kept[i], "offload" in str(runs[i].zero)))
     pool = ThreadPoolExecutor(together)
@@ -129,9 +132,9 @@ def measure_all(
         futures = {pool.submit(measure, runs[i], kept): i for i in order}
         for future in as_completed(futures):
             i = futures[future]
-            found[i] = beside if future.result() == OUT_OF_MEMORY and together > 1 else future.result()
+            found[i] = retried if future.result() == OUT_OF_MEMORY and together > 1 else future.result()
             tell(*show(i, found))
-        for i in [i for i in order if found[i] == beside]:
+        for i in [i for i in order if found[i] == retried]:
             found[i] = pool.submit(measure, runs[i], kept).result()
             tell(*show(i, found))
     pool.shutdown(wait=False, cancel_futures=True)
@@ -151,7 +154,7 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -
         "terms",
     ):
         table.add_column(column)
-    # Who shares the cores does not take all of them: threads that wait by spinning would bring all launches to a stand.
+    # Each launch takes its part of the cores. Otherwise threads that wait by spinning would block all launches.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.together)))
     runs = [toy(run) if args.cpu else run for _, run in rows]
 
@@ -176,7 +179,7 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], args: argparse.Namespace) -
 
 
 def toy(run: Run) -> Run:
-    """Of a size for a CPU."""
+    """Return the run at a size for a CPU."""
     return replace(run, model="gpt2:64x2", micro_batch=2, length=16, steps=2, cpu=True, precision="bf16", cap_gib=None)
 
 

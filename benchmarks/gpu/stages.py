@@ -1,9 +1,9 @@
-"""What each ZeRO stage and offload costs on the GPUs of one machine: peak memory, host memory, seconds per step.
+"""Measure what each ZeRO stage and offload costs on the GPUs of one machine: device memory, CPU memory, time of a step.
 
-Every row is a run of its own through `zero-plugin launch`, with the demo's GPT at a size that fills a GPU (1.2 billion
-parameters as given), AdamW and random bytes. Peak memory is `torch.cuda.max_memory_allocated` of the process with the
-highest; host memory is the resident set at the end, summed over the processes; the step's time is the median of those
-after the second. A row that does not fit says so.
+Every row is a separate run of `zero-plugin launch`, with the demo's GPT at a size that fills a GPU (1.2 billion
+parameters by default), AdamW and random bytes. Peak memory is `torch.cuda.max_memory_allocated` of the process with the
+highest value. CPU memory is the resident set at the end, summed over the processes. The step's time is the median of
+those after the second. If a run does not fit, its row shows that.
 
     python benchmarks/gpu/stages.py
     python benchmarks/gpu/stages.py --precision fp16 --paths zero2 zero3_offload --micro_batch 16
@@ -45,11 +45,11 @@ def main() -> None:
     from rich.table import Table
 
     table = Table(
-        "path", "precision", "peak on the device, GiB", "host, GiB", "step, s", "tokens/s", "loss, first → last"
+        "path", "precision", "peak on the device, GiB", "CPU memory, GiB", "step, s", "tokens/s", "loss, first → last"
     )
     for path in args.paths:
         row = (path, args.precision, *measure(path, args))
-        print(" | ".join(row), file=sys.stderr, flush=True)  # at once: a session on a GPU may end
+        print(" | ".join(row), file=sys.stderr, flush=True)  # before the table is complete: a session on a GPU may end
         table.add_row(*row)
     Console(width=130).print(table)
 
@@ -71,7 +71,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def measure(path: str, args: argparse.Namespace) -> list[str]:
-    """One row: the run's figures, or why there are none."""
+    """Return one row: the run's numbers, or the reason why it has none."""
     zero = json.loads(json.dumps(PATHS[path]))
     for section in zero.values():
         if isinstance(section, dict) and section["device"] == "nvme":
@@ -103,7 +103,7 @@ def measure(path: str, args: argparse.Namespace) -> list[str]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The worker: a few steps on one batch, and a report by the main process."""
+    """Take a few steps on one batch, as a worker; the main process writes a report."""
     import psutil
     import torch
 

@@ -1,4 +1,4 @@
-"""Trains a model for a few steps in a launch of its own, and tells what it took beside what the plan had predicted."""
+"""Trains a model for a few steps in a separate launch, and reports its memory next to the plan's prediction."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # of `blog_models`
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of `blog_models`
 
 __all__ = ["OUT_OF_MEMORY", "Figures", "Run", "file_of", "measure"]
 
 OUT_OF_MEMORY = "out of memory"
-_LIMIT_S = 300  # of one launch
-_MOST_SKIPPED = 30  # steps, until fp16 has found its loss scale
+_LIMIT_S = 300  # timeout of one launch
+_MOST_SKIPPED = 30  # steps that fp16 may skip until it has found its loss scale
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how.
+    """The training of one launch.
 
     Attributes:
         model: a function of `blog_models`, or `gpt2:WIDTHxLAYERS`.
         zero: the `zero_optimization` section; None for DDP, or one device alone.
-        cap_gib: of the device's memory, what may be used.
-        steps: that change parameters; those that fp16 skips come on top, and are not timed.
+        cap_gib: usable part of the device's memory.
+        steps: steps that change parameters. Steps that fp16 skips come on top, and are not timed.
         evaluate: whether a forward without gradients is timed too.
-        cpu: without a GPU, to try the script.
+        cpu: whether to run without a GPU, to try the script.
     """
 
     model: str
@@ -57,15 +57,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the process that took the most.
+    """The numbers of the process that took the most.
 
     Attributes:
         peak: `torch.cuda.max_memory_allocated`; 0 on a CPU.
-        predicted: the same by the plan.
-        terms: what the plan predicts the device to hold at its peak.
+        predicted: the plan's prediction of `peak`.
+        terms: the plan's terms of the device's memory at its peak.
         seconds, eval_seconds: of one optimizer step, and of evaluating as many samples as one step trains.
         samples: of one optimizer step, on all processes.
-        chosen: what the run's configuration settled on.
+        chosen: the resolved choices of the run's configuration.
         losses: after each step.
     """
 
@@ -80,11 +80,11 @@ class Figures:
 
 
 def measure(run: Run, kept: Path | None = None) -> Figures | str:
-    """The run's figures, or in words why there are none.
+    """Return the run's numbers, or in words the reason why it has none.
 
     Args:
-        run: what is trained.
-        kept: a folder of figures; what is found there is not measured again.
+        run: the training.
+        kept: a folder of numbers; a run found there is not measured again.
     """
     if kept is None:
         return _measure(run)
@@ -99,7 +99,7 @@ def measure(run: Run, kept: Path | None = None) -> Figures | str:
 
 
 def file_of(run: Run, kept: Path) -> Path:
-    """Where the run's figures are kept."""
+    """Return the file of the run's numbers."""
     return kept / f"{hashlib.sha256(json.dumps(asdict(run)).encode()).hexdigest()[:16]}.json"
 
 
@@ -130,7 +130,7 @@ def _measure(run: Run) -> Figures | str:
         try:
             said, _ = worker.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            worker.terminate()  # the launcher ends its workers, which would hold the device
+            worker.terminate()  # the launcher then ends its workers, which would hold the device
             said, _ = worker.communicate()
             why = f"not done in {_LIMIT_S} s"
         if report.exists():
@@ -142,7 +142,7 @@ def _measure(run: Run) -> Figures | str:
 
 
 def build(run: Run) -> tuple[Any, Any]:
-    """The model of a run, and the function that makes a batch of so many samples."""
+    """Return the model of a run, and a function from a number of samples to a batch."""
     import blog_models
     import transformers
 
@@ -160,7 +160,7 @@ def build(run: Run) -> tuple[Any, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def blocks(samples: int) -> dict[str, Any]:
-        # of many tokens: a gradient that is all one token's overflows fp16
+        # Use many different tokens: a gradient that belongs to one token overflows fp16.
         ids = (7919 * torch.arange(samples * run.length) % model.config.vocab_size).view(samples, run.length)
         return {"input_ids": ids, "labels": ids}
 
@@ -170,8 +170,8 @@ def build(run: Run) -> tuple[Any, Any]:
 
 @contextmanager
 def drawing_little() -> Iterator[None]:
-    """Models are made with the same million of random numbers again and again: to draw billions takes minutes."""
-    numbers = torch.randn(1_000_003).clamp_(-1.7, 1.7)  # a prime, so that no two rows of a weight are equal
+    """Initialise models with the same million of random numbers again and again: drawing billions takes minutes."""
+    numbers = torch.randn(1_000_003).clamp_(-1.7, 1.7)  # a prime: no two rows of a weight are equal
     drawn = {name: getattr(torch.Tensor, name) for name in ("normal_", "uniform_")}
 
     def fill(tensor: torch.Tensor, scale: float) -> torch.Tensor:
@@ -191,7 +191,7 @@ def drawing_little() -> Iterator[None]:
 
 
 def train(run: Run, report: Path) -> None:
-    """The worker."""
+    """Train as a worker and write the report."""
     from zero_plugin import Accelerator, set_seed
     from zero_plugin.plan.activations import trace_activations
     from zero_plugin.plan.costs import footprint
@@ -206,7 +206,7 @@ def train(run: Run, report: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, run.cap_gib * 2**30 / memory), accelerator.device)
     set_seed(0)
     model, example = build(run)
-    # Of recomputation the model's own forward tells: it is traced as it stands.
+    # The plan traces the model's own forward, which contains its recomputation.
     sizes, activations = model_sizes(model), trace_activations(model, example, run.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     sample = {name: tensor[0] for name, tensor in example(1).items()}

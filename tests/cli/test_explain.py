@@ -158,7 +158,7 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
         (["--world_size", "0"], "--world_size"),
         (["--num_processes=3", "--world_size=4"], "--world_size: 4, but --num_processes says 3"),
         (["--set", "num_processes=3", "--world_size=4"], "--world_size: 4, but --set num_processes says 3"),
-        (["--model", "nowhere"], "--model: nowhere is no folder"),
+        (["--model", "nowhere"], "--model: nowhere is not a folder"),
         (["--diff", "nowhere.yaml"], "nowhere.yaml: no such file"),
     ],
 )

@@ -163,17 +163,17 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
     [
         (("--params", "seven"), ("--params: 'seven' is no count", "Write e.g. 7B")),
         ((*LLAMA, "--gpu_memory", "lots"), ("--gpu_memory: 'lots' is no size", "24GiB")),
-        ((*LLAMA, "--gpu", "A1000"), ("--gpu: 'A1000' is no GPU that is known here", "A100-80GB")),
-        ((*LLAMA,), ("it is not known how much memory a GPU has", "--gpu_memory")),
+        ((*LLAMA, "--gpu", "A1000"), ("--gpu: 'A1000' is not a known GPU", "A100-80GB")),
+        ((*LLAMA,), ("the memory of a GPU is not known", "--gpu_memory")),
         (("--gpu", "A100-80GB"), ("the model's size is not given", "--params")),
         (("no_such_folder", "--gpu", "A100-80GB"), ("no_such_folder", "config.json")),
         ((*LLAMA, *NODE, "--micro_batch", "3"), ("64", "micro-batch 3")),
-        (("no_such_folder", "--params", "7B"), ("--params is given beside no_such_folder",)),
-        (("operator:neg", "--layers", "5", "--gpu", "T4"), ("--layers is given beside operator:neg",)),
+        (("no_such_folder", "--params", "7B"), ("--params is given in addition to no_such_folder",)),
+        (("operator:neg", "--layers", "5", "--gpu", "T4"), ("--layers is given in addition to operator:neg",)),
         (("--hidden_size", "4096", "--heads", "7", "--gpu", "T4"), ("4,096 does not divide among 7 heads", "--heads")),
         (
             ("--hidden_size", "4096", "--heads", "32", "--kv_heads", "5", "--gpu", "T4"),
-            ("32 heads do not divide among 5 of keys", "--kv_heads"),
+            ("32 heads do not divide among 5 key heads", "--kv_heads"),
         ),
         (
             ("--hidden_size", "4096", "--heads", "4", "--gpu", "T4", "--gpus", "8", "--sequence_parallel_size", "8"),
@@ -221,8 +221,8 @@ def test_an_encoder_is_no_decoder(plan: PlanCommand, tmp_path: Path, own: dict[s
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, _, errors = plan("config.json", "--gpu", "T4", "--no_trace")
     assert code == 2
-    assert f"by {reason}" in errors
-    assert "is no plain decoder's" in errors
+    assert f"because of {reason}" in errors
+    assert "does not describe a plain decoder" in errors
 
 
 def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
     """Both files' names are looked at before either is written."""
     code, _, errors = plan(*LLAMA, *NODE, "--output", "plan.yaml", "--picture", "plan.jpeg")
     assert code == 2
-    assert "plan.jpeg is no kind of picture" in errors
+    assert "plan.jpeg is not a supported kind of plot" in errors
     assert list(tmp_path.iterdir()) == []
 
 

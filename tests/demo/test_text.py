@@ -55,7 +55,7 @@ def test_installed_packages_and_tests_are_left_out(tmp_path: Path, monkeypatch: 
 def test_an_interpreter_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python whose library comes compiled gets a sentence that says what to run instead."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(MachineError, match="whose standard library is there"):
+    with pytest.raises(MachineError, match="that includes its standard library"):
         read_text()
 
 

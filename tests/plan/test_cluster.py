@@ -65,7 +65,7 @@ def test_stated_memory_where_no_gpu_is() -> None:
     cluster = state_cluster(gpu_memory=31 * GIB, host_memory=64 * GIB, here=CPU)
     assert cluster.device_bytes == 31 * GIB
     assert cluster.flops == find_device(UNNAMED).flops
-    assert cluster.sources["flops"].startswith(f"as {UNNAMED}'s: which GPU it is nobody says")
+    assert cluster.sources["flops"].startswith(f"as {UNNAMED}'s: GPU model unknown")
     assert (cluster.devices, cluster.adam_bandwidth) == (2, 5.0)
     assert (cluster.nvme_bytes, cluster.nvme_read, cluster.nvme_write) == (GIB, 6.0, 7.0)
     assert cluster.sources["adam_bandwidth"] == cluster.sources["nvme_read"] == "measured"
@@ -79,7 +79,7 @@ def test_cpu_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("stated", "told"),
     [
-        ({}, "--gpu: it is not known how much memory a GPU has"),
+        ({}, "--gpu: the memory of a GPU is not known"),
         ({"gpu": "A1000"}, "Did you mean A6000?"),
         ({"gpu": "T4", "gpus": 0}, "--gpus: 0 is below 1"),
         ({"gpu": "T4", "nodes": -1}, "--nodes: -1 is below 1"),

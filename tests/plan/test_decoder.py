@@ -116,5 +116,5 @@ def _peaks(found: Activations, samples: int) -> list[int]:
 def test_a_model_without_width_has_no_formula() -> None:
     """Where width or depth is unknown, the error says what to give."""
     model = replace(decoder_sizes(parameters=10**9), hidden_size=None)
-    with pytest.raises(ConfigError, match="width and depth of"):
+    with pytest.raises(ConfigError, match="hidden size and layers of"):
         decoder_activations(model, TOKENS)

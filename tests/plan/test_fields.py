@@ -100,7 +100,7 @@ def test_overlap_is_planned_with_an_open_stage() -> None:
     assert choice.chosen is not None
     assert (choice.chosen.setup.stage, choice.chosen.setup.overlap_comm) == (2, True)
     planned = planned_values(choice, wanted, asked(OPEN).deepspeed)
-    assert planned[overlap] == (True, "by the plan: gradients are reduced beside the backward")
+    assert planned[overlap] == (True, "by the plan: gradients are reduced during the backward")
     resolved = resolve(asked(OPEN), Facts(LoopFacts(1, "the loader's"), MACHINE, planned=planned))
     assert resolved.tree.value(*overlap) is True
 

@@ -128,7 +128,7 @@ def test_a_model_without_one(hub: ThreadingHTTPServer) -> None:
     ("name", "told"),
     [
         ("lab/absent", "the Hugging Face hub has no such model"),
-        ("lab/gated", "shown to those only who were given access\n *Type `hf auth login`"),
+        ("lab/gated", "needs access that you do not have\n *Type `hf auth login`"),
         ("no such name", "neither a file, nor a folder, nor module:function\n"),
         ("lab/absent/config.json", "neither a file, nor a folder, nor module:function\n"),
     ],

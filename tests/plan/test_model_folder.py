@@ -63,7 +63,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, files: dict[str, bytes], me
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     """A hub's name is not looked up."""
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         probe_model_folder(tmp_path / "gpt2", "--model")
 
 

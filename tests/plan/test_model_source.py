@@ -106,7 +106,7 @@ def test_a_folder_of_weights(tmp_path: Path) -> None:
     assert sizes.elements == sum(int(np.prod(shape)) for shape in tensors.values())
     assert (sizes.hidden_size, sizes.layers, sizes.vocabulary) == (16, 3, 100)
     assert activations.source == "closed formula of a decoder"
-    with pytest.raises(ConfigError, match="--params is given beside"):
+    with pytest.raises(ConfigError, match="--params is given in addition to"):
         open_model(ModelSource(str(tmp_path), parameters=7 * 10**9), 32)
 
 
@@ -127,7 +127,7 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sizes.elements, sizes.source, activations.sample_length) == (10**12 + 10**6, "my_models:huge", 1)
     assert open_model(ModelSource("my_models:looks"), 128)[0].elements == 16
     assert open_model(ModelSource("my_models:gpt2"), 128)[1].sample_length == 128
-    with pytest.raises(ConfigError, match="returned Linear, from which it is not known what the forward takes"):
+    with pytest.raises(ConfigError, match="returned Linear, so the inputs of the forward are not known"):
         open_model(ModelSource("my_models:bare"), 128)
     with pytest.raises(ConfigError, match="OSError: no file"):
         open_model(ModelSource("my_models:broken"), 128)
@@ -142,20 +142,28 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"model": ".", "hidden_size": 64, "layers": 2}, "holds neither config.json nor"),
         ("{", {"model": ".", "trace": False}, "cannot be read"),
         ("[]", {"model": ".", "trace": False}, "holds no keys\n *Give a transformers model's config.json"),
-        ('{"hidden_size": 64, "num_hidden_layers": 2}', {"model": ".", "trace": False}, "by having no vocabulary"),
+        (
+            '{"hidden_size": 64, "num_hidden_layers": 2}',
+            {"model": ".", "trace": False},
+            "because of having no vocabulary",
+        ),
         (
             '{"hidden_size": 64, "vocab_size": 9, "n_head": 2, "text_config": null}',
             {"model": ".", "trace": False},
-            "states no width or no depth",
+            "does not state the hidden size or the number of layers",
         ),
-        (json.dumps({**LLAMA, "num_local_experts": 8}), {"model": ".", "trace": False}, "by its num_local_experts"),
+        (
+            json.dumps({**LLAMA, "num_local_experts": 8}),
+            {"model": ".", "trace": False},
+            "because of its num_local_experts",
+        ),
         (
             '{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}',
             {"model": ".", "trace": False},
-            "by having no heads",
+            "because of having no heads",
         ),
-        (json.dumps(LLAMA), {"model": ".", "layers": 4}, "--layers is given beside"),
-        (json.dumps(LLAMA), {"model": ".", "parameters": 7}, "--params is given beside"),
+        (json.dumps(LLAMA), {"model": ".", "layers": 4}, "--layers is given in addition to"),
+        (json.dumps(LLAMA), {"model": ".", "parameters": 7}, "--params is given in addition to"),
         ('{"model_type": "no-such-model"}', {"model": "."}, "transformers builds no model"),
     ],
 )

@@ -173,7 +173,7 @@ def test_where_nothing_fits() -> None:
     """A micro-batch that alone is open stops no run, since its samples are assumed; an open stage does."""
     found, reason = micro_batch(prepared(asked(TYPED, "700MiB"), gpt2()))
     assert found == 1
-    assert "as without a plan, by which nothing fits: stage 2 needs " in reason
+    assert "as without a plan: nothing fits: stage 2 needs " in reason
     assert "Any one of these changes is enough: " in reason
     with pytest.raises(ConfigError, match=r"nothing fits: .*128 tokens a sample"):
         prepared(asked(OPEN, "700MiB"), gpt2())

@@ -129,9 +129,9 @@ class Driver:
         (Driver(12, 4), 300e9, "12 active NVLinks"),  # A100's sheet: 600 GB/s, both ways together
         (Driver(4, 1), 80e9, "4 active NVLinks"),  # P100's: 160
         (Driver(12, 7), 600e9, "12 active NVLinks"),
-        (Driver(0, 4), 10e9, "no NVLink is active"),
+        (Driver(0, 4), 10e9, "reports no active NVLink"),
         (Driver(12, 0), 300e9, "A100-80GB's data sheet"),
-        (None, 300e9, "A100-80GB's data sheet; with nvidia-ml-py installed"),
+        (None, 300e9, "A100-80GB's data sheet; install nvidia-ml-py"),
     ],
     ids=["A100", "P100", "newer", "none", "no driver", "no library"],
 )

@@ -124,8 +124,8 @@ def test_long_samples() -> None:
     cluster = state_cluster(gpu="A100-80GB", gpus=8, host_memory=2000 * GIB)
     answer = what_if(work, cluster, Wanted())
     assert [change.what for change in answer.changes] == [
-        "a loss that makes its logits in 8 chunks, anew in the backward",
-        "sequence_parallel_size: 4, so that each process computes on a part of every sample",
+        "a loss that computes its logits in 8 chunks, and again in the backward",
+        "sequence_parallel_size: 4, which gives each process a part of every sample",
         "samples of 16,384 tokens instead of 65,536",
     ]
     of_a_part = what_if(

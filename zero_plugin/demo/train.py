@@ -1,8 +1,8 @@
-"""Trains a byte-level GPT on Python's own library: an ordinary loop, run on whatever the launch config says.
+"""Trains a byte-level GPT on Python's own library, in an ordinary loop that any launch config can run.
 
-The model is plain PyTorch (rotary positions, pre-norm blocks) and knows nothing of how it is trained. Its text is on
-every machine: the source of Python's standard library, as blocks of bytes. A run ends with its curves, as numbers and
-as a plot.
+The model is plain PyTorch (rotary positions, pre-norm blocks) and has no code for distributed training. Its text exists
+on every machine: the source of Python's standard library, as blocks of bytes. A run ends with its curves, as numbers
+and as a plot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the field's own name for it
+from torch.nn import functional as F  # noqa: N812 - the usual name in PyTorch code
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
@@ -33,7 +33,7 @@ from zero_plugin.loop.progress import Progress
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model: `hidden_size` is the width of the residual stream, `block` the longest input in bytes."""
+    """Sizes of the model: `hidden_size` is the size of the residual stream, `block` the longest input in bytes."""
 
     hidden_size: int = 128
     layers: int = 4
@@ -64,10 +64,10 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Map the stream `[batch, length, width]` to the same shape."""
+        """Map the stream `[batch, length, hidden size]` to the same shape."""
         batch, length, width = x.shape
         qkv = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, head, length, head width]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, head, length, head size]
         mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
         fed: Tensor = self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
@@ -86,12 +86,13 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # Each block adds two branches to the stream; so shrunk, their sum keeps its size (GPT-2, §2.3).
+                # Each block adds two branches to the stream. Smaller initial weights keep the size of the sum constant
+                # (GPT-2, §2.3).
                 shrink = (2 * config.layers) ** -0.5 if name.endswith("_out.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 * shrink)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the byte after each position."""
+        """Return the logits of the byte after each position."""
         x = self.embedding(ids)
         rotation = _rotation(ids.shape[1], self.config.hidden_size // self.config.heads, x)
         for block in self.blocks:
@@ -101,9 +102,9 @@ class GPT(nn.Module):
 
 
 def _rotation(length: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[length, head width / 2]` of the rotary embedding (arXiv 2104.09864, eq. 15)."""
+    """Return the cosines and sines `[length, head size / 2]` of the rotary embedding (arXiv 2104.09864, eq. 15)."""
     frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / head_width, device=like.device)
-    # Angles in fp32: bf16 could not tell one position from the next beyond 256.
+    # Angles are in fp32: bf16 cannot represent all positions above 256.
     angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
@@ -115,11 +116,11 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of each block, `[batch]`, in nats per byte and fp32.
+    """Return the mean cross-entropy of each block, `[batch]`, in nats per byte and fp32.
 
     Args:
         logits: `[batch, length, 256]`.
-        targets: the bytes that came, `[batch, length]`.
+        targets: the actual next bytes, `[batch, length]`.
     """
     nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return nats.view(targets.shape).mean(1)
@@ -136,12 +137,12 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> Tensor:
-    """Continue `[batch, length]` bytes by `count` sampled ones; returns prompt and continuation together.
+    """Sample `count` bytes after `[batch, length]` ones; return prompt and continuation together.
 
-    `forward` is what `prepare` returned: ZeRO-3 gathers weights inside it, so every process must call `generate`, with
-    the same `count`. With the same `seed` all of them draw the same bytes.
+    `forward` is the model that `prepare` returned. ZeRO-3 gathers weights inside it, so every process must call
+    `generate` with the same `count`. With the same `seed`, all processes draw the same bytes.
     """
-    draw = torch.Generator().manual_seed(seed)  # on the CPU, so that every kind of device draws alike
+    draw = torch.Generator().manual_seed(seed)  # on the CPU, so every kind of device draws the same numbers
     for _ in range(count):
         logits = forward(prompt[:, -block:])[:, -1].float().cpu()
         best, candidates = logits.topk(top_k)
@@ -154,12 +155,12 @@ _INK, _MUTED, _BLUE, _RED = "#222222", "#8a8a8a", "#1f5fa8", "#c0392b"
 
 
 def save_curves(folder: Path, losses: Sequence[float], rates: Sequence[float], held_out: float) -> str:
-    """Write `curves.csv`, and `curves.png` where matplotlib is installed; returns a sentence that names the files.
+    """Write `curves.csv`, and `curves.png` if matplotlib is installed; return a sentence that names the files.
 
     Args:
         folder: an existing folder.
         losses: training loss of each step, bits per byte.
-        rates: learning rate that each step used.
+        rates: learning rate of each step.
         held_out: loss on held-out text after the last step, bits per byte.
     """
     table = folder / "curves.csv"
@@ -192,9 +193,9 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     reach = max(1, len(losses) // 50)
     top.plot(steps, _smooth(losses, reach), color=_BLUE, linewidth=2, label=f"training, mean of {2 * reach + 1} steps")
     top.plot(len(losses), held_out, "o", color=_RED, markersize=7, clip_on=False, zorder=3, label="held-out text")
-    beside = (8, 0)  # the axes, where it covers no line
+    outside = (8, 0)  # outside of the axes: there the text covers no line
     top.annotate(
-        f"{held_out:.2f}", (len(losses), held_out), beside, textcoords="offset points", va="center", color=_RED
+        f"{held_out:.2f}", (len(losses), held_out), outside, textcoords="offset points", va="center", color=_RED
     )
     top.set_ylabel("loss (bits per byte)", color=_INK)
     top.set_ylim(bottom=0)
@@ -218,7 +219,7 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
 
 
 def _smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over `reach` steps to either side, over fewer at the ends."""
+    """Return the mean over `reach` steps on each side, or over fewer at the ends."""
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
@@ -227,14 +228,14 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", 
 
 
 def read_text(*, max_bytes: int = 8_000_000, held_out_bytes: int = 131_072) -> tuple[bytes, bytes]:
-    """Training text and held-out text, from different files; the same on every call and every process.
+    """Return training text and held-out text from different files; the same on every call and every process.
 
     Args:
         max_bytes: largest size of the training text.
         held_out_bytes: size of the held-out text.
 
     Raises:
-        MachineError: the interpreter came without its library's sources.
+        MachineError: the Python installation has no library sources.
     """
     files = iter(_files(Path(sysconfig.get_path("stdlib"))))
     held_out = _join(files, held_out_bytes)
@@ -242,14 +243,14 @@ def read_text(*, max_bytes: int = 8_000_000, held_out_bytes: int = 131_072) -> t
     if not train:
         raise MachineError(
             f"{sysconfig.get_path('stdlib')} holds too few Python sources to train on ({len(held_out)} bytes); "
-            "run the demo with a Python whose standard library is there as .py files"
+            "run the demo with a Python that includes its standard library as .py files"
         )
     return train, held_out
 
 
 def _files(root: Path) -> list[Path]:
     files = [p.relative_to(root) for p in root.rglob("*.py") if not _LEFT_OUT.intersection(p.relative_to(root).parts)]
-    # Sorted by a hash of the name: a fixed order in which every prefix is a fair sample of the library.
+    # Sorted by a hash of the name. This order is fixed, and every prefix of it is a fair sample of the library.
     files.sort(key=lambda p: hashlib.sha256(p.as_posix().encode()).digest())
     return [root / p for p in files]
 
@@ -262,7 +263,7 @@ def _join(files: Iterator[Path], limit: int) -> bytes:
 
 
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
-    """Text cut into `block` bytes each: item i is (bytes, the bytes one later), both `[block]` of int64."""
+    """Text cut into blocks of `block` bytes: item i is (bytes, the bytes shifted by one), both `[block]` of int64."""
 
     def __init__(self, text: bytes, block: int) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -272,7 +273,7 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.text) - 1) // self.block
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = range(0, len(self) * self.block, self.block)[index]  # an IndexError where there is no such block
+        start = range(0, len(self) * self.block, self.block)[index]  # raises IndexError beyond the last block
         window = self.text[start : start + self.block + 1].long()
         return window[:-1], window[1:]
 
@@ -304,7 +305,7 @@ def main() -> None:
         message = f"{args.steps} batches make no optimizer step of {accelerator.gradient_accumulation_steps} batches"
         raise ConfigError([Problem("--steps", "", message, "Give more steps, or accumulate fewer batches.")])
     optimizer = AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    total = updates * accelerator.num_processes  # a prepared schedule advances once per process and optimizer step
+    total = updates * accelerator.num_processes  # a prepared scheduler advances once per process and optimizer step
     scheduler = OneCycleLR(optimizer, args.lr, total, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
 
@@ -317,11 +318,11 @@ def main() -> None:
                 loss = next_byte_loss(model(ids), targets).mean()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                rates.append(float(scheduler.get_last_lr()[0]))  # read before step(): the rate that this step uses
+                rates.append(float(scheduler.get_last_lr()[0]))  # read before step(): this step's rate
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            losses[step - 1] = loss.detach()  # stays on the device: .item() would wait for it at every step
+            losses[step - 1] = loss.detach()  # stays on the device: .item() would wait for the device at every step
             progress.update(step, loss=losses[step - 1], lr=rates[-1], units=ids.numel())
 
     model.eval()
@@ -342,7 +343,7 @@ def main() -> None:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The script's own arguments; everything about processes, stage and offload is the launcher's."""
+    """Return the script's own arguments; the launcher handles processes, stage and offload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=at_least_one, default=400, help="batches per process")
     parser.add_argument("--batch_size", type=at_least_one, default=8, help="blocks per process and batch")
@@ -358,21 +359,21 @@ def read_arguments() -> argparse.Namespace:
 
 
 def at_least_one(text: str) -> int:
-    """The argument type of a count."""
+    """Parse a count."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
     return int(text)
 
 
 def repeat(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Epoch after epoch, without end."""
+    """Yield the batches of epoch after epoch, without end."""
     while True:
         yield from loader
 
 
 @torch.no_grad()
 def bits_per_byte(model: Callable[[Tensor], Tensor], loader: Iterable[Batch], accelerator: Accelerator) -> float:
-    """Mean loss over all of the text, in bits: what an ideal compressor driven by the model would need for a byte."""
+    """Return the mean loss over the text in bits per byte, which an ideal compressor with this model would need."""
     nats = [accelerator.gather_for_metrics(next_byte_loss(model(ids), targets)) for ids, targets in loader]
     return float(torch.cat(nats).mean()) / math.log(2)
 

@@ -1,1 +1,1 @@
-"""What every stage and offload costs in memory and time, by arithmetic, and which choice is the fastest that fits."""
+"""Arithmetic for the memory and time of every stage and offload, and the search for the fastest setup that fits."""

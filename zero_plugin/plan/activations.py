@@ -1,7 +1,7 @@
-"""Traces what a model keeps from the forward to the backward, with tensors that have no memory.
+"""Traces which bytes a model keeps from the forward to the backward, on tensors that have no memory.
 
-Counted are the bytes of all tensors from operation to operation, as a GPU's kernels keep them; and, worked out from one
-traced step, what activation checkpointing of the model's blocks would keep.
+The trace counts the bytes of all tensors after each operation, as a GPU's kernels keep them. From the same step it
+works out what activation checkpointing of the model's blocks would keep.
 """
 
 from __future__ import annotations
@@ -42,34 +42,35 @@ from zero_plugin.plan.model_source import (
 from zero_plugin.plan.situation import Activations, Affine, Highest, ModelSizes, highest
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
 
-_SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
+_SAMPLES: Final = (2, 3)  # some operations and models treat a batch of 1 differently
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_REDUCING: Final = slice(2, None)  # of a trace's courses, those in which weights have gradients
-_CHUNKS: Final = 4  # of an MLP, in `trace_changes`
+_REDUCING: Final = slice(2, None)  # the courses of a trace in which weights already have gradients
+_CHUNKS: Final = 4  # of an MLP; see `trace_changes`
 _UNKNOWN_MARGIN: Final = 0.35  # see `Activations.margin`
 
 
 def trace_activations(
     model: nn.Module, example: Example | Callable[[int], Example], precision: Precision = "bf16"
 ) -> Activations:
-    """What one forward of `model` keeps for its backward, traced at two micro-batches without memory for tensors.
+    """Trace what one forward of `model` keeps for its backward, at two micro-batches and without memory for tensors.
 
     Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
-    in fp32, and the loss live until the backward ends, as in most loops. A parameter's gradient dies when it is made,
-    since the plan counts gradients by themselves. The model stays as it is. What the working space is made of grows at
-    different rates: every operation has its line, and the highest ones are kept. Of a row of like blocks few are traced
-    (`trace_few`).
+    in fp32, and the loss live until the backward ends, as in most loops. Each parameter's gradient is freed as soon as
+    autograd has computed it, since the plan counts gradients separately. The model does not change.
+
+    The parts of the working space grow at different rates. Each operation therefore gets its own line in the
+    micro-batch, and the highest lines are kept. In a row of identical blocks only a few are traced (`trace_few`).
 
     Args:
         model: any module; its parameters may be on `meta` or partitioned (`ds_shape`).
-        example: keyword arguments, positional ones or one tensor, of any number of samples along the first dimension;
-            or a function from a number of samples to them. Without a scalar or a `loss` among the outputs, a
-            cross-entropy over each is taken.
-        precision: of the computation. What is returned has all weights in it, as under ZeRO; its `autocast` has the
-            weights as they are.
+        example: keyword arguments, positional arguments or one tensor, for any number of samples along the first
+            dimension; or a function from a number of samples to these. Without a scalar or a `loss` among the outputs,
+            the trace computes a cross-entropy over each output.
+        precision: of the computation. The result has all weights in this precision, as under ZeRO; its `autocast` field
+            has the weights in their own dtypes.
 
     Raises:
-        ConfigError: the model cannot be traced: the example does not fit, or the forward asks for a tensor's values.
+        ConfigError: the model cannot be traced: the example does not fit, or the forward reads a tensor's values.
     """
     make = example if callable(example) else _resizer(_without_idle_mask(model, example))
 
@@ -83,36 +84,36 @@ def trace_activations(
 
         return _affine(*map(trace_with, _SAMPLES))
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # of wrong shapes, whose error is reported anyway
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs wrong shapes; their error is reported anyway
     try:
         with working(f"tracing a step of the {type(model).__name__}"), replaced(log, "disabled", True):
             found = replace(trace(autocast=False), sample_length=_sequence_length(make(1)) or 1)
             if precision == "no":
                 return found
             return replace(found, autocast=replace(trace(autocast=True), sample_length=found.sample_length))
-    except Exception as error:  # anything may come of a forward that meets tensors without values
+    except Exception as error:  # a forward may fail in any way on tensors without values
         reason = (str(error).splitlines() or [""])[0]
         message = f"{type(model).__name__} cannot be traced: {type(error).__name__}: {reason}"
-        fix = "Give inputs that its forward takes; a forward that looks at values has to be planned by its sizes."
+        fix = "Give inputs that its forward takes; plan a forward that reads values by its sizes."
         raise ConfigError([Problem("plan", "", message, fix)]) from error
 
 
 def find_activations(
     model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision, *, guesses: bool = False
 ) -> Activations:
-    """What a forward keeps: traced, else by formula, else unknown.
+    """Return what a forward keeps: traced if possible, otherwise by formula, otherwise unknown.
 
     Args:
         model: the user's module.
-        sizes: its own.
-        batch: as the loop's are; None where there is none.
+        sizes: the model's sizes.
+        batch: a batch like the loop's; None if none is available.
         precision: of the computation.
-        guesses: whether samples of a usual length stand for the loop's, where there is no batch to look at.
+        guesses: whether to assume samples of a usual length if `batch` shows no length.
     """
     for example in forward_arguments(model, batch):
         try:
             return trace_activations(model, example, precision)
-        except ConfigError:  # noqa: PERF203 - not the arguments that the loop passes
+        except ConfigError:  # noqa: PERF203 - the loop does not pass these arguments; try the next
             continue
     length, why = _sequence_length(batch), ""
     if guesses and not length:
@@ -123,19 +124,19 @@ def find_activations(
     if length and sizes.hidden_size and sizes.layers and sizes.vocabulary:
         found = decoder_activations(sizes, length, precision)
         return replace(found, source=f"{found.source}{why}")
-    source = f"unknown, so that {_UNKNOWN_MARGIN:.0%} of the memory stay free for them"
+    source = f"unknown, so {_UNKNOWN_MARGIN:.0%} of the memory stays free for them"
     return Activations(source=source, margin=_UNKNOWN_MARGIN)
 
 
 def trace_changes(model: nn.Module, trace: Callable[[], Activations]) -> dict[str, Activations]:
-    """What a forward would keep after each of two changes that a user can make, by what to write for it.
+    """Trace what a forward would keep after each of two changes that a user can make; the keys say what to write.
 
-    They are made in the model itself, which is then traced, and undone. Its MLPs are the modules of that name in
-    repeated blocks, as in most models of transformers; no mixture of experts, and none that has another forward.
+    The function changes the model, traces it and undoes the change. MLPs are the modules named `mlp` in repeated
+    blocks, as in most transformers models. A mixture of experts and an MLP with a replaced forward are left out.
 
     Args:
         model: the user's module.
-        trace: of the model, as it is when called; a change that raises `ConfigError` there is left out.
+        trace: traces the model in its current form; a change for which `trace` raises `ConfigError` is left out.
     """
     blocks, found = repeated_blocks(model), {}
     if mlps := [mlp for block in blocks for name, mlp in block.named_children() if name == "mlp" and _is_plain(mlp)]:
@@ -144,9 +145,9 @@ def trace_changes(model: nn.Module, trace: Callable[[], Activations]) -> dict[st
                 chunk_layer(mlp, _CHUNKS)
             found[f"chunk_layer(block.mlp, {_CHUNKS}) of zero_plugin.long_context for every block"] = trace()
     if blocks:
-        by_itself = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # transformers
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())  # transformers
         with _restored([model, *blocks]), suppress(ConfigError):
-            for block in () if by_itself else blocks:
+            for block in () if recomputes else blocks:
                 block.forward = wraps(block.forward)(partial(checkpoint, block.forward, use_reentrant=False))
             model.forward = _saving_on_cpu(model.forward)
             found["activation checkpointing under torch.autograd.graph.save_on_cpu(pin_memory=True)"] = trace()
@@ -154,7 +155,7 @@ def trace_changes(model: nn.Module, trace: Callable[[], Activations]) -> dict[st
 
 
 def _is_plain(mlp: nn.Module) -> bool:
-    """Whether it has the forward of its class, and no expert is a part of it."""
+    """Return whether the MLP has the forward of its class and contains no expert."""
     return "forward" not in vars(mlp) and not any(is_expert(name) for name, _ in mlp.named_parameters())
 
 
@@ -169,7 +170,7 @@ def _saving_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules their own attributes again afterwards."""
+    """Restore the modules' own attributes on exit."""
     before = [(module, dict(vars(module))) for module in modules]
     try:
         yield
@@ -180,13 +181,13 @@ def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _sequence_length(batch: Any) -> int:
-    """Tokens of one sample: of the first matrix of integers in the batch; 0 where there is none."""
+    """Return the tokens of one sample, from the first integer matrix in the batch; 0 without one."""
     matrices = (leaf for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() == 2)
     return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
 
 
 def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime: AbstractContextManager[Any]) -> Trace:
-    """One step with all weights in `dtype`, or as they are, and the forward under `regime`."""
+    """Trace one step with all weights in `dtype` (None: in their own dtypes) and the forward under `regime`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kernels = DeviceKernels()
 
@@ -209,15 +210,15 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
             for parameter in weights.values():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-            batch = map_leaves(_fake, example)  # which the loop holds, beside what the model gets
+            batch = map_leaves(_fake, example)  # the loop holds it in addition to what the model gets
             with regime:
                 outputs = run(map_leaves(narrowed, batch))
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
             saved, moved, flops, forward = tape.live, tape.moved, tape.flops + kernels.flops, len(tape.after)
             blocks.end_forward(outputs)
-            # Not torch.autograd.backward, during which torch suspends `DeviceKernels`: forwards that checkpoints run
-            # again there need it.
+            # Not torch.autograd.backward: torch suspends `DeviceKernels` in it, but forwards that checkpoints run again
+            # need that mode.
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -239,7 +240,7 @@ def _trace(model: nn.Module, example: Example, dtype: torch.dtype | None, regime
 
 
 class _Step(nn.Module):
-    """Calls a function with the model while other tensors stand in for its parameters, in the backward too."""
+    """Runs a function with a model whose parameters are replaced by other tensors, in the backward too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -255,7 +256,7 @@ class _Step(nn.Module):
 
 
 def _affine(two: Trace, three: Trace) -> Activations:
-    """The lines through the traces of two samples and of three."""
+    """Return the lines through the traces of two samples and of three."""
     found = Activations(
         _line(two.saved, three.saved),
         _above(two, three, slice(None)),
@@ -277,10 +278,10 @@ def _affine(two: Trace, three: Trace) -> Activations:
 
 
 def _above(two: Trace, three: Trace, courses: slice) -> Highest:
-    """The most above the bytes saved. Each operation has its line; the batch tells which is highest."""
+    """Return the most bytes above the saved ones, as the lines of the operations that can be highest."""
     kept = _line(two.saved, three.saved)
     after, after_of_three = (list(chain(*found.courses[courses])) for found in (two, three))
-    if len(after) != len(after_of_three):  # the forward takes another way with three samples
+    if len(after) != len(after_of_three):  # the forward takes another path with three samples
         after, after_of_three = [max(after, default=two.saved)], [max(after_of_three, default=three.saved)]
     alive = map(_line, after, after_of_three)
     above = [Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive]
@@ -288,11 +289,12 @@ def _above(two: Trace, three: Trace, courses: slice) -> Highest:
 
 
 def _line(two: int, three: int) -> Affine:
+    """Return the line through the bytes of two samples and of three."""
     return Affine(3 * two - 2 * three, three - two)
 
 
 def _without_idle_mask(model: nn.Module, example: Example) -> Example:
-    """The example without a padding mask of ones, which transformers drops if it can read its values."""
+    """Return the example without a padding mask of ones, which transformers drops if it can read the mask's values."""
     if isinstance(example, Mapping) and hasattr(model, "main_input_name"):
         mask = example.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type != "meta" and bool(mask.all()):
@@ -301,7 +303,10 @@ def _without_idle_mask(model: nn.Module, example: Example) -> Example:
 
 
 def _resizer(example: Example) -> Callable[[int], Example]:
-    """From a number of samples to an example like this one; its own number is the commonest first dimension."""
+    """Return a function from a number of samples to an example like this one.
+
+    The example's own number of samples is the most common first dimension of its tensors.
+    """
     firsts = Counter(leaf.shape[0] for leaf in list_leaves(example) if isinstance(leaf, Tensor) and leaf.dim())
     batch = max(firsts, key=lambda length: firsts[length], default=1)
 
@@ -317,10 +322,10 @@ def _resizer(example: Example) -> Callable[[int], Example]:
 
 
 def _loss(outputs: Any) -> Tensor:
-    """A scalar to run the backward from.
+    """Return a scalar to run the backward from.
 
-    It is the `loss` among the outputs, else their first scalar. If they have neither, `log_softmax` of every output
-    replaces the cross-entropy that a script would compute: it needs about the same memory.
+    It is the `loss` among the outputs, otherwise their first scalar. Without either, `log_softmax` of every output
+    replaces the script's cross-entropy, because it needs about the same memory.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
@@ -334,7 +339,7 @@ def _loss(outputs: Any) -> Tensor:
 
 
 def _fake(leaf: Any) -> Any:
-    """A tensor on the CPU, unpartitioned; under fake tensors one without memory."""
+    """Return an unpartitioned tensor on the CPU; under fake tensors it has no memory."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty(full_shape(leaf), dtype=leaf.dtype, device="cpu")
@@ -352,10 +357,11 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _no_packing() -> AbstractContextManager[None]:
-    """Have transformers take samples for one sequence each, which it otherwise reads from the positions' values.
+    """Make transformers treat each sample as one sequence.
 
-    Of a fake tensor it takes the worst, and makes a mask of `tokens²` where a training run has none. A release that
-    makes that mask in each training run, as 4.57 does, is left as it is.
+    Otherwise transformers detects packed sequences from the values of the positions. For a fake tensor it assumes the
+    worst case and builds a mask of `tokens²`, which a real run does not have. A release that builds this mask in every
+    training run, as 4.57 does, is not changed.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"

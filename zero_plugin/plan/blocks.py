@@ -1,4 +1,4 @@
-"""The rows of like blocks that a model is made of: what a trace of few says of all, and what checkpoints would keep."""
+"""Rows of identical blocks in a model: extends a trace of few blocks to all, and computes what checkpointing keeps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zero_plugin.plan.live_bytes import LiveBytes
 from zero_plugin.plan.model_source import full_shape
 from zero_plugin.tensors.nested import list_leaves
 
-_LONGEST_HEAD: Final = 4  # blocks before the repetition, as the dense layers in front of a mixture's
-_LONGEST_PERIOD: Final = 8  # as of layers with attention to all tokens among those with a window
-_PERIODS: Final = 3  # that are kept; what one more adds, each further one adds too
-_RELEASES: Final = 4  # at how many points what all blocks hold is given back, as autocast's copies are
-_PLACES: Final = ("layer_idx", "layer_id", "layer_number", "idx", "index", "i")  # which are another in every block
+_LONGEST_HEAD: Final = 4  # blocks before the repetition, like the dense layers in front of a mixture of experts
+_LONGEST_PERIOD: Final = 8  # e.g. one layer with attention to all tokens after several with windowed attention
+_PERIODS: Final = 3  # periods that a cut row keeps; each further period adds the same bytes
+_RELEASES: Final = 4  # points at which memory that all blocks share is freed, e.g. autocast's copies
+_PLACES: Final = ("layer_idx", "layer_id", "layer_number", "idx", "index", "i")  # they differ from block to block
 
 
 def block_rows(module: nn.Module) -> list[nn.Module]:
-    """The outermost rows of blocks.
+    """Return the outermost rows of blocks.
 
-    A row is a ModuleList or a Sequential that holds at least two modules of one class, which have modules of their own:
-    transformer layers, residual blocks.
+    A row is a ModuleList or a Sequential with at least two modules of one class that have submodules, such as
+    transformer layers or residual blocks.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -39,21 +39,22 @@ def block_rows(module: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The modules that activation checkpointing recomputes one by one: those of all `block_rows`."""
+    """Return the modules that activation checkpointing recomputes one by one: those of all `block_rows`."""
     return [block for row in block_rows(module) for block in row.children()]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One step that was traced.
+    """One traced step.
 
     Attributes:
         saved: bytes alive after the forward.
         flops: floating-point operations of the forward.
-        courses: bytes alive after each operation of the forward; of the backward, until the first weight has its
-            gradient; of the rest; then, with checkpointing, the most bytes alive in each block's second forward.
-        checkpointed: the same step with activation checkpointing, where there are blocks to checkpoint.
-        moved: bytes in CPU memory after the forward, by torch's `save_on_cpu`.
+        courses: bytes alive after each operation, in three or four parts: the forward; the backward until the first
+            weight has its gradient; the rest of the backward; and, with checkpointing, the most bytes alive in each
+            block's second forward.
+        checkpointed: the same step with activation checkpointing; None without blocks to checkpoint.
+        moved: bytes in CPU memory after the forward, held by torch's `save_on_cpu`.
     """
 
     saved: int
@@ -64,16 +65,17 @@ class Trace:
 
 
 def trace_few(model: nn.Module, trace: Callable[[], Trace]) -> Trace | None:
-    """What `trace` would return of the model, from traces with fewer blocks; None where that is not known.
+    """Return what `trace` would return for the model, from traces with fewer blocks; None if that cannot be derived.
 
-    A row whose blocks repeat, one by one or in a pattern, is cut to its beginning; then to one period more. The two
-    courses of a step are compared, byte by byte: up to some operation they are alike, then the second has a period's
-    operations, and from there on they are alike again. Those are what each other period has, too. None is returned
-    where that traces no fewer blocks, where the forward does not run with fewer, and where the courses differ in more.
+    Each row whose blocks repeat, singly or in a pattern, is cut to its first periods, then to one period more. The
+    function compares the two steps, operation by operation. They are alike up to some operation; then the longer step
+    has the operations of one period; then they are alike again. Every further period inserts the same operations. The
+    result is None in three cases: this would trace no fewer blocks, the forward fails with fewer blocks, or the steps
+    differ in another way.
 
     Args:
-        model: as it is after the call; while `trace` runs, its rows are shorter.
-        trace: traces the model as it is then.
+        model: has its full rows again after the call; they are shorter while `trace` runs.
+        trace: traces the model in its current form.
     """
     rows = [row for found in block_rows(model) if (row := _look_at(found)) is not None]
     shortest = sum(row.rest + _PERIODS * row.period for row in rows)
@@ -94,13 +96,13 @@ def trace_few(model: nn.Module, trace: Callable[[], Trace]) -> Trace | None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of blocks.
+    """A row of blocks that repeats.
 
     Attributes:
         module: the row.
-        rest: blocks in front of the repetition, and of a period that ends early, together.
-        period: blocks after which the row repeats itself.
-        periods: how often.
+        rest: blocks in front of the repetition plus blocks of an incomplete last period.
+        period: blocks after which the row repeats.
+        periods: number of complete periods.
     """
 
     module: nn.Module
@@ -110,7 +112,7 @@ class _Row:
 
 
 def _look_at(row: nn.Module) -> _Row | None:
-    """The row's pattern; None if it is too short or has none."""
+    """Return the row's pattern; None if the row is too short or has none."""
     kinds = [_kind(block) for block in row.children()]
     for period in range(1, _LONGEST_PERIOD + 1):
         for head in range(_LONGEST_HEAD + 1):
@@ -121,7 +123,7 @@ def _look_at(row: nn.Module) -> _Row | None:
 
 
 def _kind(block: nn.Module) -> list[Any]:
-    """What makes two blocks alike: classes, shapes, and settings of all modules but the block's own place."""
+    """Return what identical blocks share: classes, shapes, and settings of all modules except the block's position."""
     return [
         (
             name,
@@ -140,7 +142,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 @contextmanager
 def _cut(rows: Sequence[_Row], longer: _Row | None) -> Iterator[None]:
-    """Rows are `_PERIODS` long meanwhile, one of them a period longer."""
+    """Cut rows to `_PERIODS` periods inside the context; the row `longer` keeps one period more."""
     whole = [row.module._modules for row in rows]
     try:
         for row, modules in zip(rows, whole, strict=True):
@@ -153,12 +155,12 @@ def _cut(rows: Sequence[_Row], longer: _Row | None) -> Iterator[None]:
 
 
 def _extend(base: Trace, longer: Sequence[Trace], times: Sequence[int]) -> Trace | None:
-    """The trace of a step with so many more periods of each row; None where one more is no insertion.
+    """Return the trace of a step with more periods of each row; None if one more period is not a plain insertion.
 
     Args:
-        base: the trace with no more.
-        longer: for each row, the trace with one more period of it.
-        times: for each row, how many more it has.
+        base: the trace of the cut rows.
+        longer: for each row, the trace with one more period of the row.
+        times: for each row, the number of periods to add.
     """
     courses = []
     for one, *others in zip(base.courses, *(found.courses for found in longer), strict=True):
@@ -182,14 +184,14 @@ def _extend(base: Trace, longer: Sequence[Trace], times: Sequence[int]) -> Trace
 
 @dataclass(frozen=True, slots=True)
 class _Insertion:
-    """What one period more inserts into a sequence of bytes.
+    """The bytes that one more period inserts into a sequence of bytes.
 
     Attributes:
-        place: index in front of which.
+        place: index of the element in front of which `inserted` goes.
         inserted: the bytes.
-        step: what they are more than those of the period in front of them.
-        before: what the bytes in front of it have more.
-        after: what each of those behind it has more.
+        step: how much larger `inserted` is than the period in front of it.
+        before: how much every element in front of `place` grows.
+        after: how much each element behind the insertion grows.
     """
 
     place: int
@@ -200,7 +202,7 @@ class _Insertion:
 
     @classmethod
     def between(cls, base: list[int], longer: list[int]) -> _Insertion | None:
-        """The insertion that makes `longer` of `base`; None where there is none."""
+        """Return the insertion that turns `base` into `longer`; None if a single insertion does not."""
         count = len(longer) - len(base)
         if count < 0 or not base:
             return None if longer else cls(0, [], 0, 0, [])
@@ -216,7 +218,7 @@ class _Insertion:
 
 
 def _insert(base: list[int], insertions: Sequence[_Insertion], times: Sequence[int]) -> list[int]:
-    """The sequence with each insertion made so many times."""
+    """Return the sequence after making each insertion the given number of times."""
     made = [(one, count) for one, count in zip(insertions, times, strict=True) if count]
     more = [0] * (len(base) + 1)
     for one, count in made:
@@ -227,7 +229,8 @@ def _insert(base: list[int], insertions: Sequence[_Insertion], times: Sequence[i
     found, begin = [], 0
     for one, count in sorted(made, key=lambda pair: pair[0].place):
         found += [size + own for size, own in zip(base[begin : one.place], more[begin:], strict=False)]
-        # Other rows change it as they change what is in front of it, and its own row as often as it is there again.
+        # Insertions of other rows shift these bytes as they shift the element in front of them. The bytes come from a
+        # trace with one period more, so they already contain this row's own `before` once.
         offset = (more[one.place - 1] if one.place else 0) - one.before
         for index in range(count):
             found += [size + offset + index * one.step for size in one.inserted]
@@ -237,17 +240,18 @@ def _insert(base: list[int], insertions: Sequence[_Insertion], times: Sequence[i
 
 @dataclass(slots=True)
 class _Pass:
-    """One forward of a block, and its backward. Times are numbers of operations.
+    """One forward of a block and its backward. Times are numbers of operations.
 
     Attributes:
         begin, end: of its forward.
         live: bytes alive when it began.
-        inputs: the storages that it was given and no earlier block was, and their bytes.
-        outputs: addresses of the storages that it made and returned.
-        kept: what only the block's own backward needs: with checkpointing it is freed after use, and made again. When
-            that is, and bytes; for weights that autocast converted it is the end of the complete forward.
-        backward: when its backward begins; None where no gradient comes.
-        lost: bytes of its inputs that died in the forward; with checkpointing they stay, for the second forward.
+        inputs: storages passed to this block and to no earlier one, and their bytes.
+        outputs: addresses of the storages that the block created and returned.
+        kept: (time, bytes) of each storage that only the block's own backward needs. With checkpointing these are freed
+            at that time, and created again in the backward. For weights that autocast converted the time is the end of
+            the complete forward.
+        backward: when its backward begins; None if no gradient arrives.
+        lost: bytes of its inputs that died in the forward. With checkpointing they stay for the second forward.
     """
 
     begin: int
@@ -270,9 +274,9 @@ class BlockPasses:
 
     Attributes:
         tape: of the step.
-        shared: addresses of the storages that something else than a block's own backward needs.
+        shared: addresses of the storages that are needed outside of a block's own backward.
         passes: the forwards.
-        forward: operations of the complete forward, once it has ended.
+        forward: number of operations in the complete forward, once it has ended.
     """
 
     tape: LiveBytes
@@ -281,7 +285,7 @@ class BlockPasses:
     forward: int | None = None
 
     def end_forward(self, outputs: Any) -> None:
-        """To be called with the outputs when the complete forward has ended: later, blocks run a second time."""
+        """Record the end of the complete forward. Call it before the backward, in which blocks run a second time."""
         self.forward = len(self.tape.after)
         held = self.shared | {leaf.untyped_storage()._cdata for leaf in _counted(outputs, self.tape)}
         for own in self.passes:
@@ -290,17 +294,17 @@ class BlockPasses:
             own.kept = [(self.forward if kept.converted else kept.used + 1, kept.size) for kept in found]
 
     def checkpointed(self, step: Trace) -> Trace:
-        """The step, had all blocks been checkpointed.
+        """Return the step as it would be with all blocks checkpointed. Call it after the backward.
 
-        A block's own bytes are absent from the end of its forward to the beginning of its backward, where it runs once
-        more; its inputs stay until its backward ends. To be called after the backward.
+        A block's own bytes are then absent from the end of its forward to the beginning of its backward, where the
+        block runs again. Its inputs stay until its backward ends.
 
         Args:
-            step: as it was.
+            step: the step as traced.
         """
         after, forward = self.tape.after, len(step.courses[0])
         reducing = forward + len(step.courses[1])
-        # What is alive even now, as a cache of keys, is not made with checkpointing.
+        # What is still alive now, e.g. a cache of keys, does not exist with checkpointing.
         left = [sum(kept.size for kept in self.tape.alive(p.begin, p.end, apart=p.outputs)) for p in self.passes]
         begins = sorted(own.backward for own in self.passes if own.backward is not None)
         changes = [0] * (len(after) + 1)
@@ -344,9 +348,10 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             outside.pop().__exit__()
 
     def is_watched() -> bool:
-        """In the forward, and with no hooks on top: what `checkpoint` or `save_on_cpu` runs is not to be checkpointed.
+        """Return whether this is the first forward, outside of other saved-tensor hooks.
 
-        To step in there would take their hooks away instead of ours.
+        The caller never checkpoints what `checkpoint` or `save_on_cpu` runs. `step_in` would remove their hooks instead
+        of ours.
         """
         return found.forward is None and tape.hooks == len(outside)
 

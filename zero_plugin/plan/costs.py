@@ -1,20 +1,24 @@
-"""What a strategy costs: memory of one device, of one node's CPU and of its NVMe drive, and the time of a step.
+"""The costs of a strategy: memory of one device, of one node's CPU and of its NVMe drive, and the time of a step.
 
-Memory. First the model states of one process, which outlast a step. The formulas are those of DeepSpeed 0.19's engine
-as this package sets it up, read off its source and compared with the live tensors of real engines
-(tests/plan/test_live_states.py). They begin with how many elements each process has: flat groups, partitions and
-sub-groups, with their padding. Then what comes beside them in each phase of a step: buckets, gathered parameters,
-transients, and buffers of the NVMe drive.
+Memory. `ProcessMemory` first computes the model states of one process, which outlast a step. Its formulas follow
+DeepSpeed 0.19's engine as this package sets it up. They come from DeepSpeed's source, and a test compares them with the
+live tensors of real engines (tests/plan/test_live_states.py). They begin with the elements of each process: flat
+groups, partitions and sub-groups, with their padding. Each phase of a step then adds its own terms: buckets, gathered
+parameters, transients, and buffers for the NVMe drive.
 
-Time, by a roofline: what must pass through each resource, and what runs beside what. Every term is work over speed.
-Sources of the amounts: the code of DeepSpeed 0.19's stages as this package runs them, torch's DDP; for the bytes of a
-step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). DDP reduces beside the last backward. Under
-ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, run beside the computation of their
-micro-batch. Between devices, stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on, with
-which stage 2 reduces beside its backwards. Stage 3, which has it on, gathers ahead beside each pass and reduces beside
-each backward: such a pass takes as long as its computation or what it sends, whichever takes longer. Processes that
-share samples exchange heads in the computation's own stream. The step begins when the last gradient is there, and the
-next forward when the last weight is.
+Time follows a roofline model: the amount that each resource must process, divided by the resource's speed, and which of
+these run at the same time. Sources of the amounts are the code of DeepSpeed 0.19's stages as this package runs them and
+torch's DDP. For the bytes of a step they are ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857).
+
+* DDP reduces gradients during the last backward.
+* Under ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, overlap with the computation of
+  their micro-batch.
+* Stages 1 and 2 reduce between devices in the computation's own stream. With `overlap_comm`, stage 2 reduces during its
+  backwards.
+* Stage 3 runs with `overlap_comm`. It gathers ahead during each pass and reduces during each backward. A pass takes as
+  long as its computation or its communication, whichever takes longer.
+* Processes that share samples exchange heads in the computation's own stream.
+* The step begins when the last gradient has arrived, and the next forward when the last weight has.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, Optimiz
 
 _FP32: Final = 4
 _FP64: Final = 8
-_NORMED: Final = 250_000_000  # elements of a gradient whose norm DeepSpeed computes at a time
+_NORMED: Final = 250_000_000  # elements of a gradient whose norm DeepSpeed computes in one piece
 
 Parameters = tuple[ParameterSize, ...]
 
 
 def flat_elements(parameters: Parameters, processes: int) -> int:
-    """Elements of the trained parameters as stages 1 and 2 lay them out: one flat tensor, cut into equal partitions.
+    """Return the elements of the flat tensor that stages 1 and 2 cut into equal partitions.
 
-    DeepSpeed aligns every partition to two elements, for NCCL: `nccl_start_alignment_factor`. Each further parameter
-    group adds at most `2 × processes` elements.
+    It holds all trained parameters. DeepSpeed aligns every partition to two elements, for NCCL:
+    `nccl_start_alignment_factor`. Each further parameter group adds at most `2 × processes` elements.
     """
     trained = sum(p.elements * p.count for p in parameters if p.trainable)
     return _ceil(trained, 2 * processes) * 2 * processes
@@ -49,10 +53,10 @@ def flat_elements(parameters: Parameters, processes: int) -> int:
 
 @lru_cache(maxsize=256)
 def touched_elements(parameters: Parameters, processes: int) -> int:
-    """Elements of the trained parameters of which one process' flat partition holds all or a part; of the process with
-    the most.
+    """Return the elements of all trained parameters that one process's flat partition contains, completely or in part.
 
-    Gradients that are not accumulated in fp32 are kept unpartitioned for each of those parameters.
+    The result is that of the process with the most. Gradients that are not accumulated in fp32 stay unpartitioned for
+    each of these parameters.
     """
     partition = flat_elements(parameters, processes) // processes
     ends = list(accumulate(p.elements for p in parameters if p.trainable for _ in range(p.count)))
@@ -66,15 +70,16 @@ def touched_elements(parameters: Parameters, processes: int) -> int:
 
 @lru_cache(maxsize=256)
 def sharded_elements(parameters: Parameters, processes: int, *, trainable: bool) -> int:
-    """Elements of one process at stage 3, where each parameter is padded to a multiple of the processes by itself."""
+    """Return one process's elements at stage 3, which pads each parameter to a multiple of the processes."""
     return sum(_ceil(p.elements, processes) * p.count for p in parameters if p.trainable == trainable)
 
 
 @lru_cache(maxsize=256)
 def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, ...]:
-    """Elements, on one process, of each sub-group of parameters that the stage-3 optimizer updates at a time.
+    """Return one process's elements in each sub-group of parameters that the stage-3 optimizer updates at a time.
 
-    As in DeepSpeed's `_create_fp16_sub_groups`, parameters are added to a sub-group until it has at least `size`.
+    As in DeepSpeed's `_create_fp16_sub_groups`, parameters are added to a sub-group until it has at least `size`
+    elements.
     """
     everything = sharded_elements(parameters, processes, trainable=True)
     if size >= everything:
@@ -94,7 +99,7 @@ def _ceil(elements: int, divisor: int) -> int:
     return -(-elements // divisor)
 
 
-# DeepSpeed leaves what is smaller than this in memory, and writes files in blocks of 1 KiB for each of the threads:
+# DeepSpeed keeps tensors below this size in memory, and writes files in blocks of 1 KiB for each of the threads:
 # MIN_AIO_BYTES and AIO_ALIGNED_BYTES of its swap_tensor/utils.py, with the `aio` section's defaults.
 _NVME_LEAST = 2**20
 _NVME_BLOCK = 1024
@@ -107,10 +112,10 @@ class ProcessMemory:
     """The bytes that one process takes of each memory, by term.
 
     Attributes:
-        model: its sizes.
-        optimizer: what it keeps.
+        model: sizes of the model.
+        optimizer: sizes of its states.
         setup: the strategy.
-        processes: over which ZeRO partitions.
+        processes: number of processes among which ZeRO partitions.
     """
 
     model: ModelSizes
@@ -120,17 +125,17 @@ class ProcessMemory:
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the optimizer updates fp32 copies; else the weights themselves, with gradients that autograd made."""
+        """Whether the optimizer updates fp32 copies; otherwise it updates the weights themselves."""
         return self.setup.stage is not None and (self.setup.stage > 0 or self.setup.weight_bytes != _FP32)
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states are elsewhere than on the device, all or a part."""
+        """Whether optimizer states are offloaded from the device, completely or in part."""
         return bool(self.setup.stage) and self.setup.offload_optimizer != "none"
 
     @property
     def sums_are_wider(self) -> bool:
-        """Whether gradients are added up in fp32 and computed in 16 bits."""
+        """Whether gradients are computed in 16 bits and accumulated in fp32."""
         return self.setup.gradient_bytes == _FP32 != self.setup.weight_bytes
 
     @property
@@ -140,19 +145,19 @@ class ProcessMemory:
 
     @property
     def touched(self) -> int:
-        """Elements of the trained parameters of which this process' flat partition holds all or a part, at most."""
+        """Elements of the trained parameters that one process's flat partition overlaps, at most."""
         return touched_elements(self.model.parameters, self.processes)
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
-        """Elements that this process' optimizer updates, at stage 3 those of each sub-group."""
+        """Elements that this process's optimizer updates; at stage 3 those of each sub-group."""
         if self.setup.stage == 3:
             return sub_groups(self.model.parameters, self.processes, self.setup.sub_group_size)
         return (self.flat // self.processes if self.setup.stage else self.model.trainable,)
 
     @property
     def updated_on_device(self) -> tuple[int, ...]:
-        """Those of them that are updated on the device.
+        """The part of `updated` that is updated on the device.
 
         A `ratio` below 1 leaves the first `int((1 - ratio) × groups)` sub-groups there.
         """
@@ -165,11 +170,11 @@ class ProcessMemory:
         return max((p.elements for p in self.model.parameters if p.trainable), default=0)
 
     def partitions(self, width: int) -> Iterator[tuple[int, ParameterSize]]:
-        """The parameters, each with the bytes of this process' partition at stage 3 by elements of `width` bytes."""
+        """Yield each parameter with the bytes of this process's partition at stage 3, for elements of `width` bytes."""
         return ((_ceil(p.elements, self.processes) * width, p) for p in self.model.parameters)
 
     def device_states(self) -> dict[str, int]:
-        """Bytes on one device that outlast a step: weights, optimizer states, gradient buffers that are kept."""
+        """Return the bytes on one device that outlast a step: weights, optimizer states, kept gradient buffers."""
         model, setup, width = self.model, self.setup, self.setup.weight_bytes
         if setup.stage == 3:
             return self._stage3_device()
@@ -183,7 +188,7 @@ class ProcessMemory:
         found |= {"master weights": own} if self.has_master_weights else {}
         found["optimizer states"] = self.optimizer.states * own
         if setup.stage is None:
-            buckets = model.trainable * _FP32 if self.processes > 1 else 0  # DDP's; gradients zero_grad frees
+            buckets = model.trainable * _FP32 if self.processes > 1 else 0  # DDP's; zero_grad frees gradients
             found |= {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
         elif setup.sums_on_every_device:
             found["gradients"] = self.flat * _FP32
@@ -194,7 +199,7 @@ class ProcessMemory:
         if setup.offload_param == "none":
             found["parameters"] = sum(size * p.count for size, p in self.partitions(width))
         if self.processes > 1 or setup.offload_param != "none":
-            # Each with its padding, trained or not.
+            # All small parameters with their padding, trained or not.
             small = (size * p.count for size, p in self.partitions(width) if p.elements <= setup.persistence_threshold)
             found["persistent parameters"] = sum(small) * self.processes
         found["buckets"] = setup.reduce_bucket * width
@@ -205,14 +210,14 @@ class ProcessMemory:
         return found
 
     def window_gradients(self) -> int:
-        """Bytes of gradients on one device at the end of an accumulation window that are not among the states kept."""
+        """Return the bytes of gradients on one device when an accumulation window ends, without the kept buffers."""
         setup, width, trained = self.setup, self.setup.weight_bytes, self.model.trainable
         if setup.stage is None:
             return 0 if self.processes > 1 and setup.gradient_views else trained * width
         if setup.stage == 3:
             return 0
         if setup.stage == 0 or setup.sums_on_every_device:
-            return trained * width  # at stage 1 added to the sums, and not freed before the step
+            return trained * width  # stage 1 adds them to the sums, and does not free them before the step
         if setup.stage == 1:
             return trained * setup.gradient_bytes
         if self.sums_are_wider:
@@ -220,16 +225,16 @@ class ProcessMemory:
         return 0 if self.offloads_optimizer else self.touched * width
 
     def carried_gradients(self) -> int:
-        """Bytes of gradients that the last backward of an accumulation window begins with, beside the states."""
+        """Return the bytes of gradients at the start of a window's last backward, without the kept buffers."""
         if self.setup.accumulation == 1:
             return 0
         if self.setup.stage is None and self.processes > 1:
-            # Views too are outside DDP's buckets until the last backward.
+            # Views too are separate from DDP's buckets until the last backward.
             return self.model.trainable * self.setup.weight_bytes
         return self.window_gradients()
 
     def host_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Bytes of each tensor in CPU memory that outlasts a step, without buffers of the NVMe drive."""
+        """Return the bytes of each tensor in CPU memory that outlasts a step, without buffers for the NVMe drive."""
         setup, width, own = self.setup, self.setup.weight_bytes, sum(self.updated)
         found: dict[str, tuple[int, ...]] = {}
         if setup.offload_param == "cpu":
@@ -248,15 +253,16 @@ class ProcessMemory:
         if setup.stage == 3:
             return found | {"gradients": (own * setup.gradient_bytes, *in_host)}
         found["gradients"] = (own * _FP32,)
-        # The updated weights on their way back to the device, and one gradient on its way from there.
+        # The updated weights that return to the device, and one gradient that arrives from it.
         found["staging"] = (own * width, self._largest_trained * width)
         if setup.stage == 2 and setup.gradient_bytes == width:
-            # Every backward adds to a copy in CPU memory, since only the step tells that the accumulation window ends.
+            # Every backward adds to a copy in CPU memory, since stage 2 learns only in the step that the accumulation
+            # window ends.
             found["gradients"] += (self.touched * width,)
         return found
 
     def nvme_states(self) -> dict[str, int]:
-        """Bytes of one process' files on NVMe: tensors of 1 MiB or more."""
+        """Return the bytes of one process's files on NVMe: tensors of 1 MiB or more."""
         found, width = {}, self.setup.weight_bytes
         if self.setup.offload_param == "nvme":
             files = (_in_blocks(size) * p.count for size, p in self.partitions(width) if _is_swapped(size))
@@ -270,12 +276,12 @@ class ProcessMemory:
         return found
 
     def reduction_buffers(self) -> tuple[int, int]:
-        """Bytes on the device that reducing gradients takes: from a backward's first gradient on, and each time beside.
+        """Return the bytes on the device for reducing gradients: from the first gradient on, and per full bucket.
 
-        From the first gradient on, at stages 1 and 2: the contiguous bucket, with `overlap_comm` a second one, and at
-        stage 2, where sums are in the weights' own type, the reduced gradients that are to be added to them. Each time
-        that a bucket is full, at stage 2 the flattened copy that is all-reduced; at stage 3, whose bucket is among the
-        states, the reordered one that is reduce-scattered, and what comes of it in the type of the sums.
+        From a backward's first gradient on, at stages 1 and 2: the contiguous bucket, and a second one with
+        `overlap_comm`. Stage 2 with sums in the weights' own dtype also holds the reduced gradients that it adds to the
+        sums. Whenever a bucket is full, at stage 2: the flattened copy that is all-reduced. At stage 3, whose bucket is
+        among the states: the reordered copy that is reduce-scattered, and its result in the dtype of the sums.
         """
         setup, width = self.setup, self.setup.weight_bytes
         if not setup.stage or setup.sums_on_every_device:
@@ -290,25 +296,27 @@ class ProcessMemory:
         return buckets + (self.touched * width if sums else 0), filled * width
 
     def gradients_at_full_bucket(self) -> int:
-        """Bytes of gradients on the device, not among the states, when a backward's first bucket is reduced."""
+        """Return the bytes of gradients, without the kept buffers, when a backward's first bucket is reduced."""
         if self.setup.stage == 2 and self.sums_are_wider:
-            return sum(self.updated) * _FP32  # all sums are made at once, and stay until the step
+            return sum(self.updated) * _FP32  # stage 2 allocates all sums together and keeps them until the step
         return self.carried_gradients()
 
     def gathered_parameters(self) -> int:
-        """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
+        """Return the bytes of gathered parameters that stage 3 holds on a device at the same time.
 
-        Gathering ahead starts anew at every module, so it runs ahead until `max_live_parameters` are there. And a
-        module's parameters are not released after its forward where the backward needs them within
-        `max_reuse_distance` elements of the trace, which visits what follows a module once on the way forth and once on
-        the way back (three times where blocks are recomputed): at the end of a forward the last half (third) of that
-        distance is gathered. Parameters that are gathered together come in one flat buffer and are copied out of it.
+        Parameters that always stay unpartitioned do not count. Gathering ahead starts again at every module, so it
+        continues until `max_live_parameters` are gathered.
+
+        A module's parameters are not released after its forward if the backward needs them within `max_reuse_distance`
+        elements of the trace. The trace visits what follows a module once in the forward and once in the backward, or
+        three times if blocks are recomputed. At the end of a forward, the last half (or third) of that distance is
+        therefore gathered. Parameters that are gathered together arrive in one flat buffer and are copied out of it.
         """
         model, setup = self.model, self.setup
         if setup.stage != 3 or (self.processes == 1 and setup.offload_param == "none"):
             return 0
         passing = sum(p.elements * p.count for p in model.parameters if p.elements > setup.persistence_threshold)
-        # This package has stage 3 gather the experts of a layer together, whichever a process chooses.
+        # This package makes stage 3 gather all experts of a layer together, whichever expert a process selects.
         experts = sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
         largest = max(model.largest_module, experts, *(p.elements for p in model.parameters))
         ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
@@ -317,34 +325,36 @@ class ProcessMemory:
         return (min(held, passing) + min(in_flight, passing)) * setup.weight_bytes
 
     def autocast_copies(self) -> int:
-        """Bytes of the 16-bit copies of fp32 weights that autocast makes in a forward and its backward reads."""
+        """Return the bytes of the 16-bit copies of fp32 weights that autocast makes for forward and backward."""
         if self.setup.stage is not None or self.setup.precision == "no":
             return 0
         return sum(p.elements * p.count * 2 for p in self.model.parameters if p.trainable or p.width == _FP32)
 
     def flat_copy(self) -> int:
-        """Bytes of the flat copy of all trained parameters that is made while the parameters themselves still exist."""
+        """Return the bytes of the flat copy of all trained parameters, made while the originals still exist."""
         return self.flat * self.setup.weight_bytes if self.has_master_weights and self.setup.stage != 3 else 0
 
     def step_moments(self) -> tuple[dict[str, int], ...]:
-        """Bytes on the device in the course of a step that do not outlast it, moment by moment.
+        """Return the bytes on the device during a step that do not outlast it, moment by moment.
 
-        Reducing (stages 0 and 1 wait for it until the step), making the flat fp32 gradients, updating.
+        The moments are reducing (stages 0 and 1 delay this to the step), building the flat fp32 gradients, and
+        updating.
         """
         setup, width = self.setup, self.setup.weight_bytes
         gradients = {"gradients": self.window_gradients()}
         own = max(self.updated_on_device, default=0)  # elements that one call of the optimizer updates
         update = own * self.optimizer.step_copies * _FP32
         if setup.sums_on_every_device or not self.has_master_weights:
-            # At stage 1 the sums are reduced in 16 bits, in one piece, and the step reads them where they are.
+            # At stage 1 the sums are reduced in 16 bits, in one piece, and the step reads them in their place.
             elements = {None: 0, 0: min(_STAGE0_BUCKET, self.model.trainable)}.get(setup.stage, self.flat)
             return {**gradients, "reduction buffers": elements * width}, {**gradients, "step transient": update}
         if setup.stage == 0:
-            # A fused kernel gets flat fp32 gradients, made of separate ones; torch's optimizer works beside separate
-            # ones.
+            # A fused kernel takes flat fp32 gradients, built from separate ones. torch's optimizer works next to
+            # separate ones.
             return ({**gradients, "step transient": own * _FP32 + (update or own * _FP32)},)
         if setup.stage == 3 and self.offloads_optimizer:
-            # Gradients go to CPU memory one by one, to NVMe by sub-groups, and the norm of each is computed in fp64.
+            # Gradients are copied to CPU memory one by one, or to NVMe by sub-groups, and the norm of each is computed
+            # in fp64.
             one = self._largest_trained // self.processes
             swapped = max(self.updated, default=0) * _FP32 if setup.offload_optimizer == "nvme" else 0
             normed = one * setup.gradient_bytes + min(one, _NORMED) * _FP64
@@ -356,7 +366,7 @@ class ProcessMemory:
         if self.offloads_optimizer:
             return ({**reduced, "step transient": min(self._largest_trained, sum(self.updated)) * _FP64},)
         if setup.stage == 2 and self.sums_are_wider:
-            return ({**gradients, "step transient": update},)  # the sums are flat and in fp32 by now
+            return ({**gradients, "step transient": update},)  # the sums are already flat and in fp32
         kept = self.touched * width
         if setup.stage == 1:
             reduced["gradients"] += kept
@@ -364,15 +374,12 @@ class ProcessMemory:
         return reduced, {"gradients": kept, "step transient": made}, {"step transient": updating}
 
     def swap_buffers(self) -> int:
-        """Bytes of pinned CPU memory that are allocated as swap buffers for what is offloaded to NVMe.
-
-        These are parameters and optimizer states.
-        """
+        """Return the bytes of pinned CPU memory that NVMe offload of parameters and optimizer states needs."""
         setup, found = self.setup, 0
         largest_group = max(self.updated, default=0)
         if setup.offload_param == "nvme":
-            # The parameter buffers; and the buffer from which updated parameters are written to NVMe, which DeepSpeed
-            # sizes for unpartitioned parameters (`reserve_partitioned_swap_space`).
+            # The parameter buffers, plus the buffer from which updated parameters are written to NVMe. DeepSpeed sizes
+            # the latter for unpartitioned parameters (`reserve_partitioned_swap_space`).
             found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * self.processes) * setup.weight_bytes
         if setup.offload_optimizer == "nvme":
             found += _OPTIMIZER_BUFFERS * largest_group * _FP32
@@ -388,16 +395,16 @@ def _in_blocks(size: int) -> int:
 
 
 def _casting(flattened: int, elements: int, width: int, update: int) -> tuple[int, int]:
-    """Bytes while gradients that were flattened become fp32, and while the optimizer reads these."""
+    """Return the bytes while flattened gradients are cast to fp32, and while the optimizer reads the result."""
     return flattened + (elements * _FP32 if width != _FP32 else 0), elements * _FP32 + update
 
 
 # Rules of thumb: CUDA's context with the kernels that torch loads and cuBLAS's workspace; NCCL's channels.
 CONTEXT_BYTES = 700 * 2**20
 COMMUNICATION_BYTES = 300 * 2**20
-# The share of what comes and goes that torch's allocator holds and cannot give.
+# The part of short-lived memory that torch's allocator reserves and cannot use.
 FRAGMENTED = 0.05
-# Python, torch, DeepSpeed and CUDA in CPU memory, for each process.
+# CPU memory of each process for Python, torch, DeepSpeed and CUDA.
 PROCESS_BYTES = 2**30
 
 _OUTSIDE = ("context", "fragmentation")
@@ -405,16 +412,16 @@ _OUTSIDE = ("context", "fragmentation")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by term.
+    """Bytes of memory by term.
 
     Attributes:
         device: of one device, in the phase that takes the most.
-        device_phase: that phase: "initialisation", "forward" (its end, when all activations are there, and the loss'
-            backward), "reduction" (the first gradients are made and reduced), "backward" (its end, when all gradients
-            are there) or "step".
-        host: of one node.
+        device_phase: the name of this phase. "initialisation"; "forward" (its end, when all activations exist, and the
+            loss's backward); "reduction" (the first gradients are computed and reduced); "backward" (its end, when all
+            gradients exist); or "step".
+        host: of one node's CPU memory.
         pinned: page-locked bytes of `host` that one process holds.
-        locked: of those, the ones that count against `memlock`: the buffers of the NVMe drive.
+        locked: the part of `pinned` that counts against `memlock`: the buffers for the NVMe drive.
         nvme: of one node's drive.
         phases: the terms of every phase.
     """
@@ -434,7 +441,7 @@ class Footprint:
 
     @property
     def allocated_bytes(self) -> int:
-        """What torch's allocator hands out at most on one device: `torch.cuda.max_memory_allocated`."""
+        """The most that torch's allocator hands out on one device: `torch.cuda.max_memory_allocated`."""
         return max(sum(v for k, v in terms.items() if k not in _OUTSIDE) for terms in self.phases.values())
 
     @property
@@ -448,28 +455,28 @@ class Footprint:
         return sum(self.nvme.values())
 
     def excess(self, cluster: Cluster) -> float:
-        """The fraction of a memory that this needs: of a device's, or of CPU memory if that is larger."""
+        """Return the fraction of a device's memory that is needed, or of CPU memory if that is larger."""
         return max(self.device_bytes / cluster.device_bytes, self.host_bytes / max(1, cluster.host_bytes))
 
 
 def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
-    """The memory that training needs: of a device at its peak, of one node's CPU memory, and of its NVMe drive.
+    """Return the memory that training needs: of a device at its peak, of one node's CPU memory, and of its NVMe drive.
 
     Args:
-        work: what is trained, in `setup.precision`; where its activations are not those of autocast, autocast's copies
-            of the weights are added.
+        work: the training, in `setup.precision`. If its activations are not those of autocast, autocast's copies of the
+            weights are added.
         setup: the strategy.
-        cluster: the machines. Only their number of processes matters, and at stages 1 and 2 the device's memory, since
-            DeepSpeed flattens parameters in CPU memory where it is too small.
+        cluster: the machines. Only their number of processes matters, and at stages 1 and 2 the device's memory:
+            DeepSpeed flattens parameters in CPU memory if the device is too small.
     """
-    if cluster.is_of_cpus:  # a bucket's pages are there once they are written
+    if cluster.is_of_cpus:  # the system provides a bucket's pages only as they are written
         setup = replace(setup, reduce_bucket=min(setup.reduce_bucket, work.model.trainable))
     memory = ProcessMemory(work.model, work.optimizer, setup, cluster.processes)
     states = {"buffers": work.model.buffer_bytes, **memory.device_states()}
     kept = work.activations.under(setup.stage)
     saved, forward, reducing, backward = kept.at(setup.micro_batch, checkpointing=setup.activation_checkpointing)
     moved = kept.moved.at(setup.micro_batch)
-    if cluster.is_of_cpus:  # whose memory is the device's
+    if cluster.is_of_cpus:  # CPU memory is the device's memory
         saved, moved = saved + moved, 0
     gathered = {"gathered parameters": memory.gathered_parameters()}
     buckets, copied = memory.reduction_buffers()
@@ -477,12 +484,12 @@ def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
         "gradients": memory.carried_gradients(),
         "transient": forward,
         "activations": saved,
-        # What was traced under autocast has the copies among what it saves.
+        # A trace under autocast already counts the copies among the saved bytes.
         "autocast copies": 0 if work.activations.autocast else memory.autocast_copies(),
     }
     at_first_gradient = {**at_end_of_forward, "transient": max(reducing, 0), "activations": saved + min(reducing, 0)}
     at_first_gradient["reduction buffers"] = buckets
-    # When a bucket is full, its share of the backward is over.
+    # When a bucket is full, its part of the backward is done.
     left = 1 - min(1.0, setup.reduce_bucket / max(1, work.model.trainable))
     at_full_bucket = {
         **at_first_gradient,
@@ -517,7 +524,7 @@ def _largest(*groups: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
-    """All terms; of those that several groups have, the sum."""
+    """Return all terms; terms of the same name are added."""
     found: Counter[str] = Counter()
     for terms in groups:
         found.update(terms)
@@ -527,7 +534,7 @@ def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
 def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
     found = {name: size for name, size in terms.items() if size}
     if cluster.is_of_cpus:
-        return found  # no CUDA, and the C library gives back what is free
+        return found  # no CUDA, and the C library returns freed memory to the system
     comes_and_goes = sum(terms.values()) - sum(min(size, terms.get(name, 0)) for name, size in states.items())
     found["context"] = CONTEXT_BYTES + (COMMUNICATION_BYTES if cluster.processes > 1 else 0)
     found["fragmentation"] = int(FRAGMENTED * comes_and_goes)
@@ -535,23 +542,24 @@ def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], cluster: 
 
 
 def _host(memory: ProcessMemory, devices: int, moved: int) -> tuple[dict[str, int], int, int]:
-    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers.
+    """Return the terms of one node, and the bytes that one process page-locks: in total, and for NVMe buffers alone.
 
     Args:
         memory: of one process.
         devices: processes of a node.
-        moved: bytes of activations that each keeps there; torch rounds page-locked ones up beside that.
+        moved: bytes of activations that each process keeps there, without torch's rounding of page-locked memory.
     """
     setup, locked, tensors = memory.setup, memory.swap_buffers(), memory.host_tensors()
     found = {"processes": PROCESS_BYTES, "NVMe buffers": locked, "activations": moved}
     found |= {name: sum(tensors[name]) for name in tensors}
     pinned = {}
     if setup.pin_memory:
-        # The optimizer makes its states in plain memory, and stage 3 its master weights.
+        # The optimizer allocates its states in pageable memory, and stage 3 its fp32 master weights too.
         plain = ("optimizer states", "master weights") if setup.stage == 3 else ("optimizer states",)
         pinned = {name: sum(map(_power_of_two, tensors[name])) for name in tensors if name not in plain}
         if setup.offload_param == "cpu":
-            # zero.Init pins each partition, then all move into one tensor, and torch keeps what it has once pinned.
+            # zero.Init pins each partition, then moves all into one tensor, and torch never releases memory that it has
+            # pinned.
             sizes = memory.partitions(setup.weight_bytes)
             pinned["pinned before"] = sum(_power_of_two(size) * p.count for size, p in sizes if p.trainable)
     found |= pinned
@@ -559,16 +567,18 @@ def _host(memory: ProcessMemory, devices: int, moved: int) -> tuple[dict[str, in
 
 
 def _power_of_two(size: int) -> int:
-    """What torch's allocator of page-locked memory takes for `size` bytes (CachingHostAllocator rounds up)."""
+    """Return the page-locked bytes for `size` bytes: torch's CachingHostAllocator rounds up."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-# CPU time of DeepSpeed's hooks for each parameter tensor and pass, as measured on an EPYC core by 100 linear layers at
-# stages 2 and 3; they run ahead of the device, beside its work.
+# CPU time of DeepSpeed's hooks for each parameter tensor and pass, measured on an EPYC core with 100 linear layers at
+# stages 2 and 3. The hooks run ahead of the device and overlap with its work.
 _HOOK_S: Final = 80e-6
-_HOST_KERNELS: Final = ("adam", "adamw", "lion", "adagrad")  # DeepSpeed's; for others torch loops over the tensors,
-_WITHOUT_KERNEL: Final = 10.0  # which took ten times as long (0.13 against 1.37 billion elements per second)
-_UNPINNED: Final = 0.5  # of PCIe's bandwidth: the driver copies through a pinned buffer of its own
+# The optimizers for which DeepSpeed has a CPU kernel. For others torch loops over the tensors, which took ten times as
+# long (0.13 versus 1.37 billion elements per second).
+_HOST_KERNELS: Final = ("adam", "adamw", "lion", "adagrad")
+_WITHOUT_KERNEL: Final = 10.0
+_UNPINNED: Final = 0.5  # of PCIe's bandwidth: for pageable memory the driver copies through its own pinned buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,8 +586,8 @@ class StepTime:
     """Seconds of one optimizer step.
 
     Attributes:
-        terms: what the step takes, one after the other.
-        hidden: what runs beside them, for as long as it is hidden.
+        terms: the parts of the step, one after the other.
+        hidden: work that overlaps with `terms`, as far as it is hidden.
     """
 
     terms: Mapping[str, float]
@@ -590,41 +600,41 @@ class StepTime:
 
 
 def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
-    """The time of `setup.accumulation` micro-batches on every process, and the update.
+    """Return the time of `setup.accumulation` micro-batches on every process, plus the update.
 
     Args:
-        work: what is trained; where the operations of a forward are unknown, they are two per parameter and token.
+        work: the training. If the operations of a forward are unknown, two per parameter and token are assumed.
         setup: the strategy.
         cluster: the machines.
 
     Raises:
-        ValueError: a speed that this setup needs is not known of the cluster.
+        ValueError: the cluster lacks a speed that this setup needs.
     """
     model, micro_batches = work.model, setup.accumulation
     forward, backward = _compute(model, work.activations, setup, cluster)
     compute = micro_batches * (forward + backward)
-    beside = {
-        "PCIe": _pcie_beside(model, setup, cluster),
+    overlapped = {
+        "PCIe": _pcie_overlapped(model, setup, cluster),
         "NVMe": _seconds(_weights_from(model, setup, "nvme") / cluster.nodes, cluster.nvme_read, "nvme_read"),
     }
     if setup.stage == 3:
-        beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
+        overlapped["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
     between = _collectives(model, setup, cluster)
     waited = _waited_for(between, setup, micro_batches * forward, (micro_batches if setup.stage else 1) * backward)
-    # They use different resources, so the slowest one alone is waited for.
-    slowest = max(beside, key=lambda name: beside[name])
-    wait = max(0.0, beside[slowest] - compute)
+    # They use different resources, so the step waits for the slowest one alone.
+    slowest = max(overlapped, key=lambda name: overlapped[name])
+    wait = max(0.0, overlapped[slowest] - compute)
     if setup.stage == 3 and setup.overlap_comm:
         if sum(waited.values()) > wait:
             wait = 0.0
         else:
             waited = dict.fromkeys(between, 0.0)
-    hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
+    hidden = {name: min(seconds, compute) for name, seconds in overlapped.items()}
     hidden |= {name: between[name] - waited[name] for name in between}
     heads = micro_batches * _heads_between_devices(work, setup, cluster)
     terms = {"compute": compute, slowest: wait, **waited, "heads between devices": heads}
     update = _update(model, work.optimizer, setup, cluster)
-    # Activations that `save_on_cpu` moves go and come in the computation's own stream.
+    # `save_on_cpu` copies activations in the computation's own stream, in both directions.
     moved = 2 * micro_batches * work.activations.under(setup.stage).moved.at(setup.micro_batch)
     for name, seconds in (*update.items(), ("PCIe", _seconds(moved, cluster.pcie_bandwidth, "pcie_bandwidth"))):
         terms[name] = terms.get(name, 0.0) + seconds
@@ -632,17 +642,17 @@ def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
 
 
 def _waited_for(between: Mapping[str, float], setup: Setup, forward: float, backward: float) -> dict[str, float]:
-    """Seconds per step of what passes between devices that no computation hides.
+    """Return the seconds per step of communication between devices that no computation hides.
 
     Args:
-        between: all of it, by term.
+        between: all communication, by term.
         setup: the strategy.
-        forward, backward: seconds per step of the forwards, and of those backwards beside which gradients are reduced.
+        forward, backward: seconds per step of the forwards, and of the backwards during which gradients are reduced.
     """
     gradients, weights = between.values()
     if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
         gradients = max(0.0, gradients - backward)
-    elif setup.stage == 3 and setup.overlap_comm:  # a half of the weights comes for the forwards
+    elif setup.stage == 3 and setup.overlap_comm:  # half of the weights is gathered for the forwards
         free = max(0.0, backward - weights / 2)
         weights = max(0.0, weights / 2 - forward) + max(0.0, weights / 2 - backward)
         gradients = max(0.0, gradients - free)
@@ -650,10 +660,11 @@ def _waited_for(between: Mapping[str, float], setup: Setup, forward: float, back
 
 
 def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of one micro-batch's forward and backward: operations, or reading the weights where that takes longer.
+    """Return the seconds of one micro-batch's forward and backward: computing, or reading the weights if slower.
 
-    A backward computes the gradients of the inputs, as many operations as the forward, and of the trained weights, in
-    their share as many again; with activation checkpointing it repeats the forward.
+    A backward computes the gradients of the inputs, with as many operations as the forward. It also computes those of
+    the trained weights, with their fraction of as many operations. With activation checkpointing it repeats the
+    forward.
     """
     assumed = 2.0 * model.elements * activations.sample_length / cluster.shared_by
     flops = setup.micro_batch * (activations.flops_per_sample or assumed)
@@ -669,13 +680,15 @@ def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster:
 
 
 def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
-    """Seconds per step of reducing gradients and of gathering weights, each in rings.
+    """Return the seconds per step of reducing gradients and of gathering weights, each in rings.
 
-    Around a ring of N, a reduce-scatter or an all-gather of S bytes takes `S·(N-1)/N` over the slowest link, an
-    all-reduce twice that. DDP reduces fp32 gradients. DeepSpeed reduces in the computation's type: stages 0 to 2 by
-    all-reduces (`use_multi_rank_bucket_allreduce`), stage 2 after every micro-batch, stage 3 by reduce-scatters after
-    every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all weights for each forward and
-    each backward.
+    In a ring of N, a reduce-scatter or an all-gather of S bytes takes `S·(N-1)/N` over the slowest link, an all-reduce
+    twice that.
+
+    * DDP reduces fp32 gradients. DeepSpeed reduces in the computation's dtype.
+    * Stages 0 to 2 use all-reduces (`use_multi_rank_bucket_allreduce`), stage 2 after every micro-batch. Stages 1 and 2
+      gather the new weights once per step.
+    * Stage 3 uses reduce-scatters after every micro-batch, and gathers all weights for each forward and each backward.
     """
     processes, micro_batches, weights = cluster.processes, setup.accumulation, setup.weight_bytes
 
@@ -693,19 +706,20 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> dict[str,
 
 
 def _heads_between_devices(work: Workload, setup: Setup, cluster: Cluster) -> float:
-    """Seconds of one micro-batch in which processes that share samples exchange parts of the sequence for heads.
+    """Return the seconds per micro-batch in which processes exchange parts of a shared sample for heads.
 
-    Of N tokens of h elements, each layer's attention sends queries, keys, values and its result, 4·N·h, of which each
-    of P processes has 4·N·h/P (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509, section 3); 1/P of that stays
-    with it. The backward sends as much, and with activation checkpointing the second forward. What leaves a node is
-    the same of all its processes together. Keys with fewer heads count as if they had all.
+    For N tokens of h elements, each layer's attention sends queries, keys, values and its result: 4·N·h elements. Each
+    of P processes has 4·N·h/P of them and keeps 1/P of its own part (DeepSpeed-Ulysses, Jacobs et al. 2023,
+    arXiv:2309.14509, section 3). The backward sends the same amount again, and so does the second forward with
+    activation checkpointing. A node's processes share its network, so their outgoing bytes are added. Keys with fewer
+    heads count as though they had all.
     """
     sharing, model = cluster.shared_by, work.model
     passes = (3 if setup.activation_checkpointing else 2) * (model.layers or 0)
     item = _FP32 if setup.precision == "no" else 2
     tokens = setup.micro_batch * work.activations.sample_length
     own = passes * 4 * tokens * (model.hidden_size or 0) * item / sharing
-    in_node = gcd(sharing, cluster.devices)  # of a group, if some are elsewhere
+    in_node = gcd(sharing, cluster.devices)  # processes of a group on this node, if the group spans nodes
     outside = cluster.devices * own * (sharing - in_node) / sharing
     return max(
         _seconds(own * (in_node - 1) / sharing, cluster.link_bandwidth, "link_bandwidth"),
@@ -713,12 +727,12 @@ def _heads_between_devices(work: Workload, setup: Setup, cluster: Cluster) -> fl
     )
 
 
-def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
-    """Seconds per step in which gradients go to CPU memory, and offloaded weights come from it, beside the computation.
+def _pcie_overlapped(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
+    """Return the seconds per step of PCIe copies that overlap with the computation.
 
-    Gradients that accumulate in CPU memory come back for every further micro-batch, at stage 2 by
-    `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 by `partition_grads`. Stage 2 with fp32 sums keeps them on the
-    device.
+    Gradients go to CPU memory, and offloaded weights come from there. Gradients that accumulate in CPU memory return
+    for every further micro-batch: at stage 2 in `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 in
+    `partition_grads`. Stage 2 with fp32 sums keeps gradients on the device.
     """
     size = _weights_from(model, setup, "cpu") + _weights_from(model, setup, "nvme")
     if setup.offload_optimizer != "none" and (
@@ -729,15 +743,15 @@ def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
 
 
 def _weights_from(model: ModelSizes, setup: Setup, device: str) -> int:
-    """Bytes of offloaded weights that all processes together read in a step: for each forward and each backward."""
+    """Return the bytes of offloaded weights that all processes read in a step: for each forward and each backward."""
     return 2 * setup.accumulation * model.elements * setup.weight_bytes if setup.offload_param == device else 0
 
 
 def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
-    """Seconds of the step itself, nothing beside it: the optimizer where its states are, and the way there and back.
+    """Return the seconds of the step itself, which overlaps with nothing: the optimizer, and the copies to it and back.
 
-    An optimizer with s states reads the master, the gradient and the states, and writes all but the gradient:
-    `4·(3 + 2s)` bytes per element, 28 for Adam; the copy in 16 bits is 2 more.
+    An optimizer with s states reads the master weight, the gradient and the states, and writes all but the gradient:
+    `4·(3 + 2s)` bytes per element, 28 for Adam. The 16-bit copy adds 2.
     """
     shards, weights = cluster.processes if setup.stage else 1, setup.weight_bytes
     own = on_device = model.trainable / shards
@@ -749,12 +763,13 @@ def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster:
     if setup.offload_optimizer == "none":
         return found
     in_stage3 = setup.stage == 3
-    # Stage 3 copies the sums into the gradients of the master weights, in CPU memory; stages 1 and 2 bring them down.
+    # Stage 3 copies the sums into the gradients of the master weights, in CPU memory. Stages 1 and 2 copy them from the
+    # device.
     passes = _WITHOUT_KERNEL if optimizer.name not in _HOST_KERNELS else 1.0
     moved = on_host * each * passes + (own * 2 * _FP32 if in_stage3 else 0.0)
     found["optimizer on the CPU"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")
     down, up = (0.0 if in_stage3 else own * _FP32), (on_device * _FP32 if in_stage3 else 0.0)
-    # Offloaded weights stay there, but the first forward finds none of them fetched ahead.
+    # Offloaded weights stay in CPU memory, but no weights are prefetched for the first forward.
     up += on_host * weights + (on_device * weights if setup.offload_param != "none" else 0.0)
     found["PCIe"] = _over_pcie(down + up, setup, cluster)
     swapped = on_host * _FP32 * (2 + optimizer.states) if setup.offload_optimizer == "nvme" else 0.0

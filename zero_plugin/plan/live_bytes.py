@@ -1,4 +1,4 @@
-"""What is alive while one step runs on tensors without memory, and a GPU's kernels in place of the CPU's."""
+"""Tracks which bytes are alive during one step on tensors without memory, with a GPU's kernels instead of the CPU's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_plugin.tensors.nested import map_leaves, to_fp32
 _ASK_DEVICE: Final = torch.ops.prim.device.default
 _CONVERT: Final = torch.ops.aten._to_copy.default
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
-_STEPS: Final = (64, 128)
+_STEPS: Final = (64, 128)  # lengths at which `_recurrent_workspace` measures, to extrapolate to any number of steps
 _ENTER_HOOKS: Final = saved_tensors_hooks.__enter__
 _EXIT_HOOKS: Final = saved_tensors_hooks.__exit__
 
@@ -35,9 +35,9 @@ class Storage:
 
     Attributes:
         size: bytes.
-        born: when it was made.
-        used: when an operation last took or gave it.
-        converted: whether it is one of the tensors apart in another type.
+        born: when it was created.
+        used: when an operation last read or returned it.
+        converted: whether it is a copy, in another dtype, of a tensor that does not count (see `LiveBytes`).
     """
 
     size: int
@@ -47,16 +47,16 @@ class Storage:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered: which storages are alive after each operation. A storage counts once, with all its views.
+    """Mode that records the bytes alive after each operation. A storage counts once, with all its views.
 
     Attributes:
         live: bytes alive now.
         after: bytes alive after each operation, in order.
-        flops: floating-point operations so far (a multiplication and an addition are two), of those that torch's own
-            counter knows: matrix products, convolutions, attention.
+        flops: floating-point operations so far (a multiplication and an addition are two). Only operations that torch's
+            own counter knows count: matrix products, convolutions, attention.
         moved: bytes that `save_on_cpu` holds now; see `enter_hooks`.
         has_cpu: whether `save_on_cpu` was entered.
-        hooks: how many `saved_tensors_hooks` are entered now.
+        hooks: number of `saved_tensors_hooks` that are entered now.
 
     Args:
         apart: tensors that do not count, such as parameters.
@@ -74,12 +74,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, Storage] = {}  # by address
 
     def born(self, tensor: Tensor) -> int:
-        """After how many operations its storage was first seen; -1 for one that does not count."""
+        """Return after how many operations the tensor's storage was first seen; -1 if it does not count."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return -1 if found is None else found.born
 
     def alive(self, begin: int, end: int, apart: Collection[int]) -> list[Storage]:
-        """The storages alive now that were first seen from one number of operations to another.
+        """Return the storages alive now that were first seen between two numbers of operations.
 
         Args:
             begin, end: numbers of operations.
@@ -88,9 +88,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [found for key, found in self._alive.items() if begin <= found.born < end and key not in apart]
 
     def enter_hooks(self, hooks: saved_tensors_hooks) -> None:
-        """In place of `saved_tensors_hooks.__enter__`: what `save_on_cpu` takes is gone until it comes back.
+        """Replace `saved_tensors_hooks.__enter__`: what `save_on_cpu` saves is freed until the backward needs it again.
 
-        By itself it would move nothing, since fake tensors are a CPU's.
+        Without this, `save_on_cpu` would move nothing, since fake tensors are on the CPU.
         """
         if isinstance(hooks, save_on_cpu):
             self.has_cpu = True
@@ -99,7 +99,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _ENTER_HOOKS(hooks)
 
     def exit_hooks(self, hooks: saved_tensors_hooks, *error: object) -> None:
-        """In place of `saved_tensors_hooks.__exit__`."""
+        """Replace `saved_tensors_hooks.__exit__`."""
         self.hooks -= 1
         _EXIT_HOOKS(hooks, *error)
 
@@ -116,9 +116,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it made."""
+        """Run an operation and record the storages of its results."""
         kwargs = kwargs or {}
-        if func is _ASK_DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, and slow ones
+        if func is _ASK_DEVICE and isinstance(args[0], FakeTensor):  # two of three calls; torch's own answer is slow
             return args[0].fake_device
         result = func(*args, **kwargs)
         if func is _RECURRENT:
@@ -150,9 +150,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recurrent_workspace(rows: Tensor, *args: Any) -> int:
-    """Bytes that a layer of an LSTM keeps beside its output, of which a kernel on fake tensors says nothing.
+    """Return the bytes that an LSTM layer keeps in addition to its output.
 
-    It is what torch's kernel for CPUs keeps, of which the size is asked with few steps; what cuDNN keeps, nobody tells.
+    A kernel on fake tensors does not report them. They are those of torch's CPU kernel, measured with few steps and
+    extrapolated. cuDNN does not report its workspace.
     """
     shapes = tuple(tuple(tensor.shape) for tensor in (rows[0], *args[:6]))
     settings = tuple(tuple(value) if isinstance(value, list) else value for value in args[6:])
@@ -167,8 +168,8 @@ def _workspace_of(steps: int, shapes: tuple[tuple[int, ...], ...], settings: tup
         return _RECURRENT(*tensors, *settings)[3].numel()  # type: ignore[no-any-return]
 
 
-# What CUDA's autocast runs in fp32 and the CPU's does not, of what models are made of (torch's "Automatic Mixed
-# Precision package", "CUDA Ops that can autocast to float32").
+# Functions used in models that CUDA's autocast runs in fp32 and the CPU's does not (torch's "Automatic Mixed Precision
+# package", "CUDA Ops that can autocast to float32").
 _WIDE: Final = frozenset(
     (
         *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss),
@@ -178,21 +179,22 @@ _WIDE: Final = frozenset(
         *(Tensor.__pow__, Tensor.rsqrt, Tensor.exp, Tensor.log, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.norm),
     )
 )
-_GROUPED: Final = (getattr(F, "grouped_mm", None), torch._grouped_mm)  # the first is torch 2.10's
+_GROUPED: Final = (getattr(F, "grouped_mm", None), torch._grouped_mm)  # torch 2.10 added the first
 _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
 class DeviceKernels(TorchFunctionMode):
-    """While it is entered, operations on CPU tensors keep what CUDA's keep: right in shapes and bytes, not in values.
+    """Mode in which operations on CPU tensors keep what CUDA's keep: shapes and bytes are right, values are not.
 
-    * Attention is one kernel, which keeps queries, keys, values, bias, output, and the logarithm of each soft-max in
-      fp32 (FlashAttention-2, arXiv:2307.08691; the memory-efficient kernel keeps the same).
-    * The product of a mixture's experts counts as one, too.
-    * Dropout keeps a mask of one byte per element, where the CPU keeps a tensor of the input's type.
-    * Autocast runs in fp32 what CUDA's does.
+    * Attention is one kernel. It keeps queries, keys, values, bias, output, and the logarithm of each soft-max in fp32
+      (FlashAttention-2, arXiv:2307.08691; the memory-efficient kernel keeps the same).
+    * The product of a mixture's experts is one kernel too.
+    * Dropout keeps a mask of one byte per element; the CPU keeps a tensor of the input's dtype.
+    * Autocast runs the same functions in fp32 as CUDA's.
 
     Attributes:
-        flops: floating-point operations of the attention kernels' forwards; a causal one computes half of the scores.
+        flops: floating-point operations of the attention kernels' forwards and of the experts' products. Causal
+            attention computes half of the scores.
     """
 
     def __init__(self) -> None:
@@ -200,17 +202,17 @@ class DeviceKernels(TorchFunctionMode):
         self.flops = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, as a GPU would."""
+        """Run a torch function as a GPU would."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:  # what it calls inside is not seen here
+        if func is F.multi_head_attention_forward:  # this mode does not see the calls inside
             return _attend_in_heads(*args, **kwargs)
         if func in _GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
             return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
         if func is torch.Tensor.data_ptr:
-            return 0  # there is no memory, and a GPU's is aligned, which transformers looks at up to torch 2.10
+            return 0  # no memory exists; a GPU's is aligned, which transformers checks up to torch 2.10
         if func in (F.dropout, torch.dropout):
             return _drop(*args, **kwargs)
         if func in _WIDE and torch.is_autocast_enabled("cpu"):
@@ -229,27 +231,30 @@ class DeviceKernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if query.shape[:-2] != key.shape[:-2] and not enable_gqa:  # no fused kernel repeats keys by itself
+        if query.shape[:-2] != key.shape[:-2] and not enable_gqa:  # no fused kernel repeats keys unless requested
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # each call makes its own bias of the mask
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # each call builds its own bias from the mask
         scores = math.prod(query.shape[:-1]) * key.shape[-2]
         self.flops += 2 * scores * (query.shape[-1] + value.shape[-1]) * (0.5 if is_causal else 1.0)
         return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes: query [..., heads, tokens, width], key and value [..., kv_heads, kv_tokens, width]."""
+    """A fused attention kernel.
+
+    Shapes: query [..., heads, tokens, size], key and value [..., kv_heads, kv_tokens, size].
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         *rest, tokens, width = query.shape
         if bias is None and value.shape[-1] == width:
-            output = torch.empty_like(query)  # FlashAttention's is laid out as the queries are
-        else:  # tokens outside of heads in memory, so that joining the heads costs no copy
+            output = torch.empty_like(query)  # FlashAttention's output has the layout of the queries
+        else:  # tokens are outside of heads in memory: joining the heads needs no copy
             output = query.new_empty((*rest[:-1], tokens, *rest[-1:], value.shape[-1])).movedim(-2, len(rest) - 1)
         logarithms = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logarithms, bias)
@@ -258,16 +263,16 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
         query, key, value, _, _, bias = ctx.saved_tensors
-        wide = torch.empty_like(query, dtype=torch.float32)  # FlashAttention-2 adds the queries' gradient up in fp32
+        wide = torch.empty_like(query, dtype=torch.float32)  # FlashAttention-2 sums the queries' gradient in fp32
         made = [torch.empty_like(tensor) for tensor in (query, key, value)]
         del wide
         return *made, torch.empty_like(bias) if bias is not None and bias.requires_grad else None
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The experts' product: rows [tokens, width] in groups, one matrix [groups, width, out] each. For any type.
+    """The experts' product: rows [tokens, size] in groups, one matrix [size, out] per group. Works for any dtype.
 
-    Fake tensors know it in bf16 only.
+    torch's own operation supports only bf16 on fake tensors.
     """
 
     @staticmethod
@@ -281,7 +286,10 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _attend_in_heads(*args: Any, **kwargs: Any) -> Any:
-    """`nn.MultiheadAttention` by torch's fused kernel for CPUs, which takes no dropout, unless scores are requested."""
+    """Run `nn.MultiheadAttention` with torch's fused CPU kernel unless scores are requested.
+
+    That kernel takes no dropout.
+    """
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
     if not call.arguments["need_weights"]:
@@ -290,10 +298,10 @@ def _attend_in_heads(*args: Any, **kwargs: Any) -> Any:
 
 
 def _drop(
-    input: Tensor,  # noqa: A002 - torch's name, by which it may be given
+    input: Tensor,  # noqa: A002 - torch's name; a caller may pass it as a keyword
     p: float = 0.5,
     training: bool = True,
-    inplace: bool = False,  # noqa: ARG001 - which changes no bytes where something is kept for the backward
+    inplace: bool = False,  # noqa: ARG001 - it changes no bytes if something is kept for the backward
     *,
     train: bool | None = None,
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: as typed, as this machine was measured, or as a known GPU's data sheet has it."""
+"""The machines that a plan is for: stated by the user, measured here, or taken from a GPU's data sheet."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.situation import Cluster
 
-# The share of its data sheet's peak that a GPU reaches in training: 0.40-0.41 for Granite-7B on A100s with ZeRO-3 and
-# FSDP (Hugging Face's comparison of the two), 50 of 125 TFLOPS on V100s (ZeRO-3 Offload's announcement).
+# The fraction of its data sheet's peak that a GPU reaches in training: 0.40-0.41 for Granite-7B on A100s with ZeRO-3
+# and FSDP (Hugging Face's comparison of the two), 50 of 125 TFLOPS on V100s (ZeRO-3 Offload's announcement).
 ATTAINABLE: Final = 0.4
 
-_PCIE3, _PCIE4, _PCIE5 = 12e9, 25e9, 55e9  # of 16 lanes, each way, as copies from pinned memory measure
+_PCIE3, _PCIE4, _PCIE5 = 12e9, 25e9, 55e9  # bytes/s of 16 lanes, each way, as measured for copies from pinned memory
 
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """One GPU, from its maker's data sheet.
+    """One GPU, as its manufacturer's data sheet describes it.
 
     Attributes:
-        name: as `--gpu` takes it: the model, the form where it is not the usual one, and the memory where there are
-            several. Of models that there are with and without NVLink's own socket (SXM), that with it is the usual one.
-        mebibytes: memory as `nvidia-smi` shows it, which is a little less than what it is sold with.
+        name: the name for `--gpu`: the model, the form if it is not the usual one, and the memory if there are several
+            sizes. If a model exists with and without NVLink's own socket (SXM), the one with it is the usual form.
+        mebibytes: memory as `nvidia-smi` shows it, slightly less than the advertised size.
         tensor_tflops: dense peak in 16 bits with sums in fp32.
-        fp32_tflops: peak in fp32, TF32 off, as torch has it.
+        fp32_tflops: peak in fp32 without TF32, which is torch's default.
         memory_gb_s: gigabytes per second of its memory.
         pcie: bytes per second between it and CPU memory, each way.
-        nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink, or where it needs a bridge that is
-            sold apart.
-        bf16: whether its tensor cores take bf16; else bf16 runs as fp32.
+        nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink, or if NVLink needs a bridge that is
+            sold separately.
+        bf16: whether its tensor cores support bf16; otherwise bf16 runs at the speed of fp32.
         sheet: the document that the numbers are from.
     """
 
@@ -55,7 +55,7 @@ class KnownDevice:
 
     @property
     def link_bandwidth(self) -> float:
-        """Bytes per second to a peer; without NVLink a half of PCIe's, as every byte crosses it twice."""
+        """Bytes per second to a peer; without NVLink half of PCIe's, since every byte crosses PCIe twice."""
         return self.nvlink_gb_s * 1e9 or self.pcie / 2
 
 
@@ -111,38 +111,40 @@ KNOWN_DEVICES: Final = (
     KnownDevice("MI300X-192GB", 196592, 1307, 163.4, 5300, _PCIE5, 448, sheet=_AMD),
     KnownDevice("MI325X-256GB", 262128, 1307, 163.4, 6000, _PCIE5, 448, sheet=_AMD),
 )
-# Whose speeds order the strategies where only bytes are stated: those of every size have one order.
+# If only a GPU's memory is known, this GPU's speeds order the strategies. The order is the same for GPUs of all sizes.
 UNNAMED: Final = "A100-80GB"
-# Words of a name that make it another GPU than the one without, or several. What no row has is not known.
+# Words in a name that mean another GPU than the name without them, or several GPUs. A GPU with a word that no row has
+# is unknown.
 _FORMS: Final = frozenset({"ada", "laptop", "maxq", "mig", "mobile", "notebook", "nvl", "pcie", "super", "ti"}) | {
-    *("d", "e", "s", "x"),  # of RTX 4090 D, H20-3e, L40 S, A100 X; and 8 x A100
+    *("d", "e", "s", "x"),  # RTX 4090 D, H20-3e, L40 S, A100 X; and 8 x A100
 }
-_OF_THE_CPU: Final = {"gh200": "480gb"}  # memory that drivers write behind the name
+_OF_THE_CPU: Final = {"gh200": "480gb"}  # CPU memory that drivers append to the name
 
 
 def find_device(name: str) -> KnownDevice:
-    """The GPU of that name, as `--gpu` or a driver writes it: `a100-80gb`, `A100`, `NVIDIA A100-SXM4-80GB`, `rtx4090`.
+    """Return the GPU of that name, as `--gpu` or a driver writes it.
 
-    Of two that fit a name without a memory size, the smaller is meant.
+    Examples: `a100-80gb`, `A100`, `NVIDIA A100-SXM4-80GB`, `rtx4090`. If a name without a memory size fits two GPUs,
+    the smaller one is returned.
 
     Raises:
-        ConfigError: the name is not known; the message lists those that are.
+        ConfigError: the name is not known; the message lists the known names.
     """
     wanted = _words(name)
     found = [device for device in KNOWN_DEVICES if _names(device.name, wanted)]
-    if not found and "pcie" in wanted:  # a card's name may say so where there is no other form
+    if not found and "pcie" in wanted:  # a card's name may contain "PCIe" even if the model has no other form
         found = [d for d in KNOWN_DEVICES if not d.nvlink_gb_s and _names(d.name, wanted - {"pcie"})]
     if not found:
         known = {device.name.upper(): device.name for device in KNOWN_DEVICES}
         near = get_close_matches(name.upper(), known, 1, 0.5)
         meant = f"Did you mean {known[near[0]]}? " if near else ""
         fix = f"{meant}Known: {', '.join(known.values())}. For another write --gpu_memory."
-        raise _problem("gpu", f"{name!r} is no GPU that is known here", fix)
+        raise _problem("gpu", f"{name!r} is not a known GPU", fix)
     return found[0]
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:
-    """Floating-point operations per second of that GPU by its data sheet; None where it is not known.
+    """Return the floating-point operations per second in that GPU's data sheet; None if the GPU is not known.
 
     Args:
         name: as a driver writes it.
@@ -156,7 +158,10 @@ def peak_flops(name: str, precision: Precision) -> float | None:
 
 
 def _words(name: str) -> set[str]:
-    """`NVIDIA GeForce RTX 4090` and `rtx4090` as words to compare; `-80`, `80G` and `80 GB` are all `80gb`."""
+    """Split a name like `NVIDIA GeForce RTX 4090` or `rtx4090` into comparable words.
+
+    The forms `-80`, `80G` and `80 GB` all become `80gb`.
+    """
     joined = re.sub(r"(titan[\s_-]*rtx)", "titanrtx", re.sub(r"max[\s_-]q\b", "maxq", name.lower()))
     joined = re.sub(r"rtx[\s_-]*(pro)?[\s_-]*(?=\d)", r"rtx\1", joined)
     sized = re.sub(r"(?<=[^a-z0-9.])(\d{2,3})(?:\s*gi?b?)?(?![a-z0-9.])", r"\1gb", joined)
@@ -164,7 +169,7 @@ def _words(name: str) -> set[str]:
 
 
 def _names(known: str, wanted: set[str]) -> bool:
-    """Whether the words of a name mean that device: its model, its form, and no other memory size than its own."""
+    """Return whether the words of a name mean that device: the same model and form, and no different memory size."""
     words = _words(known)
     form, memory = words & _FORMS, {word for word in words if re.fullmatch(r"\d+gb", word)}
     (model,) = words - form - memory
@@ -174,10 +179,10 @@ def _names(known: str, wanted: set[str]) -> bool:
     return is_model and form == wanted & _FORMS and (not sizes or not memory or memory <= sizes)
 
 
-# What a node is assumed to have if it was neither stated nor measured, and why.
+# Assumed constants of a node that were neither stated nor measured, and the reason for each.
 ASSUMED: Final[dict[str, tuple[float, str]]] = {
     "network_bandwidth": (25e9, "assumed: 200 Gb/s per node"),
-    "adam_bandwidth": (50e9, "assumed: by it Llama 2 7B takes the CPU 4 s a step, as ZenFlow's authors report"),
+    "adam_bandwidth": (50e9, "assumed: then a CPU step of Llama 2 7B takes 4 s, as ZenFlow's authors report"),
     "nvme_read": (2.5e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
     "nvme_write": (1.25e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
 }
@@ -199,20 +204,21 @@ def state_cluster(
     network: float | None = None,
     here: Cluster | None = None,
 ) -> Cluster:
-    """The machines that the arguments describe, with the source of every constant.
+    """Return the machines that the arguments describe, with the source of every constant.
 
-    If `gpu` is given, another machine is meant, and nothing is taken from `here`. Otherwise `here` fills what is not
-    given; if it has no GPU, speeds are not known: they are taken to be one GPU's, whatever `gpu_memory` is.
+    If `gpu` is given, the user means another machine, and nothing is taken from `here`. Otherwise `here` provides what
+    is not given. If `here` has no GPU, speeds are unknown: the speeds of one fixed GPU are used, whatever `gpu_memory`
+    is.
 
     Args:
         gpu: a name of `KNOWN_DEVICES`.
         gpu_memory: bytes of one GPU.
-        host_memory: bytes of one node, for all its processes; where it is not known, as much as its GPUs have.
+        host_memory: bytes of one node, for all its processes; if unknown, as much as the node's GPUs have.
         gpus: of one node.
         nodes: machines.
         nvme: free bytes of one node's NVMe disk.
         network: bytes per second between two nodes, of each node.
-        here: this machine, as `measure_cluster` found it.
+        here: this machine, as measured by `measure_cluster`.
 
     Raises:
         ConfigError: a GPU of that name is not known, a number is too small, or the memory of a GPU is not known.
@@ -231,7 +237,7 @@ def state_cluster(
         base = _cluster_of_unnamed_gpu(gpu_memory, here)
     else:
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
-        raise _problem("gpu", "it is not known how much memory a GPU has", fix)
+        raise _problem("gpu", "the memory of a GPU is not known", fix)
     given = {"device_bytes": gpu_memory, "host_bytes": host_memory, "nvme_bytes": nvme, "devices": gpus, "nodes": nodes}
     stated: dict[str, Any] = {**given, "network_bandwidth": network}
     stated = {name: number for name, number in stated.items() if number is not None}
@@ -258,12 +264,12 @@ def _cluster_of(device: KnownDevice) -> Cluster:
 
 
 def _cluster_of_unnamed_gpu(memory_bytes: int, here: Cluster | None) -> Cluster:
-    """The cluster for a GPU of which only the memory is known, which chooses no speed.
+    """Return the cluster for a GPU of which only the memory is known; its speeds are those of `UNNAMED`.
 
     The node is this machine, if `here` is given.
     """
     cluster = _cluster_of(find_device(UNNAMED))
-    unknown = f"as {UNNAMED}'s: which GPU it is nobody says; `zero-plugin plan --gpu` takes a name"
+    unknown = f"as {UNNAMED}'s: GPU model unknown; `zero-plugin plan --gpu` takes a name"
     sources = {**cluster.sources, **dict.fromkeys(_DEVICE_FIELDS, unknown)}
     node: dict[str, Any] = {}
     if here is not None:

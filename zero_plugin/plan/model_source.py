@@ -1,7 +1,7 @@
-"""The model that is planned for: its sizes, its width, and inputs for its forward; no weight is read or allocated.
+"""The model that is planned for: its sizes, and inputs for its forward. No weight is read or allocated.
 
-It is a live module, or named by its configuration, its weights' headers, a function, or a few numbers. torch is
-imported only where a model is built.
+The model is a live module, or it is named by its configuration, its weights' headers, a function, or a few numbers.
+torch is imported only to build a model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
 _HUB_NAME: Final = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-_HUB_SECONDS: Final = 10.0  # for its answer
+_HUB_SECONDS: Final = 10.0  # timeout of one request
 _EMBEDDING: Final = re.compile(r"embed|wte|lm_head")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
-_GATED: Final = ("silu", "swish", "gelu_pytorch_tanh")  # Llama's, Gemma's; others have no gate
-KEYS: Final = {  # how configurations call what the formula needs
+_GATED: Final = ("silu", "swish", "gelu_pytorch_tanh")  # Llama's and Gemma's activations; others have no gate
+KEYS: Final = {  # names in configurations of the numbers that the formula needs
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "kv_heads": ("num_key_value_heads",),
@@ -47,21 +47,21 @@ KEYS: Final = {  # how configurations call what the formula needs
 _DECODERS_OWN: Final = ("vocabulary", "heads")  # Mamba and RWKV have no heads
 _NO_DECODER: Final = (
     *("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts"),
-    "type_vocab_size",  # BERT's and its kin's
+    "type_vocab_size",  # BERT and its variants have it
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model is, or how large.
+    """The location of a model, or its size in numbers.
 
     Attributes:
         model: a transformers model's folder or its `config.json`, a folder of `*.safetensors`, a model's name on the
-            Hugging Face hub, or `module:function`, which returns a module, or a module and example inputs (see
+            Hugging Face hub, or `module:function`. The function returns a module, or a module and example inputs (see
             `trace_activations`).
-        parameters, hidden_size, layers, vocabulary, heads, kv_heads, intermediate: of a decoder, where there is no
-            model; beside a folder of weights, what those do not tell.
-        trace: whether activations are traced where that can be; else they follow a decoder's formula.
+        parameters, hidden_size, layers, vocabulary, heads, kv_heads, intermediate: of a decoder, if `model` is None.
+            With a folder of weights, numbers that the weights do not show.
+        trace: whether to trace activations if possible; otherwise a decoder's formula gives them.
     """
 
     model: str | None = None
@@ -76,7 +76,7 @@ class ModelSource:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The sizes that are given, by name."""
+        """The given sizes, by name."""
         return {
             name: value for name, value in asdict(self).items() if name not in ("model", "trace") and value is not None
         }
@@ -85,7 +85,9 @@ class ModelSource:
 def open_model(
     source: ModelSource, sequence_length: int | None = None, precision: Precision = "bf16"
 ) -> tuple[ModelSizes, Activations]:
-    """Sizes and activations; no weight is read or allocated, and torch is imported for a trace only.
+    """Return the sizes and activations of a model.
+
+    No weight is read or allocated, and torch is imported only to trace.
 
     Args:
         source: the model.
@@ -93,10 +95,10 @@ def open_model(
         precision: of the computation.
 
     Raises:
-        ConfigError: there is no such model, it cannot be traced, or too little is known of it.
+        ConfigError: the model does not exist, cannot be traced, or too little is known about it.
     """
     if source.model is None:
-        sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # tied is no number
+        sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # `tied` is not among them
         return _by_formula(sizes, source.numbers, sequence_length or DEFAULT_LENGTH, precision)
     config, shapes = find_source(source)
     if config is None:
@@ -111,7 +113,7 @@ def open_model(
 def changed_activations(
     source: ModelSource, sequence_length: int | None = None, precision: Precision = "bf16"
 ) -> Mapping[str, Activations]:
-    """See `trace_changes`; empty where `open_model` computes activations by a formula. Arguments as there."""
+    """Return the result of `trace_changes`; empty if `open_model` uses a formula for activations. Same arguments."""
     if source.model is None:
         return {}
     config, _ = find_model(source.model)
@@ -124,7 +126,7 @@ def changed_activations(
 
 
 def _built(name: str, config: Path | None, sequence_length: int | None) -> tuple[Any, Any]:
-    """The model that a function returns, or of a configuration, and its inputs."""
+    """Return the model that a function returns or a configuration describes, and its inputs."""
     with working(f"building the model of {name}, without its weights"):
         if config is None or _FUNCTION.fullmatch(name):
             return call_function(name, sequence_length)
@@ -133,13 +135,13 @@ def _built(name: str, config: Path | None, sequence_length: int | None) -> tuple
 
 
 def find_source(source: ModelSource) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
-    """As `find_model`; no number may be given of a model that has it.
+    """Return the result of `find_model`, but refuse numbers that the model already states.
 
     Raises:
-        ConfigError: there is no such model, or a number is given beside it.
+        ConfigError: the model does not exist, or a number is given in addition to it.
     """
-    assert source.model is not None, "numbers alone are no model that is somewhere"
-    own = f"beside {source.model}, which has sizes of its own", "Leave one of them out."
+    assert source.model is not None, "numbers alone have no location"
+    own = f"in addition to {source.model}, which has its own sizes", "Leave one of them out."
     if source.parameters is not None:
         raise _error(f"--params is given {own[0]}", own[1])
     config, shapes = find_model(source.model)
@@ -149,12 +151,12 @@ def find_source(source: ModelSource) -> tuple[Path | None, Mapping[str, tuple[in
 
 
 def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
-    """The `config.json` of the model of that name, here or on the Hugging Face hub; else its weights' shapes.
+    """Return the `config.json` of a model in a folder or on the Hugging Face hub; without one, its weights' shapes.
 
-    A function is not called: its name is returned as it stands.
+    A function is not called: its name is returned unchanged.
 
     Raises:
-        ConfigError: there is no such model, or it has neither.
+        ConfigError: the model does not exist, or has neither.
     """
     path = Path(name)
     if _FUNCTION.fullmatch(name) or path.is_file():
@@ -169,21 +171,23 @@ def find_model(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
 
 
 def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
-    """A model of the Hugging Face hub: its `config.json`, from the hub's cache or downloaded into it; of a model that
-    has none, the shapes in its weights' headers, for which no weight is downloaded.
+    """Return the `config.json` of a model on the Hugging Face hub, or the shapes in its weights' headers.
+
+    `config.json` comes from the hub's cache or is downloaded into it. The shapes are read only if the model has no
+    `config.json`; no weight is downloaded for them.
 
     Args:
-        name: as the hub has it, e.g. `meta-llama/Llama-3.1-8B`.
+        name: its name on the hub, e.g. `meta-llama/Llama-3.1-8B`.
 
     Raises:
-        ConfigError: it is no name of the hub's, there is no such model, it may not be seen, or there is no network.
+        ConfigError: the name is not valid on the hub, the model does not exist or is private, or the network is down.
     """
     fix = "Name a transformers model's folder or config.json, a folder of *.safetensors, or module:function"
     nothing = f"{name} is neither a file, nor a folder, nor module:function"
     if not _HUB_NAME.fullmatch(name):
         raise _error(nothing, f"{fix}.")
     if installed_version("huggingface_hub") is None:
-        raise _error(f"{nothing}, and huggingface_hub, which looks models up, is not installed", f"{fix}.")
+        raise _error(f"{nothing}, and huggingface_hub, which finds models on the hub, is not installed", f"{fix}.")
     from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download, model_info, try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
@@ -191,7 +195,7 @@ def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
     offline = f"{fix}; or its sizes: --params, --hidden_size and --layers."
     try:
         with working(f"looking {name} up on the Hugging Face hub"):
-            model_info(name, timeout=_HUB_SECONDS)  # asks once; downloads try a hub that is not there for half a minute
+            model_info(name, timeout=_HUB_SECONDS)  # asks once; a download retries for 30 s if the hub is down
             try:
                 return Path(hf_hub_download(name, "config.json")), {}
             except errors.LocalEntryNotFoundError:
@@ -204,14 +208,12 @@ def look_up(name: str) -> tuple[Path | None, Mapping[str, tuple[int, ...]]]:
             f"{nothing}; the Hugging Face hub's cache lacks it, and the hub does not answer", offline
         ) from None
     except errors.GatedRepoError:
-        raise _error(f"{name} is shown to those only who were given access", "Type `hf auth login` first.") from None
+        raise _error(f"{name} needs access that you do not have", "Type `hf auth login` first.") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise _error(
-            f"{nothing}, and the Hugging Face hub has no such model, or shows it to others only", fix
-        ) from None
+        raise _error(f"{nothing}, and the Hugging Face hub has no such model, or it is private", fix) from None
     except errors.NotASafetensorsRepoError:
         raise _error(f"{name} on the Hugging Face hub holds neither config.json nor *.safetensors", offline) from None
-    except Exception as error:  # of whatever library it asks the network by
+    except Exception as error:  # huggingface_hub's network library may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise _error(f"{nothing}; the hub does not answer: {reason}", offline) from error
 
@@ -230,7 +232,7 @@ def _by_formula(
 
 
 def _from_config(file: Path, sequence_length: int | None, precision: Precision) -> tuple[ModelSizes, Activations]:
-    """The sizes by the formula for decoders, from a config.json and the weight files beside it."""
+    """Return the sizes by the decoder formula, from a config.json and the weight files next to it."""
     config = _read_config(file, "plan", "Give a transformers model's config.json.")
     text = config.get("text_config") or config
     numbers = {name: number for name, keys in KEYS.items() if (number := stated_number(config, keys))}
@@ -238,13 +240,16 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
     other += [f"being a {name}" for name in config.get("architectures") or () if "MaskedLM" in name]
     other += [f"having no {part}" for part in _DECODERS_OWN if part not in numbers]
     if other:
-        what = f"by {other[0]}, {file} is no plain decoder's"
-        raise _error(what, "Have it traced: without --no_trace, and with transformers (pip install transformers).")
+        what = f"{file} does not describe a plain decoder, because of {other[0]}"
+        raise _error(what, "Have it traced: leave out --no_trace and install transformers (pip install transformers).")
     hidden, _ = stated_width(config, "config.json")
     if hidden is None or "layers" not in numbers:
-        raise _error(f"{file} states no width or no depth", "Give --params, --hidden_size and --layers instead.")
+        raise _error(
+            f"{file} does not state the hidden size or the number of layers",
+            "Give --params, --hidden_size and --layers instead.",
+        )
     if text.get("hidden_act", text.get("activation_function", "silu")) not in _GATED:
-        # two matrices of 4h have the elements of three of 8/3·h
+        # two matrices of 4h have as many elements as three of 8/3·h
         numbers["intermediate"] = 2 * numbers.get("intermediate", 4 * hidden) // 3
     tied = bool(text.get("tie_word_embeddings", True))  # transformers' own default
     sizes = decoder_sizes(hidden_size=hidden, tied=tied, **numbers)
@@ -256,7 +261,7 @@ def _from_config(file: Path, sequence_length: int | None, precision: Precision) 
 def _from_weights(
     name: str, shapes: Mapping[str, tuple[int, ...]], source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
-    """From the shape of every tensor in a model's safetensors, and by its name which layer it is of."""
+    """Return the sizes from the shapes in a model's safetensors; a tensor's name contains its layer."""
     sizes = Counter((math.prod(shape), is_expert(key)) for key, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
@@ -273,29 +278,30 @@ def _from_weights(
     return _by_formula(model, source.numbers, sequence_length, precision)
 
 
-# The names under which configurations keep the width of the residual stream. `dim` before `hidden_dim`, which is the
-# feed-forward width where both are there (DistilBERT).
+# The names of the hidden size in configurations. `dim` comes before `hidden_dim`, because DistilBERT has both and its
+# `hidden_dim` is the feed-forward size.
 _WIDTHS: Final = (
     *("hidden_size", "hidden_sizes", "d_model", "n_embd", "n_embed", "emb_dim", "embed_dim", "model_dim"),
     *("dim", "d_latents", "hidden_dim"),
 )
-# The parts that hold the language model, where a configuration nests several: the first that states a width counts.
+# The parts that hold the language model, if a configuration nests several. The first part that states a hidden size
+# counts.
 _LANGUAGE: Final = (
     *("text_config", "llm_config", "language_config", "thinker_config", "llm_cfg", "lm_config", "language_model"),
     *("decoder", "decoder_config", "generator", "text_encoder"),
 )
-_DEEPEST: Final = 4
+_DEEPEST: Final = 4  # levels of nested configurations to search
 
 
 def stated_width(config: Any, path: str, depth: int = 0) -> tuple[int | None, str]:
-    """The hidden size that a configuration states, itself or in a nested one, and where.
+    """Return the hidden size that a configuration states, directly or in a nested one, and where.
 
-    The language part of several comes first, as in transformers' `get_text_config`; of the other parts the widest.
+    The language part comes first, as in transformers' `get_text_config`; of the other parts, the largest size counts.
 
     Args:
         config: an object or a mapping; None states nothing.
-        path: what to call it in the reason, e.g. `model.config`.
-        depth: how many configurations hold this one.
+        path: name of the configuration in the reason, e.g. `model.config`.
+        depth: number of configurations that contain this one.
     """
     if config is None or depth > _DEEPEST:
         return None, ""
@@ -309,7 +315,7 @@ def stated_width(config: Any, path: str, depth: int = 0) -> tuple[int | None, st
         found = stated_width(_member(config, name), f"{path}.{name}", depth + 1)
         if found[0] is not None:
             return found
-    # Nested configurations: members that are mappings, or objects of some configuration class.
+    # Nested configurations are members that are mappings or objects of a configuration class.
     members = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     others = [
         stated_width(part, f"{path}.{name}", depth + 1)
@@ -320,7 +326,7 @@ def stated_width(config: Any, path: str, depth: int = 0) -> tuple[int | None, st
 
 
 def common_width(shapes: Iterable[tuple[int, ...]]) -> tuple[int | None, str]:
-    """The most common dimension of the matrices among `shapes`, the larger one of equals; None without a matrix."""
+    """Return the most common dimension of the matrices among `shapes`, the larger if tied; None without a matrix."""
     counts = Counter(length for shape in shapes if len(shape) == 2 for length in set(shape))
     if not counts:
         return None, ""
@@ -336,25 +342,25 @@ _EXPERT: Final = re.compile(r"(^|[._])experts([._]|$)")
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter of this name belongs to a routed expert, e.g. `layers.0.mlp.experts.3.weight`."""
+    """Return whether a parameter of this name belongs to a routed expert, e.g. `layers.0.mlp.experts.3.weight`."""
     return _EXPERT.search(name) is not None
 
 
 def probe_model_folder(folder: str | Path, where: str) -> ModelFacts:
-    """Sizes of the model in a transformers folder; no tensor is read, and neither torch nor transformers imported.
+    """Return the sizes of the model in a transformers folder, without reading tensors or importing torch.
 
     Without weight files the sizes of the parameters stay unknown (0).
 
     Args:
         folder: holds `config.json`, weights as safetensors, or both.
-        where: who named it, for errors, e.g. `--model`.
+        where: origin of the folder's name, for errors, e.g. `--model`.
 
     Raises:
-        ConfigError: there is no such folder, it holds no model, or a file in it is broken.
+        ConfigError: the folder does not exist, it holds no model, or a file in it is broken.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise _error(f"{folder} is no folder", "Name the folder of a transformers model.", where)
+        raise _error(f"{folder} is not a folder", "Name the folder of a transformers model.", where)
     shapes = weight_shapes(folder, where).values()
     file = folder / "config.json"
     if not file.is_file() and not shapes:
@@ -363,12 +369,13 @@ def probe_model_folder(folder: str | Path, where: str) -> ModelFacts:
 
 
 def model_facts(shapes: Iterable[tuple[int, ...]], config: Any, path: str) -> ModelFacts:
-    """What resolution needs to know of a model.
+    """Return the facts about a model that resolution needs.
 
     Args:
         shapes: of all its parameters.
-        config: its configuration; the hidden size is the one that it states, else the commonest dimension of a matrix.
-        path: what to call that in the reason.
+        config: its configuration, which may state the hidden size; otherwise the most common dimension of the matrices
+            is used.
+        path: name of the configuration in the reason.
     """
     shapes = list(shapes)
     sizes = [math.prod(shape) for shape in shapes]
@@ -379,11 +386,11 @@ def model_facts(shapes: Iterable[tuple[int, ...]], config: Any, path: str) -> Mo
 
 
 def weight_shapes(folder: Path, where: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in a model's folder, by name, from the headers of its safetensors; empty without any.
+    """Return the shape of every tensor in a model's safetensors headers, by name; empty without such files.
 
     Args:
         folder: of the model.
-        where: who named it, for errors.
+        where: origin of the folder's name, for errors.
 
     Raises:
         ConfigError: a file is missing or broken.
@@ -408,12 +415,12 @@ def _read_config(file: Path, where: str, fix: str = _AGAIN) -> dict[str, Any]:
 
 
 DEFAULT_LENGTH: Final = 2048
-# How configurations call the number of positions that a model has.
+# Names in configurations of a model's number of positions.
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "block_size")
 
 
 def usual_length(config: Any = None) -> int:
-    """2048 tokens, or all of a model's positions where it has fewer.
+    """Return 2048 tokens, or all of a model's positions if it has fewer.
 
     Args:
         config: of the model, an object or a mapping; the language part of a nested one counts.
@@ -422,11 +429,11 @@ def usual_length(config: Any = None) -> int:
 
 
 def stated_number(config: Any, names: Iterable[str]) -> int | None:
-    """The first number above 0 that a configuration, or the language part of a nested one, has under one of `names`.
+    """Return the first number above 0 that a configuration states under one of `names`.
 
     Args:
-        config: an object or a mapping.
-        names: of the number.
+        config: an object or a mapping; the language part of a nested one counts.
+        names: possible names of the number.
     """
     if isinstance(config, Mapping):
         config = config.get("text_config") or config
@@ -444,9 +451,10 @@ _LABEL_PER_TOKEN: Final = (
 
 
 def model_sizes(module: nn.Module) -> ModelSizes:
-    """Sizes of `module`, on whatever device it is, `meta` and partitioned (`ds_shape`) included.
+    """Return the sizes of `module`, which may be on any device, on `meta`, or partitioned (`ds_shape`).
 
-    A parameter that several modules share counts once; tensors of one size, all trainable or all frozen, are one entry.
+    A parameter that several modules share counts once. Tensors with the same size, dtype width, `requires_grad` and
+    expert flag are one entry.
     """
     from zero_plugin.plan.blocks import repeated_blocks  # imports torch
 
@@ -478,20 +486,20 @@ def model_sizes(module: nn.Module) -> ModelSizes:
 
 
 def full_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, which may be partitioned."""
+    """Return the unpartitioned shape of a tensor."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def probe_model(model: nn.Module) -> ModelFacts:
-    """Sizes of `model`, without touching its data; partitioned parameters (`ds_shape`) count as unpartitioned ones.
+    """Return the sizes of `model` without touching its data.
 
-    A parameter shared by several modules counts once.
+    Partitioned parameters (`ds_shape`) count as unpartitioned. A parameter shared by several modules counts once.
     """
     return model_facts(map(full_shape, model.parameters()), getattr(model, "config", None), "model.config")
 
 
 def build_model(config: Path) -> nn.Module:
-    """The model of a `config.json`, of the class that it names, else a causal one, on the meta device.
+    """Build the model of a `config.json` on the meta device: of the class that it names, otherwise a causal one.
 
     Raises:
         ConfigError: transformers does not know it.
@@ -503,7 +511,8 @@ def build_model(config: Path) -> nn.Module:
         settings = transformers.AutoConfig.from_pretrained(config)
         named = (settings.architectures or [""])[0]
         if settings.problem_type is None and settings.num_labels > 1:
-            settings.problem_type = "single_label_classification"  # what it takes integer labels for, by their values
+            # transformers would choose this for integer labels too, but it would read their values.
+            settings.problem_type = "single_label_classification"
         with torch.device("meta"):
             if hasattr(transformers, named):
                 return getattr(transformers, named)(settings)  # type: ignore[no-any-return]
@@ -516,22 +525,24 @@ def build_model(config: Path) -> nn.Module:
 
 
 def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str, Tensor]]:
-    """A function from a number of samples to a training batch for a transformers model, with labels; shapes only.
+    """Return a function from a number of samples to a training batch for a transformers model.
+
+    The batch has labels. Its tensors have shapes only.
 
     Args:
         model: any transformers model for text or images.
         sequence_length: tokens of one sample, of an encoder's and of a decoder's.
 
     Raises:
-        ConfigError: it is none, or takes other inputs.
+        ConfigError: the model is not from transformers, or takes other inputs.
     """
     import torch
 
     name, config = type(model).__name__, getattr(model, "config", None)
-    main = getattr(model, "main_input_name", "what its code says")
+    main = getattr(model, "main_input_name", "unknown inputs")
     if config is None or main not in ("input_ids", "pixel_values"):
         fix = "Give a function that returns the model and example inputs, as module:function."
-        raise _error(f"{name} takes {main}, for which there is no example", fix)
+        raise _error(f"{name} takes {main}, and no example of these is known", fix)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")
@@ -540,7 +551,7 @@ def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str
         tokens = integers(samples, sequence_length)
         batch = {main: tokens}
         if main == "pixel_values":
-            size = getattr(config, "image_size", None) or 224  # ImageNet's, as most of these models were trained on
+            size = getattr(config, "image_size", None) or 224  # ImageNet's size, used to train most of these models
             height, width = size if isinstance(size, list | tuple) else (size, size)
             batch[main] = torch.empty(samples, getattr(config, "num_channels", 3), height, width, device="meta")
         elif getattr(config, "is_encoder_decoder", False):
@@ -557,16 +568,16 @@ def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str
 
 
 def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, Any]:
-    """The module that a function returns, and example inputs: those returned with it, else a transformers model's.
+    """Return the module that a function returns, and its example inputs, or a transformers model's default ones.
 
-    The function runs under the meta device, so that no weight is allocated, and where it needs values on the CPU.
+    The function runs under the meta device, which allocates no weights. If it needs values, it runs again on the CPU.
 
     Args:
-        name: `module:function`; the module is looked for in the current folder too.
+        name: `module:function`; the module is also searched in the current folder.
         sequence_length: tokens of one sample, for a transformers model; None: `usual_length`.
 
     Raises:
-        ConfigError: there is no such function, it fails, or it returns something else.
+        ConfigError: the function does not exist, it fails, or it returns another type.
     """
     import torch
     from torch import nn
@@ -579,9 +590,9 @@ def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, An
         try:
             with torch.device("meta"):
                 found = function()
-        except (RuntimeError, NotImplementedError):  # it looks at a tensor's values
+        except (RuntimeError, NotImplementedError):  # it reads a tensor's values
             found = function()
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         fix = "Name a function without arguments that can be imported here, e.g. train:build_model."
         raise _error(f"{name}: {type(error).__name__}: {error}", fix) from error
     finally:
@@ -591,15 +602,18 @@ def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, An
     if isinstance(found, nn.Module) and hasattr(found, "main_input_name"):
         return found, example_inputs(found, sequence_length or usual_length(found.config))
     fix = "Return (module, example inputs): a dict of keyword arguments, a tuple of positional ones, or one tensor."
-    raise _error(f"{name}: it returned {type(found).__name__}, from which it is not known what the forward takes", fix)
+    raise _error(f"{name}: it returned {type(found).__name__}, so the inputs of the forward are not known", fix)
 
 
 def forward_arguments(model: nn.Module, batch: Any) -> Iterator[Example]:
-    """The likeliest first: those of the batch's keys that the forward knows; or its items, without the last, the first.
+    """Yield possible arguments of a forward, the likeliest first.
+
+    For a mapping: the entries that the forward knows, then its first entry. For a sequence: all items, then all but the
+    last, then the first.
 
     Args:
-        model: whose forward.
-        batch: as a loader gives it; None gives nothing.
+        model: the model whose forward takes them.
+        batch: as a loader returns it; None yields nothing.
     """
     if isinstance(batch, Mapping):
         known = inspect.signature(model.forward).parameters
@@ -609,7 +623,7 @@ def forward_arguments(model: nn.Module, batch: Any) -> Iterator[Example]:
     elif isinstance(batch, list | tuple):
         yield list(batch)
         if len(batch) > 1:
-            yield list(batch[:-1])  # the last one is what the loss compares with
+            yield list(batch[:-1])  # the last one is probably the target
             yield [batch[0]]
     elif batch is not None:
         yield [batch]

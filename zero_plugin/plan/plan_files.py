@@ -1,4 +1,4 @@
-"""Writes a plan to a file: its setup as a configuration to launch with, or all candidates as a plot."""
+"""Writes a plan to a file: its setup as a config to launch with, or all candidates as a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_plugin.plan.search import Candidate, Choice
 from zero_plugin.plan.situation import Cluster, Setup, budget, describe_budget, name_setup
 
 _OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
-# The fields that each stage reads; the check warns about others.
+# The fields that each stage reads; the config check warns about others.
 _READ: Final[Mapping[int, tuple[str, ...]]] = {
     0: (),
     1: ("reduce_bucket",),
@@ -28,11 +28,11 @@ _SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
 def write_plan(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> None:
-    """Write `config_text` as a new file.
+    """Write `config_text` to a new file.
 
     Raises:
         ConfigError: see `config_text`; or the file exists.
-        MachineError: it cannot be written.
+        MachineError: the file cannot be written.
     """
     text = config_text(file, candidate, cluster, optimizer, nvme_path)
     if file.exists():
@@ -44,18 +44,19 @@ def write_plan(file: Path, candidate: Candidate, cluster: Cluster, optimizer: st
 
 
 def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> str:
-    """The configuration as YAML or JSON, by the file's suffix.
+    """Return the configuration as YAML or JSON, depending on the file's suffix.
 
     Args:
         file: `.yaml`, `.yml` or `.json`.
         candidate: the strategy.
         cluster: the machines.
-        optimizer: its name in lower case. `adam`, `adamw`, `lion`, `adagrad` and `sgd` get an `optimizer` section; any
-            other is built by the script.
+        optimizer: its name in lower case. `adam`, `adamw`, `lion`, `adagrad` and `sgd` get an `optimizer` section; the
+            script builds any other.
         nvme_path: folder for NVMe offload.
 
     Raises:
-        ConfigError: another suffix; no ZeRO, which a DeepSpeed JSON cannot express; NVMe without a folder.
+        ConfigError: the suffix is different, the plan is JSON without ZeRO, which DeepSpeed's format cannot express, or
+            NVMe has no folder.
     """
     setup = candidate.setup
     if file.suffix not in _SUFFIXES:
@@ -69,12 +70,14 @@ def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: s
             head += "# The script switches activation checkpointing on: model.gradient_checkpointing_enable().\n"
         return head + yaml_text(_launch_values(setup, cluster, optimizer, nvme_path))
     if setup.stage is None:
-        raise _problem("a DeepSpeed JSON cannot say training without ZeRO", "Name a .yaml, or give --zero_stage auto.")
+        raise _problem(
+            "a DeepSpeed JSON cannot express training without ZeRO", "Name a .yaml, or give --zero_stage auto."
+        )
     return json.dumps(_training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
 
 
 def _launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None) -> dict[str, Any]:
-    """The keys of a launch config in Accelerate's layout, the training part under `deepspeed_config`."""
+    """Return the keys of a launch config in Accelerate's layout, with the training config under `deepspeed_config`."""
     kind = "DEEPSPEED" if setup.stage is not None else "MULTI_GPU" if cluster.processes > 1 else "NO"
     return {
         "distributed_type": kind,
@@ -86,7 +89,10 @@ def _launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: st
 
 
 def _training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None) -> dict[str, Any]:
-    """The setup as a DeepSpeed configuration; values that depend on the loop are `auto`. Without ZeRO, its own keys."""
+    """Return the setup as a DeepSpeed configuration, or only this package's own keys without ZeRO.
+
+    Values that depend on the loop are `auto`.
+    """
     sharing = {SEQUENCE_KEY: cluster.shared_by} if cluster.shared_by > 1 else {}
     if setup.stage is None:
         return {ACCUMULATION.name: setup.accumulation, **sharing}
@@ -118,7 +124,7 @@ def _problem(message: str, fix: str) -> ConfigError:
 
 
 _INK, _MUTED, _GREEN, _RED = "#222222", "#8a8a8a", "#1d7a3a", "#c0392b"
-# Colours that differ in lightness too, so that they stay apart in grey print; terms beyond the last share one.
+# Colours that also differ in lightness, to stay distinct in grey print. Terms beyond the last colour share it.
 _COLOURS: Final = ("#12355b", "#2f6fa7", "#7fb2d9", "#c9ddee", "#7a4b12", "#c98a2c", "#f0cf8e", "#5c5c5c", "#b5b5b5")
 _ORDER: Final = ("parameters", "master weights", "optimizer states", "gradients", "activations")
 _REST: Final = "everything else"
@@ -126,15 +132,15 @@ _GIB: Final = 2**30
 _PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
 _CAPACITY: Final[Mapping[str, Any]] = {"color": _INK, "lw": 1.2}
 _BUDGET: Final[Mapping[str, Any]] = {"color": _RED, "lw": 1.0, "ls": "--"}
-_BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there and says its length
+_BEYOND: Final = 2.0  # times the capacity; a longer bar is cut there and annotated with its length
 
 
 def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: float) -> None:
-    """Draw a bar of device memory and one of CPU memory per strategy, stacked by term, against the capacity.
+    """Draw one bar of device memory and one of CPU memory per strategy, stacked by term, next to the capacity.
 
     Args:
         file: `.png`, `.svg` or `.pdf`.
-        choice: what was found.
+        choice: the result of the search.
         cluster: the machines.
         title: one line above.
         margin: the fraction of memory that stays free.
@@ -176,19 +182,19 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
 
 
 def check_picture(file: Path) -> None:
-    """Refuse what could not be drawn, before anything is written.
+    """Raise an error if the plot could not be drawn, before anything is written.
 
     Raises:
-        ConfigError: another suffix than `.png`, `.svg` or `.pdf`.
+        ConfigError: the suffix is not `.png`, `.svg` or `.pdf`.
         MachineError: matplotlib is not installed.
     """
     if file.suffix not in _PLOT_SUFFIXES:
         fix = f"Name it {file.stem}.png, .svg or .pdf."
-        raise ConfigError([Problem("--picture", "", f"{file} is no kind of picture known here", fix)])
+        raise ConfigError([Problem("--picture", "", f"{file} is not a supported kind of plot", fix)])
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
-        message = "a picture needs matplotlib, which is not installed.\npip install 'zero-plugin[pictures]'"
+        message = "a plot needs matplotlib, which is not installed.\npip install 'zero-plugin[pictures]'"
         raise MachineError(message) from None
 
 
@@ -198,12 +204,12 @@ def _label(candidate: Candidate) -> str:
 
 
 def _worth_drawing(choice: Choice) -> list[Candidate]:
-    """All but those that cannot run whatever the memory."""
+    """Return all candidates except those that cannot run whatever the memory."""
     return [c for c in choice.table if c.short or not c.rejected] or list(choice.table)
 
 
 def _colours(*bars: Mapping[str, int]) -> dict[str, str]:
-    """A colour for each term, the model's states first, then the largest."""
+    """Return a colour for each term: first for the model's states, then for the largest terms."""
     totals: Counter[str] = Counter()
     for terms in bars:
         totals.update(terms)
@@ -231,7 +237,7 @@ def _draw_bars(
                 )
             start += width
         if start > 0:
-            axes.annotate(  # beside the axes, where it covers no bar and no line
+            axes.annotate(  # outside of the axes: there the text covers no bar and no line
                 f"{'… ' if start > end else ''}{start:.3g}",
                 (1.0, row),
                 (4, 0),

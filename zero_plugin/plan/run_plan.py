@@ -1,7 +1,7 @@
-"""The plan of a run: the fields of its configuration that only a plan can fill, and the memory that it predicts.
+"""The plan of a run: values for the config fields that only a plan can fill, and the memory that it predicts.
 
-A launcher plans before the run, of what is known then; process 0 of a run plans for all, from the loop, the model and
-the machines. torch is imported where there is a model.
+A launcher plans before the run, from what is known then. In a run, process 0 plans for all processes, from the loop,
+the model and the machines. torch is imported only where a model exists.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def probe_loop(
     split_batches: bool = False,
     cut: int = 1,
 ) -> LoopFacts:
-    """Facts of the training loader: the first of `loaders` that shuffles, else the first.
+    """Return the facts of the training loader: the first of `loaders` that shuffles, otherwise the first.
 
     Args:
-        loaders: the DataLoaders of one `prepare`, as the user gave them.
+        loaders: the DataLoaders of one `prepare`, as the user passed them.
         prepared: this process's part of each.
         processes: data-parallel processes.
-        split_batches: whether a loader's batch is the global one, to be split among the processes.
-        cut: into how many micro-batches each of its batches comes.
+        split_batches: whether a loader's batch is the global batch, to be split among the processes.
+        cut: number of micro-batches into which each batch of a loader is cut.
     """
     if not loaders:
         return LoopFacts()
@@ -71,14 +71,14 @@ def probe_loop(
 
 
 def surely_train(loaders: Sequence[DataLoader[Any]]) -> bool:
-    """Whether some loader is none for evaluation, which would go through its data in order."""
+    """Return whether some loader is not for evaluation: evaluation loaders go through their data in order."""
     from torch.utils.data import SequentialSampler
 
     return any(not isinstance(getattr(loader, "sampler", None), SequentialSampler) for loader in loaders)
 
 
 def _batch_size(loader: DataLoader[Any]) -> tuple[int | None, str, bool]:
-    """Samples per batch, how that was found, and whether every full batch has it."""
+    """Return the samples per batch, the origin of this number, and whether every full batch has this size."""
     if loader.batch_size is not None:
         return loader.batch_size, "the training DataLoader's batch_size", True
     from torch.utils.data import BatchSampler
@@ -91,7 +91,7 @@ def _batch_size(loader: DataLoader[Any]) -> tuple[int | None, str, bool]:
         return declared, "the training DataLoader's batch_sampler.batch_size", True
     if isinstance(batches, list | tuple) and batches:
         return len(batches[0]), "the first batch that the training DataLoader lists", False
-    return None, "", False  # what is drawn or read to look at it may be lost to the loop, or change its order
+    return None, "", False  # drawing a batch might lose it for the loop, or change the order
 
 
 def _length(loader: Sized) -> int | None:
@@ -105,10 +105,10 @@ AcceleratorKind = Literal["cpu", "cuda", "xla"]
 
 
 def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1) -> MachineFacts:
-    """Facts of this process's device.
+    """Return the facts of this process's device.
 
     Args:
-        accelerator: device kind of the run; None takes CUDA where a GPU is visible, else the CPU.
+        accelerator: device kind of the run; None takes CUDA if a GPU is visible, otherwise the CPU.
         processes: data-parallel world size.
     """
     import torch
@@ -118,29 +118,29 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
 
 
 def accelerator_kind(device: torch.device) -> AcceleratorKind:
-    """What of a device decides how a run is resolved."""
+    """Return the kind of a device, which is all that resolution reads of a device."""
     return "cuda" if device.type == "cuda" else "xla" if device.type == "xla" else "cpu"
 
 
 def _computes_in_bf16(kind: AcceleratorKind) -> bool:
-    """Whether bf16 runs in hardware; elsewhere torch emulates it slowly."""
+    """Return whether bf16 runs in hardware; otherwise torch emulates it slowly."""
     import torch
 
     if kind == "cuda":
         return bool(torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False))
     if kind == "cpu":
-        # oneDNN's own answer for this processor (AVX-512 or better on x86, BF16 instructions on ARM)
+        # oneDNN's answer for this processor (AVX-512 or better on x86, BF16 instructions on ARM)
         return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
     return True
 
 
-# The key of a configuration that settles each field of a setup; `pin_memory` has two.
+# The config key that determines each field of a setup; `pin_memory` has two.
 KEYS: Final = {key.setup: key.path for key in TRAINING if key.setup}
 
 Planned = Mapping[KeyPath, tuple[Any, str]]
 
 _PINNED: Final = ((ZERO, "offload_optimizer", "pin_memory"), (ZERO, "offload_param", "pin_memory"))
-# What a plan chooses where it is open.
+# Fields that a plan chooses if they are open.
 _CHOSEN: Final = ("stage", "offload_optimizer", "offload_param", "ratio", "sub_group_size", "micro_batch")
 _SIZES: Final = (
     *("reduce_bucket", "prefetch_bucket", "persistence_threshold"),
@@ -149,32 +149,32 @@ _SIZES: Final = (
 
 
 def open_fields(tree: Tree, facts: Facts) -> tuple[KeyPath, ...]:
-    """The fields that only a plan can fill, as far as a training configuration leaves them open.
+    """Return the fields that only a plan can fill and that a training configuration leaves open.
 
-    The micro-batch is one of them where ZeRO trains and no loader tells it, now or, before a run, yet.
+    The micro-batch is one of them if DeepSpeed trains and no loader determines it, or no loader exists yet.
 
     Args:
         tree: the training configuration.
-        facts: of the loop, and whether one may still come.
+        facts: of the loop, and whether a loop may still follow.
     """
     paths = (*PLACEMENT, KEYS["ratio"], *([KEYS["micro_batch"]] if _plans_micro_batch(facts) else ()))
     return tuple(path for path in paths if tree.value(*path) is AUTO)
 
 
 def nvme_folder(tree: Tree) -> Path | None:
-    """Where a training configuration has NVMe offload keep its files."""
+    """Return the folder for NVMe offload in a training configuration; None without one."""
     folders = [tree.value(ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
     return next((Path(folder) for folder in folders if isinstance(folder, str)), None)
 
 
 def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activations: Activations) -> Wanted:
-    """What the configuration fixes of a strategy.
+    """Return which settings of a strategy the configuration fixes.
 
     Args:
-        document: the configuration that was requested, with ZeRO.
-        resolved: the same, resolved as far as it can be without a plan.
+        document: the requested configuration, with ZeRO.
+        resolved: the same, resolved as far as possible without a plan.
         facts: of the loop and the machine.
-        activations: where it is not known what a sample takes, a plan chooses no micro-batch.
+        activations: a plan chooses no micro-batch if the bytes of a sample are unknown.
     """
     tree, asked = resolved.tree, document.deepspeed
     total = _number(asked.value(*GLOBAL_BATCH.path))
@@ -185,11 +185,12 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
     unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
     sizes: dict[str, Any] = {name: _number(_settled(tree, KEYS[name])) for name in _SIZES}
-    # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
+    # If the stage, device or ratio is open, a plan also chooses `sub_group_size` and `overlap_comm`. An open
+    # micro-batch alone opens no other field.
     is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, KEYS["ratio"]))
     sub_group_size = _settled(tree, KEYS["sub_group_size"]) if is_placed else asked.value(*KEYS["sub_group_size"])
     overlaps = asked.value(*KEYS["overlap_comm"])
-    if not isinstance(overlaps, bool):  # as DeepSpeed has it for a stage that is fixed
+    if not isinstance(overlaps, bool):  # DeepSpeed's default for a fixed stage
         overlaps = stage == 3 if is_placed else None
     return Wanted(
         stage=stage,
@@ -202,9 +203,9 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         sub_group_size=_number(sub_group_size),
         micro_batch=micro,
         accumulation=steps or (None if total else 1),
-        activation_checkpointing=False,  # the script's own is part of the model
+        activation_checkpointing=False,  # the script's own checkpointing is part of the model
         overlap_comm=overlaps,
-        param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
+        param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: if it is open, the model determines it
         pin_memory=False if unpinned else (True if is_placed else None),
         global_batch=total,
         margin=activations.margin,
@@ -213,7 +214,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
 
 
 def _settled(tree: Tree, path: KeyPath) -> Any:
-    """The value as resolution has settled it, else DeepSpeed's default; None where a plan or the model will tell."""
+    """Return the resolved value, otherwise DeepSpeed's default; None if a plan or the model determines it."""
     value = tree.value(*path)
     if value is None:
         (value,) = deepspeed_default(path) or (None,)
@@ -225,18 +226,19 @@ def _number(value: Any) -> int | None:
 
 
 def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath, tuple[Any, str]]:
-    """The value and the reason for every field that is open in `asked` and that the plan has chosen.
+    """Return the value and the reason for every field that is open in `asked` and that the plan has chosen.
 
     Args:
-        choice: something fits.
-        wanted: what the plan was asked.
+        choice: a choice in which something fits.
+        wanted: the question to the plan.
         asked: the training configuration.
     """
-    assert choice.chosen is not None, "what fits nowhere fills nothing"
+    assert choice.chosen is not None, "nothing fits, so there are no values"
     setup = choice.chosen.setup
     chosen = {name: asked.value(*KEYS[name]) is AUTO for name in _CHOSEN}
     chosen["ratio"] &= setup.offload_optimizer != "none"
-    # DeepSpeed's own size is the rule's to fill; the plan may count on smaller sub-groups though nobody left them open.
+    # A resolution rule fills in DeepSpeed's own size. The plan may rely on smaller sub-groups even if the user did not
+    # leave them open.
     is_small = setup.sub_group_size != Setup().sub_group_size
     chosen["sub_group_size"] = is_small and asked.value(*KEYS["sub_group_size"]) in (None, AUTO)
     chosen["micro_batch"] = wanted.micro_batch is None
@@ -249,7 +251,7 @@ def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath,
 
 
 def fits_nowhere(choice: Choice, answers: WhatIf, where: str) -> ConfigError:
-    """The error if no candidate fits: it names the closest one, what that one lacks, and changes that would be enough.
+    """Return the error if no candidate fits: it names the closest one, its missing memory, and changes that are enough.
 
     Args:
         choice: a choice without a candidate that fits.
@@ -263,12 +265,12 @@ def fits_nowhere(choice: Choice, answers: WhatIf, where: str) -> ConfigError:
         else "No single change is enough; use a smaller model, or more GPUs."
     )
     if less := "; ".join(f"{what} ({show_bytes(size)})" for what, size in answers.savings):
-        fix += f" On each device less is taken by {less}."
+        fix += f" These take less on each device: {less}."
     return ConfigError([Problem(where, ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
 
 
 def _as_key(change: str) -> str:
-    """A change of a `Wanted` field as what to write."""
+    """Return a change of a `Wanted` field as the text that the user has to write."""
     field, free, rest = change.partition(" free instead of ")
     if not free:
         return change
@@ -280,7 +282,10 @@ def _as_key(change: str) -> str:
 
 
 def _plans_micro_batch(facts: Facts) -> bool:
-    """Whether the micro-batch is left to a plan: what is not trained has none, and off DeepSpeed no number needs it."""
+    """Return whether a plan chooses the micro-batch.
+
+    A model that is not trained has none, and without DeepSpeed no setting needs the number.
+    """
     trains = facts.optimizer is not None or not facts.complete
     return trains and facts.strategy == "deepspeed" and facts.loop.micro_batch is None
 
@@ -294,25 +299,25 @@ def fill_fields(
     cluster: Cluster,
     changed: Callable[[], Mapping[str, Activations]] = dict,
 ) -> Planned:
-    """The values of the fields that only a plan can fill, with their reasons.
+    """Return the values of the fields that only a plan can fill, with their reasons.
 
     Args:
-        document: the configuration that was requested, with ZeRO and a field open.
-        resolved: the same, resolved as far as it can be without a plan.
+        document: the requested configuration, with ZeRO and an open field.
+        resolved: the same, resolved as far as possible without a plan.
         facts: of the loop and the machine; complete in a run.
-        model: its sizes.
+        model: sizes of the model.
         activations: in the resolved precision.
         cluster: the machines.
         changed: see `what_if`.
 
     Raises:
-        ConfigError: nothing fits, or what is fixed excludes itself.
+        ConfigError: nothing fits, or the fixed settings contradict each other.
     """
     on_gpu = facts.machine.accelerator == "cuda"
     work = Workload(model, activations, asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu))
     wanted = fixed_fields(document, resolved, facts, activations)
     if document.deepspeed.value(*KEYS["reduce_bucket"]) is None and wanted.reduce_bucket and model.elements:
-        # As resolution settles it once the stage is known.
+        # Resolution applies the same limit once the stage is known.
         wanted = replace(wanted, reduce_bucket=min(wanted.reduce_bucket, model.elements))
     cluster = replace(cluster, shared_by=facts.machine.shared_by)
     choice = plan(work, cluster, wanted)
@@ -324,7 +329,7 @@ def fill_fields(
 
 
 def waits_for_plan(document: Document, facts: Facts) -> bool:
-    """Whether a field is open that only a plan can fill."""
+    """Return whether a field is open that only a plan can fill."""
     asked = open_fields(document.deepspeed, facts)
     missing = resolve(document, replace(facts, complete=False)).missing if asked else ()
     return any(path in missing for path in asked)
@@ -333,18 +338,18 @@ def waits_for_plan(document: Document, facts: Facts) -> bool:
 def plan_before_run(
     document: Document, facts: Facts, source: ModelSource, sequence_length: int | None, cluster: Cluster
 ) -> Planned:
-    """What a plan chooses for the fields that wait for it, the micro-batch among them where it is open.
+    """Return what a plan chooses for the fields that wait for it, including an open micro-batch.
 
     Args:
-        document: the configuration that was requested, with ZeRO.
-        facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
+        document: the requested configuration, with ZeRO.
+        facts: of the machine, and whatever is known about the run; not complete. If a GPU's memory is stated, the
             workers have GPUs.
         source: the model.
         sequence_length: tokens of one sample; None: `usual_length`.
         cluster: the machines.
 
     Raises:
-        ConfigError: there is no such model, nothing fits, or what is fixed excludes itself.
+        ConfigError: the model does not exist, nothing fits, or the fixed settings contradict each other.
     """
     if launch_settings(document).gpu_memory is not None:
         facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
@@ -356,7 +361,7 @@ def plan_before_run(
 
 
 def lay_plan(document: Document, planned: Planned) -> Document:
-    """The document with what the plan has chosen in the place of what was open, each value with its reason."""
+    """Return the document with open fields replaced by the plan's choices, each value with its reason."""
     chosen = {path: Entry(value, Origin("rule", "the plan", reason)) for path, (value, reason) in planned.items()}
     return replace(document, deepspeed=document.deepspeed.replace(chosen))
 
@@ -364,23 +369,24 @@ def lay_plan(document: Document, planned: Planned) -> Document:
 def plan_open_fields(
     document: Document, facts: Facts, model: nn.Module, peek: Callable[[], Any], processes: Processes
 ) -> tuple[Facts, Activations | None]:
-    """The facts with what a plan chooses for the fields that only a plan can fill; unchanged where none is open.
+    """Fill the fields that only a plan can fill into the facts; unchanged if none is open.
 
-    Process 0 makes the plan, for the process that has the least device memory free. Collective where a field is open.
-    A micro-batch that alone is open never stops a run, since what the plan takes for a sample is not the loop's.
+    Process 0 plans for all processes, with the device memory of the process that has the least free. Collective if a
+    field is open. An open micro-batch alone never stops a run, because the plan estimates the bytes of a sample.
 
     Args:
-        document: the configuration that was requested.
-        facts: of everything else.
-        model: the user's module; without an optimizer nothing of it is trained.
-        peek: an example of what the loop's batches hold; None where none can be had.
+        document: the requested configuration.
+        facts: all other facts of the run.
+        model: the user's module; without an optimizer none of it is trained.
+        peek: returns an example of the loop's batches; None if none is available.
         processes: this process and its peers.
 
     Returns:
-        The facts, and what a forward keeps by that plan; None where no plan was made but of the micro-batch.
+        The facts, and what a forward keeps according to the plan. The latter is None without a plan, or if the plan was
+            for the micro-batch only.
 
     Raises:
-        ConfigError: nothing fits, or what is fixed excludes itself.
+        ConfigError: nothing fits, or the fixed settings contradict each other.
     """
     if facts.strategy != "deepspeed" or not (asked := open_fields(document.deepspeed, facts)):
         return facts, None
@@ -418,9 +424,10 @@ def _plan(
     measure: Callable[[], Cluster],
     waiting: list[KeyPath],
 ) -> tuple[Planned, Activations | None]:
-    """The values of the fields that wait, and what a forward keeps; None of it where the micro-batch alone waits.
+    """Return the values of the fields that wait, and what a forward keeps; None if the micro-batch alone waits.
 
-    That one is chosen only where something tells what a sample takes, and is as without a plan where nothing fits.
+    The micro-batch alone is planned only if the bytes of a sample are known. If nothing fits, it gets the same value as
+    without a plan.
     """
     from zero_plugin.plan.activations import find_activations, trace_changes
 
@@ -440,12 +447,12 @@ def _plan(
         total, steps = (_number(document.deepspeed.value(*key.path)) for key in (GLOBAL_BATCH, ACCUMULATION))
         without, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
         reason = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
-        planned = {KEYS["micro_batch"]: (without, f"as without a plan, by which {reason}")}
+        planned = {KEYS["micro_batch"]: (without, f"as without a plan: {reason}")}
     return planned, None if alone else activations
 
 
 def _trained_sizes(model: nn.Module, facts: Facts) -> ModelSizes:
-    """A model's sizes; without an optimizer nothing of it is trained."""
+    """Return a model's sizes; without an optimizer none of it is trained."""
     sizes = model_sizes(model)
     if facts.optimizer is None:
         return replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
@@ -453,7 +460,7 @@ def _trained_sizes(model: nn.Module, facts: Facts) -> ModelSizes:
 
 
 def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster:
-    """These machines, with the memory that is free now or stated in the configuration."""
+    """Return these machines, with the memory that is free now or stated in the configuration."""
     from zero_plugin.plan.speeds import measure_cluster
 
     settings = launch_settings(document)
@@ -466,8 +473,10 @@ def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster
 
 
 def free_bytes(model: nn.Module, device: torch.device) -> int:
-    """What the engine may take of this process' device, with what the model has there already; 0 on a CPU, whose memory
-    the processes share."""
+    """Return the bytes of this process's device that the engine may use; 0 on a CPU, whose memory the processes share.
+
+    They include the bytes that the model already occupies there.
+    """
     if device.type != "cuda":
         return 0
     own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if p.device == device}
@@ -476,7 +485,7 @@ def free_bytes(model: nn.Module, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What the memory of a run is computed from; see `footprint`."""
+    """The inputs from which the memory of a run is computed; see `footprint`."""
 
     work: Workload
     setup: Setup
@@ -484,11 +493,11 @@ class RunMemory:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """The memory on one process' device, on its machine and on its NVMe drive."""
+        """The memory on one process's device, on its machine and on its NVMe drive."""
         return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
-        """A copy with other `fields` of its setup."""
+        """Return a copy with other `fields` in its setup."""
         return replace(self, setup=replace(self.setup, **fields))
 
 
@@ -500,13 +509,13 @@ def predict_memory(
     processes: Processes,
     activations: Activations | None = None,
 ) -> RunMemory:
-    """The memory of a run.
+    """Return the inputs from which the memory of a run is computed.
 
     Args:
         model: the user's module, not prepared yet.
         resolved: its configuration.
-        stage: of ZeRO that it runs; None without.
-        facts: it was resolved from.
+        stage: the ZeRO stage of the run; None without ZeRO.
+        facts: the facts from which `resolved` was resolved.
         processes: this process and its peers.
         activations: what a forward keeps; None leaves them out.
     """
@@ -527,11 +536,11 @@ _ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def running_setup(resolved: Resolved, stage: Stage) -> Setup:
-    """What the memory of a run is computed from; activation checkpointing is the script's own, and part of the model.
+    """Return the setup of a run. Activation checkpointing is the script's own and part of the model.
 
     Args:
         resolved: its configuration.
-        stage: that it runs; None without ZeRO, where nothing is offloaded.
+        stage: the stage of the run; None without ZeRO, where nothing is offloaded.
     """
     tree = resolved.tree
     kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
@@ -552,5 +561,5 @@ def running_setup(resolved: Resolved, stage: Stage) -> Setup:
 
 
 def local_processes(processes: Processes) -> int:
-    """How many processes of the run are on this machine."""
+    """Return the number of this run's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes.world_size))

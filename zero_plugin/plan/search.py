@@ -1,4 +1,4 @@
-"""Finds the fastest strategy that fits, says of every other one why not, and what would have to change for others."""
+"""Finds the fastest strategy that fits, and the reason why each of the others does not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from zero_plugin.plan.situation import Cluster, Device, ModelSizes, Setup, Stage
 # Without a global batch, micro-batches are powers of two up to this.
 _LARGEST_MICRO_BATCH: Final = 4096
 _RATIOS: Final = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-_GROUPS: Final = 20  # sub-groups of a process, so that a tenth of them is some
-# Optimizer and parameters. Weights follow the states, which are eight times as large, and not the other way round.
+_GROUPS: Final = 20  # sub-groups per process, so a tenth of them is at least one
+# Optimizer and parameters. The states are eight times as large as the weights, so weights are offloaded only after the
+# states.
 _OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
     ("none", "none"),
     ("cpu", "none"),
@@ -27,24 +28,26 @@ _OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
     ("nvme", "cpu"),
     ("nvme", "nvme"),
 )
-# The share of a step's time by which strategies are as fast for a roofline: then the simplest is taken.
+# Strategies whose step times differ by less than this fraction count as equally fast, since a roofline is not more
+# accurate. The simplest one is taken.
 ALIKE: Final = 0.03
-_GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution settles it
+_GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user has fixed; None is free. The fields are those of `Setup`, and:
+    """The settings that the user has fixed; None is free. The fields are those of `Setup`, and:
 
     Attributes:
-        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3.
-        ddp: whether a free stage may be training without ZeRO; else DeepSpeed's stage 0 stands in for it, where that
-            sums gradients as the other stages do: in bf16 it has no sums in fp32.
-        overlap_comm: free, stage 3 overlaps, and stage 2 where that is faster.
+        stage: `ddp` is training without ZeRO. Free, the search tries `ddp` and stages 1 to 3.
+        ddp: whether a free stage may be training without ZeRO. Otherwise DeepSpeed's stage 0 replaces it, if it sums
+            gradients as the other stages do: in bf16, stage 0 has no sums in fp32.
+        overlap_comm: free, stage 3 overlaps, and stage 2 does if that is faster.
         global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
-            of two that fits, and what counts is the time per sample.
-        every_batch: whether it may then be any number, not only a power of two.
-        margin: the share of device memory, CPU memory and disk that stays free, since a peak is predicted within 10 %.
+            of two that fits, and setups are compared by their time per sample.
+        every_batch: whether a free micro-batch may be any number instead of only a power of two.
+        margin: the fraction of device memory, CPU memory and disk that stays free, since predicted peaks are accurate
+            within 10 %.
     """
 
     stage: Literal["ddp", 0, 1, 2, 3] | None = None
@@ -78,7 +81,7 @@ class Option:
 
     Attributes:
         setups: from the least memory on the device to the most.
-        refused: why this cannot run whatever the memory; "" where it can.
+        refused: why this cannot run whatever the memory; "" if it can.
     """
 
     setups: tuple[Setup, ...]
@@ -86,7 +89,7 @@ class Option:
 
 
 def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option]:
-    """All of them, the simpler ones first: less offload, a lower stage, no checkpointing.
+    """Yield all options, the simpler ones first: less offload, a lower stage, no checkpointing.
 
     Raises:
         ConfigError: the fixed stage and offloads exclude each other.
@@ -116,7 +119,7 @@ def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option
 
 
 def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
-    """The `micro_batch` and `accumulation` that give the global batch, the largest micro-batch first.
+    """Return the `micro_batch` and `accumulation` that give the global batch, the largest micro-batch first.
 
     Raises:
         ConfigError: none do.
@@ -142,7 +145,7 @@ def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
 
 
 def _base(model: ModelSizes, wanted: Wanted) -> Setup:
-    """What is the same on every line, with the bucket sizes that the resolution will write."""
+    """Return the setup that all lines share, with the bucket sizes that resolution will choose."""
     largest = max((p.elements for p in model.parameters), default=0)
     facts = ModelFacts(model.hidden_size, "", largest, model.elements)
     chosen = {
@@ -183,10 +186,10 @@ def _stages(wanted: Wanted, offloads: tuple[Device, Device]) -> Iterator[Stage]:
 
 
 def _ratios(setup: Setup, work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option]:
-    """The optimizer offloaded completely, and in part; at stage 2 reductions with the computation, and beside it.
+    """Yield options with the optimizer offloaded completely and in part; at stage 2, without and with `overlap_comm`.
 
-    Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
-    and only where there are several can a part of them be offloaded.
+    Stage 3 updates one sub-group at a time. Small sub-groups therefore need less memory in addition to the states, and
+    smaller buffers for a disk. Only a process with several sub-groups can offload a part of them.
     """
     refused = ""
     if "nvme" in (setup.offload_optimizer, setup.offload_param) and not cluster.nvme_bytes:
@@ -195,10 +198,10 @@ def _ratios(setup: Setup, work: Workload, cluster: Cluster, wanted: Wanted) -> I
         own = work.model.trainable // cluster.processes
         size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
         setup = replace(setup, sub_group_size=size)
-    beside = setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1
+    tries_overlap = setup.stage == 2 and wanted.overlap_comm is None and cluster.processes > 1
     in_part = setup.stage == 3 and setup.offload_optimizer == "cpu" and wanted.ratio != 1.0
     if wanted.ratio is None or not in_part:
-        yield Option((setup, replace(setup, overlap_comm=True)) if beside else (setup,), refused)
+        yield Option((setup, replace(setup, overlap_comm=True)) if tries_overlap else (setup,), refused)
     if not in_part:
         return
     parts = [replace(setup, ratio=ratio) for ratio in (_RATIOS if wanted.ratio is None else (wanted.ratio,))]
@@ -207,20 +210,20 @@ def _ratios(setup: Setup, work: Workload, cluster: Cluster, wanted: Wanted) -> I
         parts = [memory.setup for memory in memories if memory.updated_on_device]
     if parts:
         if not refused and work.optimizer.name not in ("adam", "adamw"):
-            refused = "only DeepSpeed's own Adam steps on CPU and device at once"
+            refused = "only DeepSpeed's own Adam can update on CPU and device together"
         yield Option(tuple(parts), refused)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One strategy, as good as it can be made: the micro-batch (and ratio, and overlap) by which it is fastest.
+    """One strategy with the micro-batch (and ratio, and overlap) that makes it fastest.
 
     Attributes:
         setup: all its settings.
         footprint: its memory.
         time: of one optimizer step.
-        rejected: why it cannot run; "" where it fits. Then the setup is the one of its kind that needs the least.
-        short: whether that is because of the memory; otherwise it cannot run whatever there is.
+        rejected: why it cannot run; "" if it fits. A rejected setup is the one of its kind that needs the least memory.
+        short: whether it was rejected for lack of memory; otherwise it cannot run whatever the memory.
     """
 
     setup: Setup
@@ -231,19 +234,19 @@ class Candidate:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Seconds per sample of one process. Candidates are compared by it, since their steps may differ in samples."""
+        """Seconds per sample of one process. The search compares these, since steps may differ in samples."""
         return self.time.seconds / (self.setup.micro_batch * self.setup.accumulation)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fastest setup that fits, why it is that, and what it was compared with.
+    """The fastest setup that fits, the reasons for it, and the candidates it was compared with.
 
     Attributes:
         table: all candidates, the simpler ones first.
-        chosen: the one to train by; None where none fits.
-        reasons: why, by field of its setup.
-        why_not: where none fits, which comes closest, and what it is short of.
+        chosen: the setup to train with; None if none fits.
+        reasons: the reason for each field of the chosen setup.
+        why_not: if none fits, the closest candidate and the memory that it lacks.
     """
 
     table: tuple[Candidate, ...]
@@ -252,29 +255,29 @@ class Choice:
     why_not: str = ""
 
 
-# `grad_partitions_flat_buffer` of its stage 3.
+# See `grad_partitions_flat_buffer` of DeepSpeed's stage 3.
 _OF_ALL: Final = ", of all parameters, which DeepSpeed 0.19.8 keeps there and never on NVMe"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be trained, on what, and what is fixed."""
+    """The training, the machines, and the fixed settings."""
 
     work: Workload
     cluster: Cluster
     wanted: Wanted
 
     def measure(self, setup: Setup) -> Footprint:
-        """The memory of one setup on devices that have no more than may be used."""
+        """Return the memory of one setup on devices that have only the usable memory."""
         cluster = replace(self.cluster, device_bytes=budget(self.cluster.device_bytes, self.wanted.margin))
         return footprint(self.work, setup, cluster)
 
     def candidate(self, setup: Setup, rejected: str = "", *, short: bool = False) -> Candidate:
-        """A line of the table."""
+        """Return a line of the table."""
         return Candidate(setup, self.measure(setup), step_time(self.work, setup, self.cluster), rejected, short)
 
     def missing_memory(self, needed: Footprint) -> str:
-        """What `needed` exceeds, with both numbers; "" where it fits."""
+        """Return how `needed` exceeds the budgets, with both numbers; "" if it fits."""
         cluster, found = self.cluster, []
         for need, there, where, terms in (
             (needed.device_bytes, cluster.device_bytes, "on the device", needed.device),
@@ -295,24 +298,24 @@ class Question:
         return "; ".join(found)
 
     def excess(self, candidate: Candidate) -> float:
-        """See `Footprint.excess`."""
+        """Return the candidate's `Footprint.excess`."""
         return candidate.footprint.excess(self.cluster)
 
 
 def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
-    """The fastest setup that keeps what is fixed and fits with the margin.
+    """Return the fastest setup that keeps the fixed settings and fits with the margin.
 
-    Of those that are as fast but for `ALIKE` the simplest: parameters less offloaded, then the optimizer, all of it
-    rather than a part, a lower stage, no activation checkpointing, no overlap at stage 2, the larger micro-batch. The
-    same question always has the same answer.
+    Setups within `ALIKE` of the fastest count as equally fast. Of these, the simplest is taken: parameters less
+    offloaded, then the optimizer, all of it rather than a part, a lower stage, no activation checkpointing, no overlap
+    at stage 2, the larger micro-batch. The same question always has the same answer.
 
     Args:
-        work: what is trained, in the wanted precision.
+        work: the training, in the wanted precision.
         cluster: the machines.
-        wanted: the global batch, and whatever else is fixed.
+        wanted: the global batch, and all other fixed settings.
 
     Raises:
-        ConfigError: what is fixed excludes itself.
+        ConfigError: the fixed settings contradict each other.
         ValueError: a speed of the cluster is not known.
     """
     question = Question(work, cluster, wanted)
@@ -327,7 +330,7 @@ def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
 
 
 def _best(question: Question, option: Option, sizes: list[dict[str, Any]]) -> Candidate:
-    """The fastest of an option's setups that fits; else the one that needs the least, with the reason."""
+    """Return an option's fastest setup that fits; otherwise the one that needs the least, with the reason."""
     setups = [_unpinned_if_needed(question, replace(setup, **sizes[-1])) for setup in option.setups]
     if option.refused:
         return question.candidate(setups[0], option.refused)
@@ -339,19 +342,22 @@ def _best(question: Question, option: Option, sizes: list[dict[str, Any]]) -> Ca
 
 
 def _largest_batch(question: Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
+    """Return the first of the falling `sizes` that fits: a larger micro-batch is never slower."""
 
     def fits(batch: dict[str, Any]) -> bool:
         return not question.missing_memory(question.measure(replace(setup, **batch)))
 
     if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
-        return sizes[0]  # apart: an accumulation window of one backward carries no gradients into it
+        return sizes[0]  # a separate check, as a window of one backward carries no gradients
     first = bisect_left(sizes, True, key=fits)
     return sizes[first] if first < len(sizes) else None
 
 
 def _unpinned_if_needed(question: Question, setup: Setup) -> Setup:
-    """The setup without page-locked memory, if CPU memory is short: torch rounds locked tensors up to powers of two."""
+    """Return the setup without page-locked memory if CPU memory is short.
+
+    torch rounds page-locked tensors up to powers of two.
+    """
     if question.wanted.pin_memory is not None:
         return setup
     fits = question.measure(setup).host_bytes <= (1 - question.wanted.margin) * question.cluster.host_bytes
@@ -359,13 +365,13 @@ def _unpinned_if_needed(question: Question, setup: Setup) -> Setup:
 
 
 def _fastest(candidates: Sequence[Candidate], alike: float = ALIKE) -> Candidate:
-    """The simplest of those that are as fast as the fastest but for a share of its time, and for what is rounded."""
+    """Return the simplest of the candidates whose time is within a fraction `alike` of the fastest."""
     most = min(c.seconds_per_sample for c in candidates) * (1 + alike + 1e-9)
     return min((c for c in candidates if c.seconds_per_sample <= most), key=lambda c: _complexity(c.setup))
 
 
 def _complexity(setup: Setup) -> tuple[float, ...]:
-    """How far a setup is from plain training."""
+    """Return a sort key: how far a setup is from plain training."""
     rank = {"none": 0, "cpu": 1, "nvme": 2}
     stage = 0 if setup.stage is None else setup.stage + 0.5
     part = 0.0 if setup.ratio == 1.0 else setup.ratio
@@ -381,14 +387,14 @@ def _complexity(setup: Setup) -> tuple[float, ...]:
 
 
 def _reasons(question: Question, table: tuple[Candidate, ...], chosen: Candidate) -> dict[str, str]:
-    """Why each field of the chosen setup is what it is."""
+    """Return the reason for the value of each field in the chosen setup."""
     cluster, setup, needed = question.cluster, chosen.setup, chosen.footprint
     fits = f"{show_bytes(needed.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
     if setup.offload_optimizer != "none":
         fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in CPU memory"
 
     def closest(candidates: Iterable[Candidate]) -> str:
-        """What the least demanding of the candidates that lack memory needs, as a sentence; "" if none lacks memory."""
+        """Describe, as a sentence, the least demanding candidate that lacks memory; "" if none lacks memory."""
         least = min((c for c in candidates if c.short), key=question.excess, default=None)
         return "" if least is None else f"{name_setup(least.setup)} needs {least.rejected}"
 
@@ -402,7 +408,7 @@ def _reasons(question: Question, table: tuple[Candidate, ...], chosen: Candidate
     knowledge = f"({question.work.activations.knowledge})"
     groups = "one group is updated at a time" if setup.ratio == 1.0 else "small enough for the ratio to act"
     if setup.offload_optimizer == "nvme":
-        groups = "buffers are of the largest sub-group"
+        groups = "buffers have the size of the largest sub-group"
     reasons = {
         "stage": f"the fastest that fits, with {fits}{f'; {faster}' if faster else ''} {knowledge}",
         "offload_optimizer": of_device("offload_optimizer"),
@@ -411,6 +417,6 @@ def _reasons(question: Question, table: tuple[Candidate, ...], chosen: Candidate
         "micro_batch": f"the largest that fits, with {fits} {knowledge}",
         "sub_group_size": f": {groups}",
         "pin_memory": ": page-locked tensors are rounded up, and CPU memory is short",
-        "overlap_comm": ": gradients are reduced beside the backward",
+        "overlap_comm": ": gradients are reduced during the backward",
     }
     return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}

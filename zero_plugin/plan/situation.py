@@ -1,6 +1,6 @@
-"""What the plan is made of: a model's sizes, its activations, its optimizer, the machines, and a setup to train by.
+"""The inputs of a plan: a model's sizes, its activations, its optimizer, the machines, and the setup of a strategy.
 
-What optimizers keep for each parameter is looked up by the name that a configuration gives them.
+A table holds what optimizers keep for each parameter, by the name that a configuration gives them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, Precision
 
 Device = Literal["none", "cpu", "nvme"]
-CPU: Final = "CPU"  # as a device's name
+CPU: Final = "CPU"  # device name if the device is the CPU
 Stage = Literal[0, 1, 2, 3] | None  # of ZeRO; None trains without
 
 
@@ -23,10 +23,10 @@ class ParameterSize:
 
     Attributes:
         elements: of each tensor.
-        count: how many tensors are like that; one that several modules share counts once.
+        count: number of tensors of this kind; a tensor that several modules share counts once.
         trainable: whether they require gradients.
-        expert: whether they belong to an expert of a mixture, which not every sample passes.
-        width: bytes of one element as the model is built; frozen weights keep it without ZeRO.
+        expert: whether they belong to an expert of a mixture, which only some samples use.
+        width: bytes of one element as the model is built; without ZeRO, frozen weights keep this width.
     """
 
     elements: int
@@ -38,15 +38,15 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model is made of.
+    """The sizes of a model.
 
     Attributes:
-        name: for people, e.g. "gpt2" or "LlamaForCausalLM".
+        name: for display, e.g. "gpt2" or "LlamaForCausalLM".
         parameters: all of them.
         buffer_bytes: bytes of its buffers.
-        largest_module: elements of the parameters that one module's forward uses at once, at most; 0 where unknown.
-        hidden_size, layers, vocabulary, heads: None where unknown.
-        source: how all this is known, e.g. "config.json" or "--params 7B".
+        largest_module: most elements of parameters that one module's forward uses at the same time; 0 if unknown.
+        hidden_size, layers, vocabulary, heads: None if unknown.
+        source: origin of these numbers, e.g. "config.json" or "--params 7B".
     """
 
     name: str
@@ -78,7 +78,7 @@ class Affine:
     per_sample: int = 0
 
     def at(self, samples: int) -> int:
-        """Bytes for a micro-batch of `samples`."""
+        """Return the bytes for a micro-batch of `samples`."""
         return self.fixed + self.per_sample * samples
 
 
@@ -89,7 +89,7 @@ class Highest:
     lines: tuple[Affine, ...]
 
     def at(self, samples: int) -> int:
-        """Bytes for a micro-batch of `samples`, which is at least 1."""
+        """Return the bytes for a micro-batch of `samples`, which is at least 1."""
         return max(line.at(samples) for line in self.lines)
 
 
@@ -109,26 +109,26 @@ def highest(lines: Iterable[Affine]) -> Highest:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one forward keeps for its backward, in one precision, and what the backward works in.
+    """Bytes that one forward keeps for its backward in one precision, and the backward's working space.
 
     Attributes:
         saved: bytes kept from the forward to the backward, logits and loss included.
-        transient: the largest working space on top of them.
-        late: the same from the first weight's gradient on, when gradients begin to be reduced: what a loss works in is
-            mostly gone, so it may be below zero; None where that is no other.
-        checkpointed, checkpointed_transient, checkpointed_late: the same with activation checkpointing of every block,
-            the working space being the backward's; None where the model has no blocks to checkpoint, or has them
-            recomputed by itself, or uses `save_on_cpu`.
-        checkpointed_forward: the forward's working space then, with autocast's copies of all blocks' weights, which
-            with checkpointing the backward does not hold; None where it is no larger than the backward's.
+        transient: the largest working space on top of `saved`.
+        late: the largest working space from the first weight's gradient on, when gradients begin to be reduced. The
+            loss's memory is mostly freed by then, so the number may be negative. None if it equals `transient`.
+        checkpointed, checkpointed_transient, checkpointed_late: the same with activation checkpointing of every block;
+            the working space is then the backward's. None if the model has no blocks to checkpoint, recomputes them
+            already, or uses `save_on_cpu`.
+        checkpointed_forward: the forward's working space with checkpointing. It includes autocast's copies of all
+            blocks' weights, which the backward does not hold. None if it is no larger than the backward's.
         flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
             two).
-        sample_length: tokens of one sample, 1 where a sample is no sequence.
-        source: how all this is known, e.g. "traced at micro-batches 2 and 3".
-        margin: the share of memory that a plan leaves free, by how all this is known.
-        autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
-            where that is no other.
-        moved: bytes that torch's `save_on_cpu` keeps in CPU memory beside what is saved.
+        sample_length: tokens of one sample, 1 if a sample is not a sequence.
+        source: origin of these numbers, e.g. "traced at micro-batches 2 and 3".
+        margin: the fraction of memory that a plan leaves free, depending on `source`.
+        autocast: the same with fp32 weights and operations under autocast, which is how DDP runs in 16 bits; None if
+            there is no difference.
+        moved: bytes that torch's `save_on_cpu` keeps in CPU memory in addition to `saved`.
     """
 
     saved: Affine = field(default_factory=Affine)
@@ -147,13 +147,13 @@ class Activations:
 
     @property
     def knowledge(self) -> str:
-        """Its source and the length of a sample, for a sentence's parentheses."""
+        """The source and the length of a sample, for a sentence's parentheses."""
         tokens = f", {self.sample_length:,} tokens a sample" if self.sample_length > 1 else ""
         return f"activations: {self.source}{tokens}"
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Activations:
-        """What `dataclasses.asdict` has made a dict of."""
+        """Return the object from the result of `dataclasses.asdict`."""
 
         def rebuilt(value: Any) -> Any:
             if not isinstance(value, Mapping):
@@ -165,15 +165,14 @@ class Activations:
         return cls(**{name: rebuilt(value) for name, value in found.items()})
 
     def under(self, stage: Stage) -> Activations:
-        """The activations under a ZeRO stage, which computes in one dtype, or under DDP (None), which runs autocast."""
+        """Return the activations under a ZeRO stage, in one dtype, or under DDP (None), with autocast."""
         return self.autocast if stage is None and self.autocast else self
 
     def at(self, samples: int, *, checkpointing: bool) -> tuple[int, int, int, int]:
-        """Bytes kept from a forward to its backward, and working space.
+        """Return the bytes kept from a forward to its backward, and three working spaces on top of them.
 
-        That is, beside all that is kept: the largest, and the largest once gradients are reduced; and the one at the
-        very end. The first block's own activations are there at the backward's end whether it runs once more for them
-        or not.
+        These are the largest, the largest once gradients are reduced, and the one at the very end. At the backward's
+        end, the first block's own activations exist with and without recomputation.
         """
         recomputing = (self.checkpointed_transient or Affine()).at(samples)
         if checkpointing and self.checkpointed is not None:
@@ -185,7 +184,7 @@ class Activations:
         return self.saved.at(samples), transient, late, max(transient, recomputing)
 
     def mapped(self, lines: Callable[[Affine], Affine], flops: float = 1.0) -> Activations:
-        """The activations with other lines, and so many times the operations."""
+        """Return the activations with each line mapped, and the operations multiplied by `flops`."""
 
         def changed(amount: Any) -> Any:
             return Highest(tuple(map(lines, amount.lines))) if isinstance(amount, Highest) else amount and lines(amount)
@@ -198,26 +197,26 @@ class Activations:
         return replace(self, flops_per_sample=self.flops_per_sample * flops, autocast=autocast, **found)
 
     def with_logits_in_chunks(self, logits: int, chunks: int) -> Activations:
-        """The activations where the loss makes its logits chunk by chunk, and anew in the backward.
+        """Return the activations with a loss that computes its logits chunk by chunk, and again in the backward.
 
         Args:
             logits: bytes per sample of the logits and their log-softmax, and as many of their gradients.
-            chunks: how many.
+            chunks: number of chunks.
         """
         less = logits - logits // chunks
 
         def line(amount: Affine) -> Affine:
-            """Without the logits where they are; what follows them in the backward no longer gains by their end."""
+            """Subtract the logits from a line that contains them; otherwise undo what freeing them gains."""
             return Affine(amount.fixed, amount.per_sample + (-less if amount.per_sample >= less else less // 2))
 
         return self.mapped(line)
 
     def of_a_part(self, processes: int) -> Activations:
-        """The activations of one of the processes that share each sample; attention has a part of the heads."""
+        """Return the activations of one of the processes that share each sample; each computes a part of the heads."""
         return self.mapped(lambda line: Affine(line.fixed, -(-line.per_sample // processes)), 1 / processes)
 
     def of_length(self, tokens: int) -> Activations:
-        """The activations of samples of another length, but for attention that keeps its scores."""
+        """Return the activations of samples of another length, assuming that attention does not keep its scores."""
         share = tokens / self.sample_length
         shorter = self.mapped(lambda line: Affine(line.fixed, int(line.per_sample * share)), share)
         return replace(shorter, sample_length=tokens)
@@ -225,12 +224,12 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSizes:
-    """What an optimizer keeps.
+    """The tensors that an optimizer keeps.
 
     Attributes:
         name: DeepSpeed's type name in lower case, e.g. `adamw`.
-        states: tensors of a parameter's size that it keeps for each (Adam 2, Lion 1, SGD with momentum 1).
-        step_copies: tensors of a parameter's size that its step on a device works in (torch's Adam 1, a fused one 0).
+        states: tensors of a parameter's size that it keeps for each parameter (Adam 2, Lion 1, SGD with momentum 1).
+        step_copies: temporary tensors of a parameter's size in its step on a device (torch's Adam 1, a fused one 0).
     """
 
     name: str = "adamw"
@@ -240,7 +239,7 @@ class OptimizerSizes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained: a model, what its forward keeps in the precision of the training, and its optimizer."""
+    """The training: a model, what its forward keeps in the training's precision, and its optimizer."""
 
     model: ModelSizes
     activations: Activations
@@ -249,15 +248,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines, all alike. Bytes are bytes, bandwidths bytes per second of one device or one node.
+    """The machines, all alike. Sizes are in bytes, bandwidths in bytes per second of one device or one node.
 
     Attributes:
         nodes, devices: machines, and devices (processes) on each.
-        device_name: e.g. "NVIDIA A100 80GB"; `CPU` where there is none; "" where only its memory is stated.
+        device_name: e.g. "NVIDIA A100 80GB"; `CPU` without a GPU; "" if only the GPU's memory is stated.
         device_bytes: memory of one device.
         host_bytes: memory of one node that the processes may use.
         nvme_bytes: free bytes on one node's NVMe disk, 0 without one.
-        memlock_bytes: what one process may pin, None without a limit.
+        memlock_bytes: bytes that one process may pin, None without a limit.
         flops: floating-point operations per second that one device reaches in training, by precision.
         memory_bandwidth: of one device's memory.
         link_bandwidth: between two devices of a node.
@@ -266,8 +265,8 @@ class Cluster:
         adam_bandwidth: bytes per second of CPU memory that DeepSpeed's CPU optimizer moves on one node, all its
             processes together.
         nvme_read, nvme_write: of one node's disk.
-        sources: where each constant comes from, by its name here.
-        shared_by: how many processes share each sample (`sequence_parallel_size`).
+        sources: the origin of each constant, by its name here.
+        shared_by: number of processes that share each sample (`sequence_parallel_size`).
     """
 
     device_bytes: int
@@ -290,19 +289,19 @@ class Cluster:
 
     @classmethod
     def from_constants(cls, constants: Mapping[str, tuple[Any, str]], device_name: str = "") -> Cluster:
-        """The machines of which each constant is given with where it comes from, "" where that goes without saying."""
+        """Return the machines from constants that are each given with their source, "" if the source is obvious."""
         values = {name: value for name, (value, _) in constants.items()}
         sources = {name: source for name, (_, source) in constants.items() if source}
         return cls(**values, device_name=device_name, sources=sources)
 
     @property
     def processes(self) -> int:
-        """All processes, over which ZeRO partitions."""
+        """Number of all processes, among which ZeRO partitions."""
         return self.nodes * self.devices
 
     @property
     def groups(self) -> int:
-        """Data-parallel world size: how many micro-batches are computed at the same time."""
+        """Data-parallel world size: the number of micro-batches computed at the same time."""
         return self.processes // self.shared_by
 
     @property
@@ -312,26 +311,26 @@ class Cluster:
 
 
 def budget(capacity: int, margin: float) -> int:
-    """The bytes of a memory that a plan may use: all but the fraction that stays free."""
+    """Return the bytes of a memory that a plan may use: all but the fraction that stays free."""
     return int((1 - margin) * capacity)
 
 
 def describe_budget(capacity: int, margin: float) -> str:
-    """E.g. "capacity 80 GiB, budget 72 GiB"."""
+    """Describe a capacity and its budget, e.g. "capacity 80 GiB, budget 72 GiB"."""
     return f"capacity {show_bytes(capacity)}, budget {show_bytes(budget(capacity, margin))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One strategy.
+    """The settings of one strategy.
 
     Attributes:
         stage: the ZeRO stage; None is plain DDP (one device alone included).
-        precision: computation type.
-        gradient_bytes: bytes of one element where gradients accumulate: 4 in bf16, as this package settles it, 2 in
-            fp16; not read without ZeRO, at stage 0 and in fp32, where it is the weights' own.
-        offload_optimizer, offload_param: where optimizer states and parameters live; `none` is the device.
-        ratio: the share of the optimizer's elements that is updated on the CPU, 1.0 for all.
+        precision: of the computation.
+        gradient_bytes: bytes of one element of accumulated gradients: in bf16 this package chooses 4, in fp16 2. Not
+            read without ZeRO, at stage 0 and in fp32, where gradients have the weights' own dtype.
+        offload_optimizer, offload_param: device of optimizer states and of parameters; `none` is the GPU itself.
+        ratio: the fraction of the optimizer's elements that is updated on the CPU, 1.0 for all.
         sub_group_size: elements that stage 3's optimizer updates at a time.
         micro_batch: samples per process and backward.
         accumulation: micro-batches per optimizer step.
@@ -341,9 +340,9 @@ class Setup:
         max_live_parameters: elements up to which stage 3 gathers ahead.
         max_reuse_distance: stage 3 does not release parameters that are used again within this many elements.
         param_buffer: elements of each of the five buffers between CPU memory and NVMe for parameters.
-        overlap_comm: whether reductions run beside the backward, with a second bucket.
+        overlap_comm: whether reductions overlap with the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
-        gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`), else beside them.
+        gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`) instead of copies.
     """
 
     stage: Stage = 2
@@ -373,13 +372,13 @@ class Setup:
 
     @property
     def sums_on_every_device(self) -> bool:
-        """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+        """Whether DeepSpeed uses its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
         sums_in_fp32 = self.precision == "bf16" and self.gradient_bytes == 4
         return self.stage == 1 and sums_in_fp32 and self.offload_optimizer == "none"
 
 
 def name_setup(setup: Setup) -> str:
-    """E.g. "stage 3, optimizer 40 % on cpu, parameters on cpu, checkpointing"; the micro-batch is not part of it."""
+    """Return a name without the micro-batch, e.g. "stage 3, optimizer 40 % on cpu, checkpointing"."""
     parts = ["DDP" if setup.stage is None else f"stage {setup.stage}"]
     if setup.offload_optimizer != "none":
         share = "" if setup.ratio == 1.0 else f" {setup.ratio:.0%}"
@@ -393,21 +392,22 @@ def name_setup(setup: Setup) -> str:
     return ", ".join(parts)
 
 
-# Tensors of a parameter's size, by DeepSpeed's type name in lower case; momentum adds one where it is not built in.
+# Tensors of a parameter's size, by DeepSpeed's type name in lower case. Momentum adds one to the optimizers that make
+# it optional.
 _STATES: Final[Mapping[str, int]] = {"adam": 2, "adamw": 2, "lamb": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 _UNKNOWN: Final = 2  # as many as Adam, the most of the common ones
 
 
 def is_known(name: str) -> bool:
-    """Whether it is known what the optimizer of that name, in any case, keeps."""
+    """Return whether the states of the optimizer of that name, in any case, are known."""
     return name.lower() in _STATES
 
 
 def optimizer_sizes(name: str, arguments: Mapping[str, Any] | None = None, *, fused: bool = False) -> OptimizerSizes:
-    """What an optimizer keeps; one that is not known is taken to keep as much as Adam.
+    """Return the tensors that an optimizer keeps; an unknown one is assumed to keep as many as Adam.
 
     Args:
-        name: as DeepSpeed or torch calls its class, in any case.
+        name: DeepSpeed's or torch's name of the class, in any case.
         arguments: `momentum`, `centered` and `amsgrad` count.
         fused: whether its step runs in one kernel that needs no working copy.
     """
@@ -420,12 +420,12 @@ def optimizer_sizes(name: str, arguments: Mapping[str, Any] | None = None, *, fu
 
 
 def asked_optimizer(section: OptimizerSection | None, facts: OptimizerFacts | None, *, on_gpu: bool) -> OptimizerSizes:
-    """The optimizer that a run steps with: the loop's own, else the section's, else AdamW.
+    """Return the sizes of the run's optimizer: the loop's own, otherwise the section's, otherwise AdamW's.
 
     Args:
         section: of the configuration.
         facts: of what the loop prepares.
-        on_gpu: where DeepSpeed's own optimizers are fused.
+        on_gpu: whether the run uses GPUs, on which DeepSpeed's own optimizers are fused.
     """
     if facts is not None and not facts.placeholder and facts.name:
         return optimizer_sizes(facts.name, facts.given, fused=bool(facts.given.get("fused")))

@@ -1,4 +1,4 @@
-"""What to change where nothing fits, and the largest model that does."""
+"""Answers to two questions: which changes would make something fit, and how large the largest model is that fits."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from zero_plugin.plan.costs import Footprint
 from zero_plugin.plan.search import Candidate, Question, Wanted, batches, options, plan
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, Setup, Stage, Workload
 
-# What stays as the user has it: another batch or number type trains another model.
+# These fields keep the user's values: with another batch or precision, the result would be another model.
 _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "every_batch", "margin")
 _MOST_NODES: Final = 1024
-_DOUBLINGS: Final = range(1, 40)  # how often numbers of nodes and processes are doubled, and samples halved
-# Of one token and one word: logits in fp32 and their log-softmax, as `decoder_activations` counts them.
+_DOUBLINGS: Final = range(1, 40)  # exponents of 2 for more nodes and processes, and for shorter samples
+# Bytes per token and vocabulary entry: logits in fp32 and their log-softmax, as counted by `decoder_activations`.
 _LOGITS_BYTES: Final = 8
 _CHUNKS: Final = 8
 _SHORTEST: Final = 128  # tokens
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes
-# A change in words, and the fields of each part of a question that it changes.
+# A change in words, and the new values of fields for each part of a question.
 Attempt: TypeAlias = tuple[str, Mapping[str, Mapping[str, Any]]]
 _MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change by which the model fits.
+    """One change that makes the model fit.
 
     Attributes:
         what: in words, e.g. "31.2 GiB on each device instead of 24 GiB".
-        chosen: the fastest strategy then.
-        cluster: the machines then.
+        chosen: the fastest strategy after the change.
+        cluster: the machines after the change.
     """
 
     what: str
@@ -50,10 +50,10 @@ class WhatIf:
     """Answers to two questions.
 
     Attributes:
-        changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
-            memory, machines. Empty where something fits.
-        largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
-        savings: where nothing fits and activations are why: what takes less, and how many bytes of each device.
+        changes: empty if something fits already. Otherwise each change alone is enough. The cheapest come first:
+            settings, then CPU memory, disk, device memory, machines.
+        largest_elements: parameters of the largest model of the same shape that fits; 0 if none does.
+        savings: if nothing fits because of activations: what reduces them, and the bytes saved on each device.
     """
 
     changes: tuple[Change, ...]
@@ -64,17 +64,17 @@ class WhatIf:
 def what_if(
     work: Workload, cluster: Cluster, wanted: Wanted, changed: Callable[[], Mapping[str, Activations]] = dict
 ) -> WhatIf:
-    """The nearest configurations that fit, each with one thing changed, and the largest model that fits.
+    """Return the nearest setups that fit after one change, and the size of the largest model that fits.
 
     Args:
-        work: what is trained, in the wanted precision.
+        work: the training, in the wanted precision.
         cluster: the machines.
-        wanted: what is fixed.
-        changed: what a forward of complete samples would keep after changes of the model, by what to write for each;
-            called where nothing fits and activations are why.
+        wanted: the fixed settings.
+        changed: returns what a forward of complete samples would keep after changes of the model; the keys say what to
+            write. Called only if nothing fits because of activations.
 
     Raises:
-        ConfigError: what is fixed excludes itself.
+        ConfigError: the fixed settings contradict each other.
     """
     question = Question(work, cluster, wanted)
     if _fits(question):
@@ -90,10 +90,10 @@ def what_if(
 
 
 def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
-    """A model with `factor` times the parameters, grown evenly in width and depth as decoders are.
+    """Return a model with `factor` times the parameters, grown evenly in width and depth as decoders are.
 
-    Depth and width both grow by the factor's cube root (parameters are depth × width²), so activations, which are
-    depth × width, grow by its square; operations grow as the parameters do.
+    Depth and width each grow by the factor's cube root, because parameters are depth × width². Activations are depth ×
+    width, so they grow by the square of this root. Operations grow like the parameters.
     """
     area, width = factor ** (2 / 3), factor ** (1 / 3)
 
@@ -119,7 +119,7 @@ def _changes(question: Question, others: Mapping[str, Activations]) -> Iterator[
     if not wanted.ddp and wanted.stage is None:
         yield from _first_that_fits(question, [("training without ZeRO", {"wanted": {"ddp": True}})])
     if wanted.stage == "ddp" and not wanted.gradient_views:
-        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
+        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), which avoids a copy of the gradients"
         yield from _first_that_fits(question, [(views, {"wanted": {"gradient_views": True}})])
     smaller = tuple(_smaller_activations(question, others))
     yield from smaller
@@ -135,11 +135,14 @@ def _changes(question: Question, others: Mapping[str, Activations]) -> Iterator[
     yield from _first_that_fits(question, ((f"{nodes} {what}", {"cluster": {"nodes": nodes}}) for nodes in more))
 
 
-_CHUNKED: Final = f"a loss that makes its logits in {_CHUNKS} chunks, anew in the backward"
+_CHUNKED: Final = f"a loss that computes its logits in {_CHUNKS} chunks, and again in the backward"
 
 
 def _with_logits_in_chunks(question: Question, stage: Stage) -> Activations | None:
-    """The activations then; None where no such logits are among them, or it is not known how many are moved."""
+    """Return the activations with the loss in chunks.
+
+    None if the activations do not contain these logits, or if it is not known how much of them `save_on_cpu` moves.
+    """
     kept = question.work.activations
     if kept.moved != Affine():
         return None
@@ -149,7 +152,10 @@ def _with_logits_in_chunks(question: Question, stage: Stage) -> Activations | No
 
 
 def _smaller_activations(question: Question, others: Mapping[str, Activations]) -> Iterator[Change]:
-    """A loss in chunks, other changes of the model; and the longest samples, by halves, with which something fits."""
+    """Yield changes that fit: a loss in chunks, other changes of the model, and the longest possible samples.
+
+    The samples are halved until something fits.
+    """
     kept, chunked = question.work.activations, _with_logits_in_chunks(question, 3)
     if chunked is not None:
         yield from _first_that_fits(question, [(_CHUNKED, {"work": {"activations": chunked}})])
@@ -165,17 +171,20 @@ def _smaller_activations(question: Question, others: Mapping[str, Activations]) 
 
 
 def _sharing(question: Question) -> Iterator[Attempt]:
-    """Several processes share each sample, ever more; nothing where a sample is no sequence, or they do already."""
+    """Yield attempts in which more and more processes share each sample.
+
+    Yields nothing if a sample is not a sequence or if processes share samples already.
+    """
     kept, cluster = question.work.activations, question.cluster
     if kept.sample_length > 1 and cluster.shared_by == 1:
         for processes in (2**n for n in _DOUBLINGS if cluster.processes % 2**n == 0):
-            what = f"{SEQUENCE_KEY}: {processes}, so that each process computes on a part of every sample"
+            what = f"{SEQUENCE_KEY}: {processes}, which gives each process a part of every sample"
             part, machines = {"activations": kept.of_a_part(processes)}, {"shared_by": processes}
             yield what, {"work": part, "cluster": machines}
 
 
 def _savings(question: Question, others: Mapping[str, Activations], least: Candidate) -> Iterator[tuple[str, int]]:
-    """What takes less on each device than what is closest to fitting, and bytes."""
+    """Yield what takes less on each device than the setup closest to fitting, and the bytes saved."""
     kept, setup = question.work.activations, least.setup
     tried: dict[str, tuple[Setup, Activations]] = {}
     chunked = _with_logits_in_chunks(question, setup.stage)
@@ -197,21 +206,21 @@ def _savings(question: Question, others: Mapping[str, Activations], least: Candi
         needed = _changed(question, {"work": {"activations": activations}}).measure(other)
         more = needed.host_bytes - least.footprint.host_bytes
         if needed.device_bytes < least.footprint.device_bytes:
-            beside = f", with {show_bytes(more)} more in CPU memory" if more > 0 else ""
-            yield f"{what}{beside}", least.footprint.device_bytes - needed.device_bytes
+            extra = f", with {show_bytes(more)} more in CPU memory" if more > 0 else ""
+            yield f"{what}{extra}", least.footprint.device_bytes - needed.device_bytes
 
 
 def _changed(question: Question, changes: Mapping[str, Mapping[str, Any]]) -> Question:
-    """The question with other fields of its parts."""
+    """Return the question with other fields in its parts."""
     parts = {name: replace(getattr(question, name), **fields) for name, fields in changes.items()}
     return replace(question, **parts)
 
 
 def _first_that_fits(question: Question, attempts: Iterable[Attempt]) -> Iterator[Change]:
-    """The first of the changes by which something fits; nothing where none is enough."""
+    """Yield the first attempt that makes something fit; nothing if none does."""
     for what, changes in attempts:
         changed, chosen = _changed(question, changes), None
-        with suppress(ConfigError):  # the batch cannot be divided so
+        with suppress(ConfigError):  # the batch cannot be divided among these processes
             chosen = plan(changed.work, changed.cluster, changed.wanted).chosen if _fits(changed) else None
         if chosen is not None:
             yield Change(what, chosen, changed.cluster)
@@ -219,9 +228,10 @@ def _first_that_fits(question: Question, attempts: Iterable[Attempt]) -> Iterato
 
 
 def _least(question: Question, name: str) -> int | None:
-    """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
+    """Return the smallest displayable amount of one kind of memory that suffices; None if no amount does."""
     roomy = _changed(question, {"cluster": {name: _PLENTY}})
-    # On a device without room DeepSpeed makes its flat copy in CPU memory.
+    # DeepSpeed makes its flat copy in CPU memory if the device has no room. A device of 1 byte shows the least that way
+    # needs.
     needed = _leanest(_changed(question, {"cluster": {name: 1}}) if name == "device_bytes" else roomy)
     fitting = (found for found in needed if not roomy.missing_memory(found))
     least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
@@ -233,10 +243,12 @@ def _fits(question: Question) -> bool:
 
 
 def _leanest(question: Question) -> Iterator[Footprint]:
-    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
+    """Yield the memory of every setup that could run, with its smallest micro-batch.
+
+    If none of these fits, nothing does.
 
     Raises:
-        ConfigError: what is fixed excludes itself.
+        ConfigError: the fixed settings contradict each other.
     """
     work, cluster, wanted = question.work, question.cluster, question.wanted
     smallest = batches(cluster, wanted)[-1]
@@ -248,7 +260,7 @@ def _leanest(question: Question) -> Iterator[Footprint]:
 
 
 def _largest(question: Question) -> int:
-    """Elements of the largest model that fits, by bisection of the factor to a thousandth."""
+    """Return the elements of the largest model that fits, by bisecting the factor to a thousandth."""
     work = question.work
 
     def fits(factor: float) -> bool:
