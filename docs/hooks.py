@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages made from other files of the repository than docs/, and links to these pages.
+"""Hooks of mkdocs: pages made from files outside docs/, and links to these pages.
 
 The README is the first page. The reference is made from docstrings, the schema of the configuration and the command
 line, and the page of examples from their files. A link from a page to another file of the repository leads to the file
@@ -34,7 +34,7 @@ MODULES = (
     *("long_context", "optimizer", "scheduler", "state", "tracking", "utils", "errors"),
 )
 _ABOUT_KEYS = """This page is made from the schema with which `zero-plugin check` checks a file. `auto` is allowed for
-every key and leaves its value to the run. The [guide](../configuration.md) shows how to combine files, flags and code."""
+every key and leaves its value to the run. The [guide](../configuration.md) shows how files, flags and code combine."""
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))|(?<=\]: )(\S+)$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
