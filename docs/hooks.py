@@ -1,8 +1,8 @@
-"""What mkdocs does beside reading docs/: pages made from other files of the repository, and links that lead to them.
+"""Hooks of mkdocs: pages made from files outside docs/, and links to these pages.
 
-The README is the first page. The reference is made from docstrings, from the schema of the configuration and from the
-command line, and the examples from their files. A link from a page to another file of the repository leads on GitHub to
-the file, and on the site to a page that shows it.
+The README is the first page. The reference is made from docstrings, the schema of the configuration and the command
+line, and the page of examples from their files. A link from a page to another file of the repository leads to the file
+on GitHub, and to a page that shows the file on the site.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/golden"
 # Files of the repository that are pages, by the place of their page.
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-# Sections of a page that stand in the navigation below it.
+# Sections of a page that the navigation lists below the page.
 SECTIONS = {
     "launching.md": {
         "Notebooks": "a-script-a-notebook",
@@ -34,8 +34,7 @@ MODULES = (
     *("long_context", "optimizer", "scheduler", "state", "tracking", "utils", "errors"),
 )
 _ABOUT_KEYS = """This page is made from the schema with which `zero-plugin check` checks a file. `auto` is allowed for
-every key and leaves its value to the run. How files, flags and code go together is in the
-[guide](../configuration.md)."""
+every key and leaves its value to the run. The [guide](../configuration.md) shows how files, flags and code combine."""
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))|(?<=\]: )(\S+)$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
@@ -59,13 +58,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between files of the repository become links between pages."""
+    """Turn links between files of the repository into links between pages."""
     source = next((s for s, place in PAGES.items() if place == page.file.src_uri), f"docs/{page.file.src_uri}")
     return link_pages(markdown, source, page.file.src_uri)
 
 
 def on_nav(nav: Any, **_: Any) -> Any:
-    """The sections of `SECTIONS` are entries of the navigation."""
+    """Add the sections of `SECTIONS` to the navigation."""
     from mkdocs.structure.nav import Link
 
     for section in nav.items:
@@ -83,7 +82,7 @@ def on_nav(nav: Any, **_: Any) -> Any:
 
 
 def link_pages(markdown: str, source: str, place: str) -> str:
-    """Markdown whose relative links lead to pages.
+    """Return Markdown whose relative links lead to pages.
 
     Args:
         markdown: text of a file of the repository.
@@ -105,7 +104,7 @@ def link_pages(markdown: str, source: str, place: str) -> str:
         link = posixpath.relpath(page, posixpath.dirname(place) or ".")
         return f"{link}#{anchor}" if anchor else link
 
-    # Code is left as it is.
+    # Links in code are text, so code stays unchanged.
     parts, position = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_LINK.sub(replace, markdown[position : fence.start()]), fence[0]]
@@ -114,7 +113,7 @@ def link_pages(markdown: str, source: str, place: str) -> str:
 
 
 def _files_linked(text: str) -> Iterator[str]:
-    """Files and folders outside of docs/ that a page links to, which are not pages themselves."""
+    """Yield files and folders outside docs/ that a page links to and that are no pages themselves."""
     for match in _LINK.finditer(_FENCE.sub("", text)):
         target = match[0].partition("#")[0]
         inside = posixpath.normpath(target.lstrip("./"))
@@ -128,7 +127,7 @@ def _source_page(file: str) -> str:
 
 
 def _source_text(file: str) -> str:
-    """The page that shows a file, or all files of a folder."""
+    """Return the page that shows a file, or all files of a folder."""
     path = ROOT / file
     if path.is_file():
         return f"# {file}\n\n{_code(path)}"
@@ -144,7 +143,7 @@ def _code(path: Path) -> str:
 
 
 def examples_page() -> str:
-    """The examples: what each shows, its commands, and its text."""
+    """Return the page of examples: what each shows, its commands, and its text."""
     parts = ["# Examples\n\nEach is a script of one screen, which the tests run by the commands at its top."]
     for path in sorted((ROOT / "examples").glob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -156,7 +155,7 @@ def examples_page() -> str:
 
 
 def reference_pages() -> dict[str, str]:
-    """All pages of the reference by place: the public modules, the configuration, the command line."""
+    """Return all pages of the reference by place: the public modules, the configuration, the command line."""
     pages = {"reference/accelerator.md": "# Accelerator\n\n::: zero_plugin.accelerator.Accelerator\n"}
     shown = {"zero_plugin.accelerator.Accelerator"}
     for name in MODULES:
@@ -165,7 +164,7 @@ def reference_pages() -> dict[str, str]:
 
 
 def module_page(name: str, shown: set[str]) -> str:
-    """The page of a public module: its names, each where it was not shown before.
+    """Return the page of a public module: its names, except those that earlier pages show.
 
     Args:
         name: of the module, without the package's.
@@ -191,7 +190,7 @@ def module_page(name: str, shown: set[str]) -> str:
 
 
 def public_names(module: Any) -> list[str]:
-    """The names that a module exports: those of `__all__`, or those that it defines or imports under their own name."""
+    """Return the names that a module exports: `__all__`, or what it defines or imports under the same name."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     source = Path(module.__file__).read_text("utf-8")
@@ -205,7 +204,7 @@ def public_names(module: Any) -> list[str]:
 
 
 def configuration_page() -> str:
-    """Every key of a launch YAML and of a DeepSpeed JSON, from the schema that checks them."""
+    """Return the page of every key of a launch YAML and a DeepSpeed JSON, from the schema that checks them."""
     from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING
     from zero_plugin.config.schema import yaml_schema
 
@@ -255,12 +254,12 @@ def _table(keys: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table: what Markdown would take for its own is escaped."""
+    """Return text for a cell of a table, with Markdown's own characters escaped."""
     return re.sub(r"([|<*_\[\]])", r"\\\1", re.sub(r"\s+", " ", text))
 
 
 def commands_page() -> str:
-    """The help of every command, as tests/golden has it, which a test compares with what is printed."""
+    """Return the help of every command from tests/golden, which a test compares with the printed help."""
     parts = ["# Commands", "What `zero-plugin COMMAND --help` prints, at 80 columns."]
     helps = {"launch --help-all": "help-all", **{f.stem[5:]: f.stem for f in sorted(GOLDEN.glob("help-*.txt"))}}
     helps.pop("all")

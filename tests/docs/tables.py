@@ -70,6 +70,7 @@ CAMPAIGN: set[Row] = {
     ("docs/launchers.md", "srun"),
     ("docs/tutorial/from-pytorch.md", "zero-plugin launch --config zero3"),
     ("docs/tutorial/from-trainer.md", "zero-plugin launch --zero_stage 2"),
+    ("docs/troubleshooting.md", "zero-plugin test"),
 }
 
 # Commands that are typed on two machines at once: what the second one's says instead; see bin/on-two-machines.

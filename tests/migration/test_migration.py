@@ -22,7 +22,7 @@ pytestmark = pytest.mark.programs
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted((HERE / "scripts").glob("*.py"))
-DIFFERENCES = (HERE.parents[1] / "docs/differences-from-accelerate.md").read_text(encoding="utf-8")
+DIFFERENCES = (HERE.parents[1] / "docs/differences-reference.md").read_text(encoding="utf-8")
 
 _spec = importlib.util.spec_from_file_location("migrate", HERE / "migrate.py")
 assert _spec is not None
