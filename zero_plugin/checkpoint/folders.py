@@ -151,7 +151,7 @@ def offer_previous(folder: Path) -> str:
             "accelerator.load_weights(model, folder) reads weights in safetensors."
         )
     if not (folder / MANIFEST_NAME).exists() and any(folder.glob("*.safetensors")):
-        return "accelerator.load_weights(model, folder) reads the weights in its safetensors, and nothing else."
+        return "accelerator.load_weights(model, folder) reads only the weights in its safetensors."
     return "There is no other complete checkpoint next to it."
 
 

@@ -242,9 +242,7 @@ def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
     optimizers = {match[1]: match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     split = {match[2] for match in (*models.values(), *optimizers.values())} - {"00"}
     if split:
-        raise CheckpointError(
-            f"{folder} is from a model that was split by tensor parallelism (mp_rank_{split.pop()})."
-        )
+        raise CheckpointError(f"{folder} is from a model that was split by tensor parallelism (mp_rank_{split.pop()}).")
 
     def opened(found: Mapping[str, re.Match[str]], what: str) -> tuple[Mapping[str, Any], ...]:
         for rank in range(len(found)):

@@ -57,7 +57,7 @@ class Stored:
         return replace(self, dtype=dtype) if self.dtype.is_floating_point else self
 
     def unpartitioned(self) -> Tensor:
-        """Return the tensor in a storage that holds nothing else. It is mapped from the file if that is possible."""
+        """Return the tensor in a storage of exactly its size. It is mapped from the file if that is possible."""
         flat = (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)).to(self.dtype)
         is_alone = flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
         return (flat if is_alone else flat.clone()).view(self.shape)

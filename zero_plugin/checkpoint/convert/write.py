@@ -214,7 +214,7 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
 
     Each trained parameter has a folder with its fp32 value and states (DeepSpeed,
     `checkpoint/universal_checkpoint.py` and `runtime/zero/stage3.py`, `load_hp_checkpoint_state`). DeepSpeed reads
-    nothing else of the model. Frozen weights and buffers are in the file with the counters, under `module`.
+    no other tensors. Frozen weights and buffers are in the file with the counters, under `module`.
 
     Args:
         source: the source; it must have an optimizer.
