@@ -147,7 +147,7 @@ def test_a_missing_meeting_point(missing: tuple[str, ...], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
         place.environment(environ)
     assert f"RANK is set, so this is one of 2 processes, but {said} nothing says where rank 0 is" in str(caught.value)
-    assert "127.0.0.1 where all are on this one" in str(caught.value)
+    assert "127.0.0.1 if all are on this one" in str(caught.value)
     assert 'os.environ.pop("RANK")' in str(caught.value)
 
 
