@@ -93,7 +93,7 @@ def has_checkpoints(place: Path, run: str | None = None) -> bool:
 
     Args:
         place: a checkpoint, or a folder that may hold some.
-        run: count only this run's checkpoints in the folder; None counts those of all runs.
+        run: count only this run's checkpoints in the folder; None counts the checkpoints of all runs.
     """
     if run is None:
         return (place / MANIFEST_NAME).exists() or bool(numbered_checkpoints(place))

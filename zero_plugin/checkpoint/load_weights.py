@@ -248,7 +248,7 @@ def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
 
 
 def _draw(root: nn.Module, owner: str) -> None:
-    """Initialise a module in `root` by its own method or by those of the modules around it.
+    """Initialise a module in `root` by its own method or by a module around it.
 
     The modules are called from the innermost outwards. The first `reset_parameters` ends the walk.
     """

@@ -85,7 +85,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
-    """Names of the tensors to save; a shared tensor is listed under its first name.
+    """Return the names of the tensors to save. A shared tensor is listed under its first name.
 
     Args:
         module: the user's own module, whose parameters may be partitioned.

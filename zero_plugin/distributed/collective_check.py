@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# ---- what each rank publishes ----------------------------------------------------------------------------------------
+# ---- each rank's published progress ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -697,7 +697,7 @@ def _describe_end(line: str) -> str:
     return f", after {' and '.join(done)}" if done else ""
 
 
-# ---- this process' check ---------------------------------------------------------------------------------------------
+# ---- this process's check --------------------------------------------------------------------------------------------
 
 _check: CollectiveCheck | None = None
 _watched_group: Any = None

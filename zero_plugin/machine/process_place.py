@@ -202,8 +202,8 @@ def _refuse_contradiction(place: Place, job: Place | None, environ: Mapping[str,
     if job is not None and (job.rank, job.world_size) != (place.rank, place.world_size):
         theirs = (job.source, job.launcher.world_size)
         raise LaunchError(
-            f"{_show(environ, place.source, TORCH.world_size)} contradict the launcher's {_show(environ, *theirs)}.\n"
-            f"Unset {place.source} and {TORCH.world_size} in the script or the image of the job: "
+            f"{_show(environ, place.source, TORCH.world_size)} contradict {_show(environ, *theirs)}, which the "
+            f"launcher has set.\nUnset {place.source} and {TORCH.world_size} in the script or the image of the job: "
             f"{' and '.join(theirs)} are enough. To use other numbers, set {TORCH.local_rank} too."
         )
 
@@ -217,8 +217,8 @@ def _refuse_other_numbers(place: Place, environ: Mapping[str, str]) -> None:
     ):
         if name in environ and number_of(environ, name) != number:
             raise LaunchError(
-                f"{_show(environ, name)} contradicts the launcher's {_show(environ, its_name) or number}.\n"
-                f"Unset {name} in the script or the image of the job: {its_name} is enough; or start the intended "
+                f"{_show(environ, name)} contradicts {_show(environ, its_name) or number}, which the launcher has "
+                f"set.\nUnset {name} in the script or the image of the job: {its_name} is enough; or start the intended "
                 "number of processes."
             )
 

@@ -157,7 +157,7 @@ def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> Non
 def refuse_threads(found: int) -> None:
     """Refuse replicas that are threads of one process: they would share a process group and the state of a run.
 
-    torch_xla makes such threads if a process has several devices: TPU v2 and v3, and several replicas with
+    torch_xla makes threads if a process has several devices: TPU v2 and v3, and several replicas with
     `PJRT_DEVICE=CPU`.
 
     Args:
@@ -172,7 +172,7 @@ def refuse_threads(found: int) -> None:
     groups = importlib.import_module("torch.distributed.distributed_c10d")
     if isinstance(groups._world, groups._World):
         raise LaunchError(
-            f"the XLA runtime runs {found} replicas of which several are threads of one process, as on TPU v2 and v3 "
+            f"the XLA runtime runs {found} replicas, and several are threads of one process, as on TPU v2 and v3 "
             f"and with {PJRT_DEVICE}=CPU. Each needs a process of its own, as on TPU v4 and newer.\n"
             "Start one replica: --num_processes 1."
         )
