@@ -218,8 +218,8 @@ def _refuse_other_numbers(place: Place, environ: Mapping[str, str]) -> None:
         if name in environ and number_of(environ, name) != number:
             raise LaunchError(
                 f"{_show(environ, name)} contradicts {_show(environ, its_name) or number}, which the launcher has "
-                f"set.\nUnset {name} in the script or the image of the job: {its_name} is enough; or start the intended "
-                "number of processes."
+                f"set.\nUnset {name} in the script or the image of the job: {its_name} is enough; or start the "
+                "intended number of processes."
             )
 
 
