@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class RankProgress:
-    """The published progress of one process. Old values for calls, passes and `gone` remain valid lower bounds.
+    """The published progress of one process. Its statements on calls, passes and the end of the process stay true.
 
     Attributes:
         beat: the number of publications. If it does not change, the other values are out of date.

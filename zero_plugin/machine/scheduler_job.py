@@ -40,7 +40,7 @@ class Launcher:
     hint: str = ""
 
 
-_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the more reliable first
+_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the better one first
 
 # For torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher, and variables that users export themselves.
 TORCH: Final = Launcher(
