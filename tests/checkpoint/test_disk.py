@@ -233,9 +233,7 @@ def test_a_folder_that_is_another_one_for_a_process(path: str, folder: Path) -> 
         for target in (torn / "saved", torn / "other"):
             told = training.save(target)
             assert told is not None
-            assert (
-                "is not the same folder on all processes: process 0 does not read there what processes [1]" in told
-            ), told
+            assert "is not the same folder on all processes: process 0 cannot read what processes [1]" in told, told
         load = training.accelerator.load_state
         told = refused(lambda: load(torn / "saved"))
         assert "processes [1] see no checkpoint" in told, told

@@ -67,7 +67,7 @@ def test_a_new_process_draws_as_all_did() -> None:
     states, drawn = saved_and_drawn([1, 1])
     said = restore_random_state(states, 2)
     assert said is not None
-    assert "draws as the others do" in said
+    assert "draws like the others" in said
     assert draw() == drawn[0]
 
 

@@ -176,7 +176,7 @@ def test_a_program_that_a_rank_starts_does_not_wait_for_the_run(run_processes: C
     """It has inherited a place that is taken, which it says at once, with what to do, by which it runs alone."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output = run_processes(__file__, 2, "start_a_child", agent.port)[0]
-    assert "which is rank 0 of a run, and has inherited its place there" in output
+    assert "which is rank 0 of a run, and has inherited its rank" in output
     assert "without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment" in output
     assert "ALONE 1\n" in output
     assert "left False" in output

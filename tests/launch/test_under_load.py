@@ -21,7 +21,7 @@ CONFIGS = {
     "zero2": "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n",
 }
 # What the collective check can say, and whoever is ended by it.
-ALARM = re.compile(r"has waited|not said yet|silent for|is stopped|compiles|error|[A-Z]\w*Error|Traceback|lost")
+ALARM = re.compile(r"has waited|not reported|silent for|is stopped|compiles|error|[A-Z]\w*Error|Traceback|lost")
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ def test_one_process(environ: dict[str, str]) -> None:
     ("environ", "parts"),
     [
         ({"RANK": "0"}, ["RANK=0 is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not", 'os.environ.pop("RANK")']),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 says", "RANK is not set", "unset WORLD_SIZE"]),
-        ({**POD, "RANK": "2"}, ["RANK=2, WORLD_SIZE=2 contradict each other", "from 0 to below"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 means", "RANK is not set", "unset WORLD_SIZE"]),
+        ({**POD, "RANK": "2"}, ["RANK=2, WORLD_SIZE=2 contradict each other", "from 0 to the number of processes - 1"]),
         ({**POD, "WORLD_SIZE": "0"}, ["RANK=1, WORLD_SIZE=0 contradict"]),
         ({**POD, "RANK": "one"}, ["RANK=one is not an integer", "unset RANK"]),
         ({**POD, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, ["LOCAL_RANK=2, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2"]),
@@ -147,7 +147,7 @@ def test_a_missing_meeting_point(missing: tuple[str, ...], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
         place.environment(environ)
     assert f"RANK is set, so this is one of 2 processes, but {said} nothing says where rank 0 is" in str(caught.value)
-    assert "127.0.0.1 where all are on this one" in str(caught.value)
+    assert "127.0.0.1 if all are on this one" in str(caught.value)
     assert 'os.environ.pop("RANK")' in str(caught.value)
 
 

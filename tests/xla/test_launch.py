@@ -122,5 +122,5 @@ def test_notebook(start: Start) -> None:
     shown = sorted(line for line in done.stdout.splitlines() if line.startswith(("copy", "here")))
     assert shown == ["copy 3 0 of 2", "copy 3 1 of 2", "here 3 0 of 1"]
     assert "failed first; all are stopped." in done.stdout
-    assert "2 replicas of which several are threads of one process" in done.stdout
+    assert "2 replicas, and several are threads of one process" in done.stdout
     assert "this process has used an XLA device already" in done.stdout

@@ -1,1 +1,1 @@
-"""Models that no device holds: spread over GPUs, CPU memory and disk, and run module by module."""
+"""Runs models that are too large for one device: spread over GPUs, CPU memory and disk, module by module."""

@@ -1,7 +1,7 @@
-"""Spreads a model over devices, CPU memory and disk, such that its forward runs as if it were on one device.
+"""Spreads a model over devices, CPU memory and disk. Its forward then runs like on one device.
 
-Or keeps all weights in CPU memory, or on disk, and brings in each module's for its forward; or brings a complete model
-to the GPU when it runs, and back to CPU memory when the next one does.
+Alternatively, keeps all weights in CPU memory or on disk, and loads each module's weights for its forward. Or moves a
+complete model to the GPU when it runs, and back to CPU memory when the next model runs.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put each part of a model where a map says, and let weights and inputs come together in its forward.
+    """Place each part of a model by a map, and bring weights and inputs to the same device in each forward.
 
-    What is on `cpu` or `disk` runs on `main_device`: its weights come in for the forward of the module that holds them,
-    without gradients, and leave after it. With a map to the CPU and the disk alone, everything runs on the CPU, and the
-    disk's weights are used where the file is mapped.
+    Parts on `cpu` or `disk` run on `main_device`: their weights are loaded for the forward of their module, without
+    gradients, and removed after it. If the map has only the CPU and the disk, everything runs on the CPU, and weights
+    on disk are used from the mapped files.
 
     Args:
-        model: changed in place; parts on disk may be on the meta device.
-        device_map: GPU index, `cpu`, `disk` or a device, by name of module or tensor; the most exact name counts.
-        main_device: by default the map's first that is neither `cpu` nor `disk`, else the CPU.
-        state_dict: values of tensors on the CPU that are on the meta device.
-        offload_dir: where tensors on disk are, or are written to.
-        offload_index: where they are, see `OffloadedWeightsLoader`; by default the folder's.
-        offload_buffers: buffers are on the CPU or disk with their module too; otherwise they stay where it runs.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        preload_module_classes: names of classes that read weights of modules inside without calling these; torch's own
-            attention and encoder layers need not be named.
-        force_hooks: also where the complete model is on one device.
+        model: the model, changed in place; parts on disk may be on the meta device.
+        device_map: name of a module or tensor → GPU index, `cpu`, `disk` or a device. The most specific name counts.
+        main_device: by default the map's first device other than `cpu` and `disk`, or the CPU if there is none.
+        state_dict: values for tensors with the place `cpu` that are on the meta device.
+        offload_dir: the folder that has the tensors on disk, or that they are written to.
+        offload_index: the index of these tensors, see `OffloadedWeightsLoader`; by default the folder's.
+        offload_buffers: offload buffers to the CPU or disk too. Otherwise they stay on the device of their module.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        preload_module_classes: names of classes that read weights of their submodules without calling these. torch's
+            own attention and encoder layers need not be named.
+        force_hooks: use hooks even if the complete model is on one device.
 
     Returns:
         The model, with the map as `hf_device_map`.
 
     Raises:
-        ValueError: a tensor has no place or no values, a device is not here, or there is no folder to write to.
+        ValueError: a tensor has no place or no values, this machine lacks a device, or a folder to write to is missing.
     """
     check_device_map(model, device_map)
     check_places(device_map)
@@ -114,7 +114,7 @@ def _collect(
     offload_dir: str | Path | None,
     offload_index: Mapping[str, Any] | None,
 ) -> OffloadedWeightsLoader:
-    """The tensors that leave, by name; those on disk are written unless they are there."""
+    """Collect the offloaded tensors by name. Write those with the place `disk`, unless they are stored already."""
     tied = {name: group for group in find_tied_parameters(model) for name in group}
     known = (
         read_offload_index(offload_dir) if offload_index is None and offload_dir is not None else offload_index or {}
@@ -122,7 +122,7 @@ def _collect(
     in_memory: dict[str, Tensor] = {}
     on_disk: dict[str, Any] = {}
     written: dict[str, Any] = {}
-    copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself, lest another gets its id
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id; keeps the tensor too, so no other one can get its id
     leaving = (
         (name, slot.tensor)
         for stop, device in plan
@@ -168,7 +168,7 @@ def _refuse_empty(model: nn.Module) -> None:
 def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
-    _logger.warning("You shouldn't move a model that is dispatched: its inputs go to where it was.")
+    _logger.warning("You shouldn't move a model that is dispatched: its inputs go to its previous device.")
     return getattr(type(model), method)(model, *args, **kwargs)
 
 
@@ -179,14 +179,14 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in CPU memory; each module's come to the execution device for its forward.
+    """Keep all weights in CPU memory. Load each module's weights to the execution device for its forward.
 
     Args:
-        model: changed in place.
-        execution_device: by default where the first parameter is.
-        offload_buffers: the state dict's buffers too.
+        model: the model, changed in place.
+        execution_device: by default the first parameter's device.
+        offload_buffers: offload the state dict's buffers too.
         state_dict: the weights, on the CPU; by default the model's.
-        preload_module_classes: as for `dispatch_model`.
+        preload_module_classes: see `dispatch_model`.
 
     Returns:
         The model.
@@ -203,14 +203,14 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights on disk; each module's come to the execution device for its forward.
+    """Keep all weights on disk. Load each module's weights to the execution device for its forward.
 
     Args:
-        model: changed in place.
-        offload_dir: weights are written there, unless they are on the meta device and there already.
-        execution_device: by default where the first parameter is.
-        offload_buffers: the state dict's buffers too.
-        preload_module_classes: as for `dispatch_model`.
+        model: the model, changed in place.
+        offload_dir: the folder to write weights to. It must have the weights that are on the meta device already.
+        execution_device: by default the first parameter's device.
+        offload_buffers: offload the state dict's buffers too.
+        preload_module_classes: see `dispatch_model`.
 
     Returns:
         The model.
@@ -231,18 +231,19 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: SharedTensors | None = None,
 ) -> None:
-    """Put an `AlignDevicesHook` on every module inside that holds tensors itself.
+    """Put an `AlignDevicesHook` on the module and every submodule that holds tensors itself.
 
     Args:
-        module: changed in place.
-        execution_device: as for the hook; so are `offload`, `offload_buffers`, `skip_keys` and `tied_params_map`.
-        offload: weights leave after each module's forward.
-        weights_map: values of offloaded tensors by name in the complete model; by default the modules' own, on the CPU.
-        offload_buffers: buffers leave too.
+        module: the module, changed in place.
+        execution_device: see `AlignDevicesHook`; also for `offload`, `offload_buffers`, `skip_keys` and
+            `tied_params_map`.
+        offload: remove weights after each module's forward.
+        weights_map: name in the complete model → value of an offloaded tensor; by default the modules' own, on the CPU.
+        offload_buffers: remove buffers too.
         module_name: the module's name in the complete model.
-        skip_keys: keyword arguments that stay where they are.
-        preload_module_classes: as for `dispatch_model`.
-        tied_params_map: what hooks of the same model share.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: see `dispatch_model`.
+        tied_params_map: the tied weights, shared by all hooks of one model.
     """
     preloaded = frozenset(preload_module_classes or ())
     shared = SharedTensors() if tied_params_map is None else tied_params_map
@@ -285,14 +286,14 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in CPU memory until it runs; it stays on its device until the hook's `offload` is called.
+    """Keep a model in CPU memory until it runs. It then stays on its device until the hook's `offload` is called.
 
-    For a pipeline of models that do not fit together, of which each runs in a loop.
+    For a pipeline of models that each run in a loop, and that do not fit on the device together.
 
     Args:
-        model: changed in place.
-        execution_device: by default the GPU, and the CPU where there is none.
-        prev_module_hook: of the model before it in the pipeline, which is offloaded when this one runs.
+        model: the model, changed in place.
+        execution_device: by default the GPU, or the CPU without a GPU.
+        prev_module_hook: hook of the previous model in the pipeline. That model is offloaded when this one runs.
 
     Returns:
         The model, and its hook.
@@ -303,11 +304,11 @@ def cpu_offload_with_hook(
 
 
 class CpuOffload(ModelHook):
-    """Bring the module to a device for its forward, and leave it there.
+    """A hook that moves the module to a device for its forward, and leaves it there.
 
     Args:
-        execution_device: by default the GPU, and the CPU where there is none.
-        prev_module_hook: offloaded before.
+        execution_device: by default the GPU, or the CPU without a GPU.
+        prev_module_hook: hook of the model to offload before.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Send the previous model back, and bring this one with its arguments."""
+        """Offload the previous model, then move this one and its arguments to the device."""
         if self.prev_module_hook is not None and _device(self.prev_module_hook.model).type != "cpu":
             self.prev_module_hook.offload()
             clear_device_cache()
@@ -334,11 +335,11 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns.
+    """The handle of `cpu_offload_with_hook` for offloading a model.
 
     Args:
         model: the model.
-        hook: the one on it.
+        hook: the model's hook.
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
@@ -346,11 +347,11 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to CPU memory."""
+        """Move the model back to CPU memory."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         remove_hook_from_module(self.model)
 
 
@@ -358,12 +359,12 @@ def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-# Their forward reads weights of modules inside without calling these.
+# The forward of these classes reads weights of submodules without calling them.
 _READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Stop(NamedTuple):
-    """A module that gets a hook, and by full name the tensors which that brings in: all inside if it `is_whole`."""
+    """A module that gets a hook, and the hook's tensors by full name. If `is_whole`, these are all tensors inside."""
 
     name: str
     module: nn.Module
@@ -377,13 +378,13 @@ def find_stops(
     name: str = "",
     seen: set[nn.Module] | None = None,
 ) -> Iterator[Stop]:
-    """The module and all inside, each once; of one that `is_whole`, by name and module, nothing inside.
+    """Yield the module and all its submodules, each once. Do not descend into modules for which `is_whole` is true.
 
     Args:
-        module: where to begin.
-        is_whole: whether one hook brings in all tensors inside.
-        name: the module's.
-        seen: modules that have had their turn.
+        module: the module to begin with.
+        is_whole: returns, for a name and module, whether one hook loads all tensors inside.
+        name: the module's name.
+        seen: modules that were yielded before.
     """
     seen = set() if seen is None else seen
     if module in seen:
@@ -396,27 +397,27 @@ def find_stops(
 
 
 def named_slots(name: str, module: nn.Module, *, recurse: bool) -> dict[str, Slot]:
-    """The `tensor_slots` of the module `name`, by full name."""
+    """Return the `tensor_slots` of the module `name`, by full name."""
     return {join_names(name, slot.name): slot for slot in tensor_slots(module, recurse=recurse)}
 
 
 def reads_inside(module: nn.Module, preloaded: Collection[str]) -> bool:
-    """Whether a module's forward reads weights of modules inside without calling these, as far as is known.
+    """Return whether a module's forward is known to read weights of submodules without calling them.
 
     Args:
-        module: any.
-        preloaded: names of classes that the user gives.
+        module: any module.
+        preloaded: names of classes from the user.
     """
     return isinstance(module, _READS_INSIDE) or type(module).__name__ in preloaded
 
 
 class Layout:
-    """Where tensors are between forwards, and where modules run.
+    """The places of tensors between forwards, and the devices on which modules run.
 
     Args:
-        places: device or `disk` by name, without those that are not named.
-        main: where runs what is on the CPU or disk.
-        offload_buffers: buffers are where the map says, not where their module runs.
+        places: name of a module or tensor → device or `disk`.
+        main: the device for modules on the CPU or disk.
+        offload_buffers: place buffers by the map, not on the device of their module.
     """
 
     def __init__(self, places: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool) -> None:
@@ -425,12 +426,12 @@ class Layout:
         self._offload_buffers = offload_buffers
 
     def home(self, name: str) -> torch.device | str:
-        """Where a tensor is between forwards."""
+        """Return the place of a tensor between forwards."""
         place: torch.device | str | None = lookup(self._places, name)
         return self._main if place is None else place
 
     def runs_on(self, name: str, slots: Collection[str]) -> torch.device | None:
-        """The device that a module runs on; None if the map names only its submodules and it has no tensor itself."""
+        """Return the device that a module runs on; None if only its submodules have places and it holds no tensor."""
         place = lookup(self._places, name)
         if place is not None:
             return self._running(place)
@@ -439,7 +440,7 @@ class Layout:
         return None if name else self._main
 
     def leaves(self, name: str, slot: Slot, device: torch.device) -> bool:
-        """Whether a tensor is elsewhere between forwards."""
+        """Return whether a tensor is offloaded from its device between forwards."""
         stays = slot.is_buffer and not (self._offload_buffers and slot.is_persistent)
         return not stays and self.home(name) != device
 
@@ -448,7 +449,7 @@ class Layout:
 
 
 def plan_stops(model: nn.Module, layout: Layout, preload: Collection[str]) -> Iterator[tuple[Stop, torch.device]]:
-    """The modules that get a hook, with where they run: all that hold tensors, and the model itself."""
+    """Yield the modules that get a hook, with their devices: all that hold tensors, and the model itself."""
 
     def is_whole(name: str, module: nn.Module) -> bool:
         device = layout.runs_on(name, ())
@@ -465,7 +466,7 @@ def plan_stops(model: nn.Module, layout: Layout, preload: Collection[str]) -> It
 
 
 def under(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """The weights in the module `name`, by their names in that module."""
+    """Return the weights in the module `name`, by their names in that module."""
     return PrefixedDataset(weights, f"{name}.") if name else weights
 
 

@@ -1,6 +1,6 @@
-"""Loads a checkpoint into a model that no device holds, each tensor straight to where it will be.
+"""Loads a checkpoint into a model that is too large for one device, each tensor directly to its final place.
 
-The files are safetensors or by `torch.save`, and memory-mapped.
+The files are safetensors or from `torch.save`, and are memory-mapped.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class WeightsFile:
     """One open file of weights.
 
     Args:
-        path: `….safetensors`, or a file by `torch.save`, of which no code is run. One by `torch.save` before torch 1.6
-            is read completely, any other only as far as tensors are used.
+        path: `….safetensors`, or a file from `torch.save`, whose code is not run. A file from before torch 1.6 is read
+            completely. Other files are read only as far as tensors are used.
 
     Attributes:
-        names: of its tensors.
-        read: returns the tensor of a name, on the CPU; its values are read when they are used.
+        names: the names of its tensors.
+        read: returns the tensor of a name, on the CPU. Its values are read when they are used.
 
     Raises:
-        CheckpointError: it is missing or damaged.
-        ValueError: its weights are another framework's.
+        CheckpointError: the file is missing or damaged.
+        ValueError: the weights are from another framework.
     """
 
     names: list[str]
@@ -72,15 +72,15 @@ class WeightsFile:
 
 
 def find_checkpoint_files(checkpoint: Path) -> list[Path]:
-    """The files with a checkpoint's weights.
+    """Find the files with a checkpoint's weights.
 
     Args:
         checkpoint: a file of weights, an index (`….json`), or a folder with `model.safetensors`, `pytorch_model.bin` or
-            one index; safetensors come first.
+            one index. Safetensors take precedence.
 
     Raises:
-        ValueError: there is none, or there are several.
-        CheckpointError: a file that the index names is missing.
+        ValueError: no checkpoint is there, or several are.
+        CheckpointError: a file in the index is missing.
     """
     if checkpoint.is_dir():
         for name in _WHOLE:
@@ -116,7 +116,7 @@ def _load_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether some weights of a transformers model are tied according to its configuration; false for any other."""
+    """Return whether a transformers model's configuration ties some weights; False for any other model."""
     pretrained = as_pretrained(model)
     if pretrained is None:
         return False
@@ -128,7 +128,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of each group of names, from `find_tied_parameters`, whose weight a map sends to several places."""
+    """Warn about each group of `find_tied_parameters` whose weight has several places in a map."""
     for group in tied_params:
         places = {name: lookup(device_map, name) for name in group}
         if len(set(places.values())) > 1:
@@ -138,7 +138,7 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
 
 
 def warn_of_ties(model: nn.Module, device_map: Mapping[str, Any] | None) -> None:
-    """Warn of weights that should be tied and are not, and of those that a map sends to several places."""
+    """Warn about weights that should be tied but are not, and about tied weights with several places in a map."""
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
         _logger.warning(f"The weights of {type(model).__name__} are not tied; call its tie_weights() first.")
@@ -161,25 +161,25 @@ def load_checkpoint_and_dispatch(
     force_hooks: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which is no more than one reads
+    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which reads no more than one
 ) -> nn.Module:
     """Load a checkpoint into a model that has no values yet, and spread it over devices, CPU memory and disk.
 
     Args:
-        model: built under `init_empty_weights`, or any.
+        model: a model built under `init_empty_weights`, or any other.
         checkpoint: see `load_checkpoint_in_model`.
-        device_map: see `dispatch_model`; or `auto` and `balanced` (equally much on each GPU), `balanced_low_0` (little
-            on the first), `sequential` (as much as fits, one after the other). None loads, and spreads nothing.
-        max_memory: see `get_max_memory`; for a map that is worked out here.
+        device_map: see `dispatch_model`. Or `auto` and `balanced` (an equal part on each GPU), `balanced_low_0` (little
+            on the first), `sequential` (fill one GPU after the other). None loads the model without spreading it.
+        max_memory: limits for the named maps, see `get_max_memory`.
         no_split_module_classes: see `infer_auto_device_map`.
-        offload_folder: see `load_checkpoint_in_model`; needed for what has to be written.
-        offload_buffers: see `dispatch_model`; so are `skip_keys`, `preload_module_classes` and `force_hooks`.
-        dtype: see `load_checkpoint_in_model`; so are `offload_state_dict`, `strict` and the others.
+        offload_folder: see `load_checkpoint_in_model`; needed if weights must be written.
+        offload_buffers: see `dispatch_model`; also for `skip_keys`, `preload_module_classes` and `force_hooks`.
+        dtype: see `load_checkpoint_in_model`; also for `offload_state_dict`, `strict` and the rest.
         offload_state_dict: no effect.
-        skip_keys: what stays where it is.
-        preload_module_classes: classes that read weights of modules inside.
-        force_hooks: also on one device.
-        strict: names must match.
+        skip_keys: inputs and outputs that are not moved.
+        preload_module_classes: classes that read weights of submodules.
+        force_hooks: use hooks even on one device.
+        strict: whether names must match.
         full_state_dict: True.
         broadcast_from_rank0: no effect.
 
@@ -187,7 +187,7 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        ValueError: as `load_checkpoint_in_model` and `dispatch_model`, or there is no such map.
+        ValueError: see `load_checkpoint_in_model` and `dispatch_model`; or no map has this name.
         CheckpointError: a file is missing or damaged.
     """
     if isinstance(device_map, str):
@@ -228,33 +228,33 @@ def load_checkpoint_in_model(
     offload_8bit_bnb: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which is no more than one reads
+    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which reads no more than one
 ) -> None:
-    """Give a model the values of a checkpoint, each tensor straight to where a map says.
+    """Load the values of a checkpoint into a model, each tensor directly to its place in a map.
 
-    What goes to disk stays in the safetensors files that it is in, which have to stay as they are; the model's part is
-    on the meta device, and `dispatch_model` with the same `offload_folder` lets it run. A checkpoint of another format
-    is written to `offload_folder`, and so are weights that become smaller by `dtype`. Never is more than one tensor in
-    memory beside the model.
+    Tensors with the place `disk` stay in their safetensors files, which must not change. These parts of the model are
+    on the meta device. To run the model, call `dispatch_model` with the same `offload_folder`. Checkpoints of another
+    format, and weights that `dtype` makes smaller, are written to `offload_folder`. Memory never holds more than one
+    tensor in addition to the model.
 
     Args:
-        model: on the meta device, or with values.
-        checkpoint: a file of weights, an index of several (`….index.json`), or a folder that has either; safetensors
-            first.
-        device_map: see `dispatch_model`; by default each tensor stays where it is, or goes to the CPU.
-        offload_folder: needed with parts on disk, at least for their index.
-        dtype: of floating tensors; by default each as the model has it.
+        model: the model, on the meta device or with values.
+        checkpoint: a file of weights, an index of several (`….index.json`), or a folder with either. Safetensors take
+            precedence.
+        device_map: see `dispatch_model`. By default each tensor stays on its device; meta tensors go to the CPU.
+        offload_folder: needed for parts on disk, at least for their index.
+        dtype: the dtype for floating tensors; by default the model's own.
         offload_state_dict: no effect.
-        offload_buffers: buffers of parts on disk stay there; otherwise they go to the CPU.
-        keep_in_fp32_modules: parts of names whose tensors are fp32 under a 16-bit `dtype`.
+        offload_buffers: keep buffers of parts on disk there. Otherwise they go to the CPU.
+        keep_in_fp32_modules: parts of names whose tensors stay fp32 under a 16-bit `dtype`.
         offload_8bit_bnb: not supported.
-        strict: names of the checkpoint and of the model must be the same; otherwise differences are warnings.
+        strict: whether names in checkpoint and model must be equal. Otherwise differences cause warnings.
         full_state_dict: True; every tensor is unpartitioned.
         broadcast_from_rank0: no effect.
 
     Raises:
-        ValueError: shapes differ, names differ with `strict`, a device is not here, there is no such checkpoint, or no
-            folder to write to.
+        ValueError: shapes differ, names differ with `strict`, this machine lacks a device, the checkpoint does not
+            exist, or a folder to write to is missing.
         CheckpointError: a file is missing or damaged.
     """
     if offload_8bit_bnb:
@@ -271,11 +271,11 @@ def load_checkpoint_in_model(
 def load_state_dict(
     checkpoint_file: str | Path, device_map: Mapping[str, int | str | torch.device] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of one file of weights, by name.
+    """Load the tensors of one file of weights, by name.
 
     Args:
-        checkpoint_file: safetensors, or by `torch.save` (without running its code).
-        device_map: where they go; what has no place, or is on disk, is on the CPU, memory-mapped.
+        checkpoint_file: a file of safetensors, or from `torch.save` (its code is not run).
+        device_map: the tensors' places. Tensors without a place or with `disk` are on the CPU, memory-mapped.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -298,7 +298,7 @@ def _load(
     strict: bool,
     keep_in_fp32: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Load, and return where the parts on disk are, as `OffloadedWeightsLoader` takes it."""
+    """Load the values. Return the index of the parts on disk, see `OffloadedWeightsLoader`."""
     if device_map is not None:
         check_device_map(model, device_map)
         check_places(device_map)
@@ -330,7 +330,7 @@ def _load(
 
 
 class _DiskPart:
-    """What stays on disk: in the checkpoint's own file where it can be used as it is there, else written."""
+    """The tensors that stay on disk: in the checkpoint's own file if it can be used directly, otherwise written."""
 
     def __init__(self, folder: str | Path | None) -> None:
         self.index: dict[str, Any] = {}
@@ -338,7 +338,7 @@ class _DiskPart:
         self._written: dict[str, Any] = {}
 
     def add(self, name: str, file: WeightsFile, stored: str, dtype: torch.dtype) -> None:
-        """Enter one tensor, which the file has as `stored`, and the model as `name`."""
+        """Add one tensor, with the name `stored` in the file and `name` in the model."""
         tensor = file.read(stored)
         shrinks = dtype.itemsize < tensor.dtype.itemsize and self._folder is not None  # less to read at each forward
         if file.is_safetensors and not shrinks:
@@ -359,7 +359,7 @@ def _fill(slot: Slot, value: Tensor, place: Any, dtype: torch.dtype, shared: Sha
     if place is None:
         device = torch.device("cpu") if old.is_meta else old.device
     else:
-        device = find_place("cpu" if place == "disk" else place)  # a buffer; it goes on to where its module runs
+        device = find_place("cpu" if place == "disk" else place)  # a buffer; `dispatch_model` moves it to its module
     if old.device == device and old.dtype == dtype:
         with torch.no_grad():
             old.copy_(value)

@@ -1,7 +1,7 @@
-"""Hooks run code before and after a module's forward, with its arguments and its output.
+"""Hooks that run code before and after a module's forward, with its arguments and its output.
 
-One brings a module's weights and inputs to one device for the forward; another keeps the weights of layers in a small
-dtype, and computes in a larger one.
+One hook brings a module's weights and inputs to one device for the forward. Another one stores the weights of layers in
+a small dtype, and computes in a larger one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _META: Final = torch.device("meta")
-# Layers that do nothing but compute with their own weights.
+# Layers that only compute with their own weights.
 _LAYERS: Final = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     nn.Linear,
@@ -31,78 +31,78 @@ _LAYERS: Final = (
 
 
 class ModelHook:
-    """What runs around a module's forward; override what is needed.
+    """A base class for code around a module's forward. Override the methods that you need.
 
     Attributes:
-        no_grad: the forward runs under `torch.no_grad()`.
+        no_grad: whether the forward runs under `torch.no_grad()`.
     """
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """When the hook comes to the module, which is returned."""
+        """Prepare the module when the hook is added. Return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ARG002
-        """Before the forward; returns the arguments that it gets."""
+        """Run before the forward. Return the arguments for the forward."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
-        """After the forward; returns what the caller gets."""
+        """Run after the forward. Return the output for the caller."""
         return output
 
     def interrupted(self, module: nn.Module) -> None:
-        """Instead of `post_forward` when `pre_forward` or the forward raised."""
+        """Run instead of `post_forward` if `pre_forward` or the forward raises."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """When the hook leaves the module, which is returned."""
+        """Restore the module when the hook is removed. Return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after another."""
+    """A hook that runs several hooks one after another."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Each hook's."""
+        """Call each hook's `init_hook`."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Each hook gets the arguments of the one before."""
+        """Call each hook with the arguments from the previous one."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Each hook gets the output of the one before."""
+        """Call each hook with the output of the previous one."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def interrupted(self, module: nn.Module) -> None:
-        """Each hook's."""
+        """Call each hook's `interrupted`."""
         for hook in self.hooks:
             hook.interrupted(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Each hook's."""
+        """Call each hook's `detach_hook`."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Let a hook run around the module's `forward`, also where that is called by name.
+    """Run a hook around the module's `forward`, even if code calls `forward` directly.
 
     Args:
-        module: changed in place.
-        hook: takes the place of the one that is there.
-        append: run it after the one that is there instead.
+        module: the module, changed in place.
+        hook: the hook; it replaces an existing one.
+        append: keep an existing hook, and run this one after it.
 
     Returns:
         The module.
@@ -116,17 +116,17 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     chained.init_hook(module)
     held._old_forward = forward
     held._hf_hook = chained
-    # A partial of a function of this module: a copied or pickled model takes it along, bound to the copy.
+    # A partial of a module-level function can be copied and pickled with the model, and is then bound to the copy.
     held.forward = functools.update_wrapper(functools.partial(_forward, module), forward)
     return module
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off, if there is one, and give the module its own `forward` back.
+    """Remove the module's hook, if any, and restore its own `forward`.
 
     Args:
-        module: changed in place.
-        recurse: off all modules inside too.
+        module: the module, changed in place.
+        recurse: remove the hooks of all submodules too.
 
     Returns:
         The module.
@@ -138,9 +138,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if hasattr(module, "_old_forward"):
         del held.forward
         if getattr(module.forward, "__func__", None) is not getattr(held._old_forward, "__func__", held._old_forward):
-            held.forward = held._old_forward  # it was the module's alone, not its class's
+            held.forward = held._old_forward  # the module had a `forward` of its own, different from its class's
         del held._old_forward
-    for guarded in ("to", "cuda"):  # by `dispatch_model`
+    for guarded in ("to", "cuda"):  # replaced by `dispatch_model`
         held.__dict__.pop(guarded, None)
     if recurse:
         for child in module.children():
@@ -149,13 +149,13 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules inside."""
+    """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
 def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The method, run as it is where `torch.compile` traces what calls it."""
-    kept: list[Callable[_P, _R]] = []  # made when it is needed, because it takes seconds to import torch's compiler
+    """Wrap a method to run without tracing when `torch.compile` traces its caller."""
+    kept: list[Callable[_P, _R]] = []  # created on first use, because importing torch's compiler takes seconds
 
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -182,21 +182,21 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class AlignDevicesHook(ModelHook):
-    """Weights and inputs are on `execution_device` in the forward.
+    """A hook that brings weights and inputs to `execution_device` for the forward.
 
-    Offloaded weights are on the meta device between forwards. They come in, out of `weights_map`, when the forward
-    begins, require no gradients, and leave when it ends or raises.
+    Offloaded weights are on the meta device between forwards. The hook loads them from `weights_map` when the forward
+    begins, without gradients, and removes them when it ends or raises.
 
     Args:
-        execution_device: where the forward runs; None leaves tensors where they are.
-        offload: weights leave after the forward.
-        io_same_device: the output goes to where the input was.
-        weights_map: values of offloaded tensors by name, which may be read only when they are taken; what it does not
-            have stays on the execution device. By default the module's own values, in CPU memory.
-        offload_buffers: buffers of the state dict leave too; others stay on the execution device.
-        place_submodules: the weights of modules inside, too.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        tied_params_map: what the hooks of one model share, so that a tied weight is in memory once.
+        execution_device: the device of the forward; None leaves tensors on their devices.
+        offload: remove weights after the forward.
+        io_same_device: move the output to the input's device.
+        weights_map: name → value of an offloaded tensor. Values may be read from disk on access. Tensors that are not
+            in it stay on the execution device. By default the module's own values, in CPU memory.
+        offload_buffers: remove buffers of the state dict too. Other buffers stay on the execution device.
+        place_submodules: include the weights of submodules.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        tied_params_map: tied weights, shared by all hooks of one model, to hold each of them in memory once.
     """
 
     def __init__(
@@ -220,14 +220,14 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = SharedTensors() if tied_params_map is None else tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}  # of offloaded tensors, by name
-        self._inside: list[list[tuple[Slot, Tensor]]] = []  # for each running forward, what came in and what was there
+        self._inside: list[list[tuple[Slot, Tensor]]] = []  # for each running forward: loaded slots, tensors before
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place what stays, and take out what is offloaded."""
+        """Move the tensors that stay to their device, and remove offloaded ones."""
         slots = list(tensor_slots(module, recurse=self.place_submodules))
         may_leave = (slot for slot in slots if slot.is_persistent and (self.offload_buffers or not slot.is_buffer))
         leaving = {slot.name: slot.tensor for slot in may_leave} if self.offload else {}
@@ -244,7 +244,7 @@ class AlignDevicesHook(ModelHook):
 
     @untraced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights in, and the arguments to them."""
+        """Load the weights, and move the arguments to their device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         self._inside.append([])
@@ -260,7 +260,7 @@ class AlignDevicesHook(ModelHook):
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Take the weights out, and the output to where the input was."""
+        """Remove the weights, and move the output to the input's device if configured."""
         self.interrupted(module)
         if self.io_same_device and self.input_device is not None:
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
@@ -268,12 +268,12 @@ class AlignDevicesHook(ModelHook):
 
     @untraced
     def interrupted(self, module: nn.Module) -> None:  # noqa: ARG002
-        """Take the weights out."""
+        """Remove the weights."""
         for slot, outside in self._inside.pop() if self._inside else ():
             slot.tensor = outside
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give the module back what it held before the hook, where it held it."""
+        """Restore the module's tensors, on their devices from before the hook."""
         for slot in tensor_slots(module, recurse=self.place_submodules):
             device = self.original_devices.get(slot.name, _META)
             if device != _META:
@@ -306,17 +306,17 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether weights of the module itself leave after its forward."""
+    """Return whether the module's own weights are offloaded after its forward."""
     return _offloading_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: int | str | torch.device | None = None) -> Iterator[None]:
-    """Inside, the module's own parameters have values.
+    """Give the module's own parameters their values inside the context.
 
     Args:
-        module: with a hook that offloads, or any.
-        execution_device: where they are inside; by default where the forward runs, or where they are.
+        module: a module with an offloading hook, or any other.
+        execution_device: the parameters' device inside; by default that of the forward, or their current device.
     """
     hook = _offloading_hook(module)
     if hook is None:
@@ -332,7 +332,7 @@ def align_module_device(module: nn.Module, execution_device: int | str | torch.d
             for slot, tensor in zip(held, outside, strict=True):
                 if slot.tensor.device != tensor.device:
                     with torch.no_grad():
-                        tensor.copy_(slot.tensor)  # what was written into it inside
+                        tensor.copy_(slot.tensor)  # keep changes that were made inside
                     slot.tensor = tensor
         return
     usual = hook.execution_device
@@ -346,7 +346,7 @@ def align_module_device(module: nn.Module, execution_device: int | str | torch.d
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a dispatched model, with its values on the CPU; what is on disk stays there, memory-mapped.
+    """Return the state dict of a dispatched model, with its values on the CPU. Weights on disk are memory-mapped.
 
     Raises:
         ValueError: some tensors have no values.
@@ -355,14 +355,14 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_values(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with their values, each read when it is its turn.
+    """Yield tensors with their values. Each value is read only when its tensor is reached.
 
     Args:
-        model: any; of a dispatched one, what is off its device is taken from where it is.
-        tensors: the model's, with their names.
+        model: any model. For a dispatched model, offloaded values are read from CPU memory or disk.
+        tensors: the model's tensors, with their names.
 
     Raises:
-        ValueError: one has no values.
+        ValueError: a tensor has no values.
     """
     hooks = {prefix: _offloading_hook(module) for prefix, module in model.named_modules(remove_duplicate=False)}
     stored = {
@@ -392,7 +392,7 @@ def get_state_dict_from_offload(
     Args:
         module: a module of a dispatched model.
         module_name: the full name of one of its weights, e.g. `layers.0.weight`.
-        state_dict: of the complete model.
+        state_dict: the state dict of the complete model.
         device_to_put_offload: the device for values that were offloaded.
 
     Returns:
@@ -413,11 +413,11 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """The module's weights have one dtype in its forward and another between forwards.
+    """A hook that converts the module's weights to one dtype for the forward, and to another one between forwards.
 
     Args:
-        storage_dtype: between forwards.
-        compute_dtype: in the forward.
+        storage_dtype: the dtype between forwards.
+        compute_dtype: the dtype in the forward.
         non_blocking: do not wait for copies.
     """
 
@@ -427,21 +427,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert the module to the dtype of storage."""
+        """Convert the module to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the module to the dtype of the forward."""
+        """Convert the module to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Convert the module back to the dtype of storage."""
+        """Convert the module back to the storage dtype."""
         self.interrupted(module)
         return output
 
     def interrupted(self, module: nn.Module) -> None:
-        """Convert the module back to the dtype of storage."""
+        """Convert the module back to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
@@ -455,15 +455,14 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Put a `LayerwiseCastingHook` on every linear and convolution layer.
 
-    Values lose what the storage dtype cannot hold; a loss is seen at once, and does not grow.
+    Values are rounded to the storage dtype. The rounding happens when the hook is added, and does not accumulate.
 
     Args:
-        module: changed in place.
+        module: the module, changed in place.
         storage_dtype: for example `torch.float8_e4m3fn`.
         compute_dtype: for example `torch.bfloat16`.
-        skip_modules_pattern: regular expressions; modules where one is found in the name stay as they are, with all
-            inside.
-        skip_modules_classes: classes of modules that stay as they are, with all inside.
+        skip_modules_pattern: regular expressions. Modules whose names match one are unchanged, with all submodules.
+        skip_modules_classes: classes of modules that are unchanged, with all submodules.
         non_blocking: do not wait for copies.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())

@@ -1,4 +1,4 @@
-"""Which part of a model goes where: GPUs first, then CPU memory, then disk; and how many bytes its parts take."""
+"""Chooses the places of a model's parts: GPUs first, then CPU memory, then disk. Computes the parts' sizes in bytes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ Budget: TypeAlias = dict[Place, int]
 
 _logger = logging.getLogger(__name__)
 
-_HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
+_HOST: Final = ("mps", "cpu", "disk")  # places other than GPU indices, in the order in which they are filled
 
-# The fraction of the memory of a single GPU, or of the CPU, that weights may take if no limit is given. The rest is for
+# The share of the memory of a single GPU, or of the CPU, that weights may take if no limit is given. The rest is for
 # activations.
 _WEIGHTS_OF_ONE: Final = 0.9
 
-# How much more than its equal part a GPU may take, in largest layers, so that complete layers fit.
+# The excess over its equal part that a GPU may take, in sizes of the largest layer. It lets complete layers fit.
 _LAYERS_OF_SLACK: Final = 1.25
 
 
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> Budget:
-    """Bytes by place, in the order in which places are filled: GPUs, `mps`, `cpu`, `disk`.
+    """Return the limit of each place in bytes, in the order in which places are filled: GPUs, `mps`, `cpu`, `disk`.
 
     Args:
-        max_memory: limits by GPU index, `mps`, `cpu` or `disk`, as numbers of bytes or as texts such as `10GiB`; by
-            default what is free now. A GPU that this machine has not is a warning, so that one can plan for another.
+        max_memory: limits by GPU index, `mps`, `cpu` or `disk`, as numbers of bytes or texts such as `10GiB`. By
+            default the free memory. A GPU that this machine lacks only causes a warning, to allow plans for another
+            machine.
 
     Raises:
-        ValueError: there is no such place, or a limit is no size.
+        ValueError: a place has an unknown name, or a limit is not a size.
     """
     if max_memory is None:
         return _free_memory()
@@ -52,7 +53,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> B
     count = torch.cuda.device_count()
     here = f"its GPUs are 0 to {count - 1}" if count else "it has none"
     for index in gpus:
-        if not 0 <= index < count and once(_logger, (index, count)):  # however many functions read the same limits
+        if not 0 <= index < count and once(_logger, (index, count)):  # several functions read the same limits
             _logger.warning(f"max_memory has GPU {index}, which this machine does not have; {here}.")
     places = [*gpus, *(place for place in _HOST if place in max_memory)]
     return {place: convert_file_size_to_int(max_memory[place]) for place in places}
@@ -66,24 +67,24 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     low_zero: bool = False,
 ) -> Budget:
-    """Limits, in bytes, with which `infer_auto_device_map` gives all GPUs about equally much.
+    """Return limits in bytes with which `infer_auto_device_map` gives all GPUs about equal parts.
 
-    Every GPU but the last may take an equal part of the model, and 1.25 of the larger of: a module that is not to be
-    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the CPU.
+    Every GPU except the last may take an equal part of the model, plus 1.25 times the larger of two sizes: the largest
+    unsplit module, and the mean layer. The last GPU keeps its limit, to prevent rounding from sending parts to the CPU.
 
     Args:
-        model: may be on the meta device.
-        max_memory: as for `get_max_memory`; a GPU with 0 takes no part. By default 90 % of a single
-            GPU, and of CPU memory where there is none.
-        no_split_module_classes: names of the classes that are not to be split; by default transformers' own.
-        dtype: as for `compute_module_sizes`.
-        special_dtypes: as for `compute_module_sizes`.
-        low_zero: leave on the first GPU only what the others cannot take; for `generate`, which works there.
+        model: the model, which may be on the meta device.
+        max_memory: see `get_max_memory`; a GPU with 0 gets no part. By default 90 % of a single GPU, or of CPU memory
+            without a GPU.
+        no_split_module_classes: names of classes whose modules are not split; by default transformers' own list.
+        dtype: see `compute_module_sizes`.
+        special_dtypes: see `compute_module_sizes`.
+        low_zero: give the first GPU only parts that the others cannot take. This leaves room for `generate` there.
     """
     limits = get_max_memory(max_memory)
     gpus = [place for place, limit in limits.items() if isinstance(place, int) and limit > 0]
     if len(gpus) < 2 and max_memory is None:
-        only = next(iter(limits))  # the GPU, or CPU memory where there is none
+        only = next(iter(limits))  # the GPU, or CPU memory without a GPU
         limits[only] = int(limits[only] * _WEIGHTS_OF_ONE)
     if len(gpus) < 2:
         return limits
@@ -103,7 +104,7 @@ def get_balanced_memory(
 
 
 def unsplit_classes(model: nn.Module, given: Collection[str] | str | None) -> frozenset[str]:
-    """Names of the classes whose modules stay on one device: those given, else those that transformers knows of."""
+    """Return names of classes whose modules stay on one device: `given`, or by default transformers' own list."""
     if given is None:
         given = getattr(model, "_no_split_modules", None) or ()
     return frozenset([given] if isinstance(given, str) else given)
@@ -128,27 +129,27 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Place]:
-    """Fill the places in their order with the model's modules in theirs.
+    """Fill the places one after another with the model's modules, in the model's order.
 
-    A module that does not fit is divided, down to single tensors; tied weights go to one place, with the modules that
-    hold them. The first GPU, and CPU memory where there is something on disk, keep memory for the largest layer that is
-    still to be placed, because that one may come in for its forward.
+    A module that does not fit is divided, down to single tensors. Modules with tied weights go to one place. The first
+    GPU, and the CPU, reserve memory for the largest layer that is not placed yet, because this layer may be loaded
+    there for its forward.
 
     Args:
-        model: may be on the meta device.
-        max_memory: as for `get_max_memory`; the disk has no limit.
-        no_split_module_classes: names of classes whose modules are not divided over places (blocks with a residual
-            connection); by default transformers' own.
-        dtype: the dtype that floating tensors will have, as for `compute_module_sizes`.
-        special_dtypes: as for `compute_module_sizes`.
+        model: the model, which may be on the meta device.
+        max_memory: see `get_max_memory`; the disk has no limit.
+        no_split_module_classes: names of classes whose modules are not divided (blocks with a residual connection); by
+            default transformers' own list.
+        dtype: the future dtype of floating tensors, see `compute_module_sizes`.
+        special_dtypes: see `compute_module_sizes`.
         verbose: print each decision.
-        clean_result: name a module in place of its parts where all of them go to one place.
+        clean_result: name a module instead of its parts if all parts go to one place.
         offload_buffers: buffers of modules that are not on a GPU stay with them. Otherwise they take memory of a GPU,
-            and it is a warning if there is none.
-        fallback_allocation: on a place where the next module does not fit by itself, look for a later one that does.
+            with a warning if no GPU has enough.
+        fallback_allocation: if the next module does not fit on an empty place, look for a later one that fits.
 
     Returns:
-        A GPU index, `mps`, `cpu` or `disk` by name of module, parameter or buffer.
+        Name of module, parameter or buffer → GPU index, `mps`, `cpu` or `disk`.
     """
     limits = get_max_memory(max_memory)
     filling = _Filling(model, limits, unsplit_classes(model, no_split_module_classes), dtype, special_dtypes)
@@ -159,7 +160,7 @@ def infer_auto_device_map(
 
 
 class _Filling:
-    """The parts of a model that are still to be placed, and the memory that is left."""
+    """The parts of a model that are not placed yet, and the used memory of each place."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class _Filling:
     def fill(self, fallback: bool, log: Callable[[str], None]) -> dict[str, Place]:
         device_map: dict[str, Place] = {}
         places = [place for place in self.used if place != "disk"]
-        # What is in CPU memory runs on the first GPU; what is on disk, on the CPU if there is no GPU. A layer must fit.
+        # Parts in CPU memory or on disk run on the first GPU, or on the CPU without a GPU. A layer must fit there.
         running = next(iter(self.gpus), "cpu")
         while self._queue:
             place = places[0] if places else "disk"
@@ -221,7 +222,7 @@ class _Filling:
         return device_map
 
     def _partners(self, name: str, parts: list[Part]) -> list[Part]:
-        """The `parts` that hold a weight which is tied to one in `name`."""
+        """Return the `parts` that hold a weight tied to a weight in `name`."""
         groups = [group for group in self._tied if any(_holds(name, known) for known in group)]
         tied = {other for group in groups for other in group if not _holds(name, other)}
         return [entry for entry in parts if any(_holds(entry[0], other) for other in tied)]
@@ -237,7 +238,7 @@ class _Filling:
         return any(True for _ in part.children())
 
     def _find(self, parts: list[Part], free: int) -> Part | None:
-        """The first part, or part of one, that fits."""
+        """Return the first part, or part of a part, that fits."""
         for entry in parts:
             partners = self._partners(entry[0], self._queue)
             if self.sizes[entry[0]] + sum(self.sizes[name] for name, _ in partners) <= free:
@@ -247,7 +248,7 @@ class _Filling:
         return None
 
     def _bring_forward(self, found: Part) -> None:
-        """Put a part first in the queue, dividing what it is in."""
+        """Move a part to the front of the queue. Divide the module that contains it."""
         while found[0] not in (names := [name for name, _ in self._queue]):
             at = next(i for i, name in enumerate(names) if _holds(name, found[0]))
             self._queue[at : at + 1] = _inside(*self._queue[at])
@@ -257,7 +258,7 @@ class _Filling:
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """Check that a map from names of modules to devices has a place for every tensor of the model.
 
-    A name that no module and no tensor has is a warning.
+    A name of no module or tensor causes a warning.
 
     Raises:
         ValueError: some tensors have no place.
@@ -274,18 +275,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def lookup(device_map: Mapping[str, Any], name: str) -> Any:
-    """The map's value for a module or tensor: the most exact of those that hold it; None where there is none."""
+    """Return the map's value for a module or tensor, from the most specific entry that contains it, or None."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module in place of its parts where all of them go to one place; the map itself is changed.
+    """Name a module instead of its parts if all parts go to one place. The map itself is changed.
 
     Args:
         device_map: places by name.
-        module_name: look inside this module only.
+        module_name: only change entries inside this module.
     """
     inside = [name for name in device_map if name != module_name and _holds(module_name, name)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
@@ -302,10 +303,10 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def _inside(name: str, part: nn.Module | Tensor) -> Iterator[Part]:
-    """What a module holds itself: parameters, buffers, modules."""
+    """Yield a module's direct parameters, buffers and submodules."""
     assert isinstance(part, nn.Module)
     prefix = f"{name}." if name else ""
-    for held in (part._parameters, part._buffers, part._modules):  # all of their names, those of shared ones too
+    for held in (part._parameters, part._buffers, part._modules):  # all names, including those of shared entries
         yield from ((prefix + key, inner) for key, inner in held.items() if inner is not None)
 
 
@@ -325,17 +326,17 @@ def _warn_of_buffers(filling: _Filling, buffers: Mapping[str, int], device_map: 
         )
 
 
-@lru_cache  # asked at every forward of every module
+@lru_cache  # called at every forward of every module
 def find_place(device: int | str | torch.device) -> torch.device:
-    """The device of a GPU index or a name, with its index, as tensors on it have it.
+    """Return the device of a GPU index or a name, with its index, like the `device` of tensors on it.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: this machine has no such device.
     """
     try:
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         return torch.empty(0, device=place).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's errors for different reasons
         here = torch.cuda.device_count()
         gpus = f"its GPUs are {list(range(here))}" if here else "it has no GPU"
         wanted = f"GPU {device}" if isinstance(device, int) else f"device {str(device)!r}"
@@ -343,10 +344,10 @@ def find_place(device: int | str | torch.device) -> torch.device:
 
 
 def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
-    """Check that every device that a map names is here.
+    """Check that this machine has every device in a map.
 
     Raises:
-        ValueError: one is not; the message names the map's key.
+        ValueError: a device is missing; the message names the map's key.
     """
     for name, device in device_map.items():
         if device != "disk":
@@ -357,10 +358,10 @@ def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes in a number, or in a text such as `5GB` (decimal) or `5GiB` (binary), see `read_bytes`.
+    """Convert a number, or a text such as `5GB` (decimal) or `5GiB` (binary), to bytes; see `read_bytes`.
 
     Raises:
-        ValueError: it is no size; a text without a unit is none.
+        ValueError: the value is not a size. A text needs a unit.
     """
     found = read_bytes(size, least=0)
     if found is None or (isinstance(size, str) and size.strip().isdigit()):
@@ -374,15 +375,15 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every parameter, buffer and module by name; the complete model's under the empty name.
+    """Return the bytes of every parameter, buffer and module by name. The complete model has the empty name.
 
-    A tensor that has several names counts under the first of them.
+    A tensor with several names counts under the first name only.
 
     Args:
-        model: may be on the meta device.
-        dtype: the dtype that floating tensors will have; one that is smaller than that already keeps its size.
-        special_dtypes: the dtype that the tensors of these names will have.
-        buffers_only: without parameters.
+        model: the model, which may be on the meta device.
+        dtype: the future dtype of floating tensors. A tensor with a smaller dtype keeps its size.
+        special_dtypes: the future dtypes of the tensors with these names.
+        buffers_only: count buffers only, not parameters.
     """
     sizes: dict[str, int] = defaultdict(int)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
@@ -403,12 +404,12 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Collection[str],
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest layer, and the names of those that are as large.
+    """Return the bytes of the largest layer, and the names of all layers of this size.
 
     Args:
-        modules: by name; a layer is a tensor, a module without modules inside, or one that is not to be split.
-        module_sizes: from `compute_module_sizes`.
-        no_split_module_classes: names of the classes that are not to be split.
+        modules: names with modules or tensors. A layer is a tensor, a module without submodules, or an unsplit module.
+        module_sizes: sizes from `compute_module_sizes`.
+        no_split_module_classes: names of classes whose modules are not split.
     """
     layers: list[str] = []
     remaining = list(reversed(modules))
@@ -424,7 +425,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the model, and its largest layer as `get_max_layer_size` returns it."""
+    """Return the bytes of the model, and its largest layer as from `get_max_layer_size`."""
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | Tensor]] = [*named_module_tensors(model), *model.named_children()]
     return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())

@@ -1,4 +1,4 @@
-"""Weights in memory-mapped files, which are read when they are used, and written to them."""
+"""Weights in memory-mapped files: reads them when they are used, and writes them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _INDEX = "index.json"
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name: some in memory, the others memory-mapped from the files that an index names.
+    """Weights by name: some in memory, the others memory-mapped from the files in an index.
 
-    A file must keep its content while the model is used; one that is replaced by renaming does.
+    The files must keep their content while the model is used. Replacing a file by renaming is safe.
 
     Args:
-        state_dict: those in memory; they come first.
-        save_folder: with files of `offload_state_dict`, and their index.
-        index: name → `{"safetensors_file": …}`, or `dtype` and `shape` of a file of `save_folder`; `weight_name`, where
-            that is another one, and for safetensors the `dtype` to convert to. By default the folder's.
-        device: where those out of files come to; by default the CPU, without a copy.
+        state_dict: the weights in memory; they take precedence.
+        save_folder: a folder with files of `offload_state_dict` and their index.
+        index: name → `{"safetensors_file": …}`, or `dtype` and `shape` of a file in `save_folder`. Also `weight_name`
+            if the stored name differs, and for safetensors the `dtype` to convert to. By default the folder's index.
+        device: the device for weights from files; by default the CPU, without a copy.
 
     Raises:
-        ValueError: none of the three is given.
+        ValueError: none of the first three arguments is given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len({**self.state_dict, **self.index})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a copy maps the files anew
+        return {**self.__dict__, "_open": {}}  # a copy maps the files again
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
@@ -84,7 +84,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
     Args:
         dataset: the complete map.
-        prefix: with its dot.
+        prefix: the prefix, with its dot.
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
@@ -105,10 +105,10 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 
 def open_safetensors(file: str | Path) -> Any:
-    """A safetensors file, memory-mapped.
+    """Open a safetensors file, memory-mapped.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         return safe_open(str(file), framework="pt")
@@ -117,10 +117,10 @@ def open_safetensors(file: str | Path) -> Any:
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors for `OffloadedWeightsLoader`, each into a file of its own, and their index.
+    """Write tensors for `OffloadedWeightsLoader`, each into its own file, and their index.
 
     Args:
-        save_dir: made if it is missing; what is there under other names stays.
+        save_dir: the folder; created if it is missing. Tensors with other names stay in it.
         state_dict: tensors by name, on any device.
     """
     index: dict[str, Any] = {}
@@ -132,23 +132,23 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | Path, index: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Write one tensor's bytes to `<weight_name>.dat`, and its `dtype` and `shape` into `index`, which is returned."""
+    """Write a tensor's bytes to `<weight_name>.dat`. Add its `dtype` and `shape` to `index`, and return `index`."""
     file = Path(offload_folder) / f"{weight_name}.dat"
     file.parent.mkdir(parents=True, exist_ok=True)
     flat = weight.detach().cpu().contiguous().view(-1)
     new = file.with_name(f"{file.name}.new")
     new.write_bytes(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    new.replace(file)  # a model that has the old one mapped keeps it
+    new.replace(file)  # a model that has mapped the old file keeps its content
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> Tensor:
-    """A tensor that `offload_weight` wrote, memory-mapped; what is written into it does not reach the file.
+    """Map a tensor of `offload_weight` into memory. Writes to the tensor do not change the file.
 
     Raises:
-        CheckpointError: the file is not there, or shorter than its tensor.
+        CheckpointError: the file is missing, or shorter than its tensor.
     """
     shape, dtype = weight_info["shape"], as_dtype(weight_info["dtype"])
     if not math.prod(shape):
@@ -160,7 +160,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
 
 
 def read_offload_index(offload_folder: str | Path) -> dict[str, Any]:
-    """The index of a folder; empty where there is none."""
+    """Read the index of a folder; empty if the folder has none."""
     file = Path(offload_folder) / _INDEX
     index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return index
@@ -176,12 +176,12 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | Pa
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | Path) -> None:
-    """Put the tensors that an index names into a model, on the CPU.
+    """Put the tensors of an index into a model, on the CPU.
 
     Args:
-        model: that has them, with any values or none.
-        index: as `offload_weight` makes it.
-        offload_folder: with the files.
+        model: a model with these tensors, with any values or none.
+        index: an index of `offload_weight`.
+        offload_folder: the folder with the files.
     """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
     for name, tensor in weights.items():
@@ -189,6 +189,6 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    """The entries of a state dict that are in the named modules, or are named themselves."""
+    """Return the entries of a state dict that are in the named modules, or are named themselves."""
     under = tuple(f"{name}." for name in submodule_names)
     return {name: tensor for name, tensor in state_dict.items() if name in submodule_names or name.startswith(under)}

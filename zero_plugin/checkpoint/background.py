@@ -1,8 +1,9 @@
-"""Saves beside the training: a copy of what the checkpoint holds, and a thread with a process group that writes it.
+"""Saves in the background: copies the checkpoint's contents, and writes the copy in a thread with its own group.
 
-What only an optimizer's step changes (its states, and its own copy of the weights) and is in CPU memory is copied
-behind the forwards and backwards that follow: the next step waits for it. What the module holds is copied at once: a
-script may write to it at any time (averages of weights are swapped in so), and a forward to its buffers.
+Only an optimizer's step changes the optimizer's states and its own copy of the weights. If they are in CPU memory, the
+thread copies them during the following forwards and backwards, and the next step waits for the copy. The module's own
+tensors are copied immediately: a script may write to them at any time (to swap in averaged weights, for example), and
+a forward may write to the buffers.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import Fragment
 
-_LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
+_LONGEST_SECONDS: Final = 86400.0  # limit for waiting for another process, if the training's group has no timeout
 _CONNECT: Final = timedelta(seconds=60)
 _CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
-_ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
-_LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
-_numbers: Final = count()  # of groups: each needs its own names in the store
+_ALIGNMENT: Final = 64  # bytes, of each fragment in a chunk, for vector instructions
+_LEFT_FREE: Final = 0.1  # share of the available memory: the training and files not yet on the disk need memory too
+_numbers: Final = count()  # one per group: each group needs its own names in the store
 
 
 class GlooPeers:
-    """`Peers` of a thread beside the script's, over a gloo group of its own; all processes make it together.
+    """The `Peers` of a background thread, over a separate gloo group. All processes create it together.
 
-    torch keeps no list of this group: nobody takes its operations for the training's, and it ends with its last
-    reference, whatever becomes of the training's group.
+    torch does not register this group. So its operations are never mistaken for the training's, and it ends with its
+    last reference, independently of the training's group.
 
     Args:
-        store: where the processes find each other; None for one process.
-        rank: of this process.
-        world_size: processes.
-        limit: that a process waits for another in the group.
+        store: the store through which the processes connect; None for one process.
+        rank: this process's rank.
+        world_size: the number of processes.
+        limit: how long a process waits for another one in the group.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
@@ -68,7 +69,7 @@ class GlooPeers:
 
     @classmethod
     def connect(cls) -> GlooPeers:
-        """Over the store of the training's group. Collective."""
+        """Connect the processes through the store of the training's group. Collective."""
         number = next(_numbers)
         if not dist.is_initialized():
             return cls(None, 0, 1, timedelta())
@@ -78,10 +79,10 @@ class GlooPeers:
         return cls(store, group.rank(), group.size(), limit)
 
     def gather(self, text: str | None) -> list[str | None]:
-        """Every process' text, process 0's first.
+        """Return the texts of all processes, process 0's first.
 
         Raises:
-            CheckpointError: another process was interrupted, or has ended.
+            CheckpointError: another process was interrupted or has ended.
         """
         if self._world_size == 1:
             return [text]
@@ -93,7 +94,7 @@ class GlooPeers:
         return [json.loads(line[: int(size)].numpy().tobytes()) for line, size in zip(texts, sizes, strict=True)]
 
     def close(self) -> None:
-        """End the group: a process that still has one when it ends may abort."""
+        """End the group. A process that exits with an open group may abort."""
         self._group = None
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
@@ -109,7 +110,7 @@ class GlooPeers:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A copy that waits to be made: of `source`, while that has this version, into `target`."""
+    """A pending copy of `source` into `target`. It is valid only while `source` has this version."""
 
     name: str
     source: Tensor
@@ -118,10 +119,10 @@ class _Later:
 
 
 class Snapshot:
-    """CPU memory that holds one copy of what this process writes of a checkpoint.
+    """CPU memory for one copy of this process's part of a checkpoint.
 
-    It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled seven
-    times slower. What comes from a GPU goes into pinned memory.
+    The memory is reused for the next copy: filling new memory, which the system provides page by page, is seven times
+    slower. Tensors from a GPU are copied into pinned memory.
     """
 
     def __init__(self) -> None:
@@ -130,29 +131,29 @@ class Snapshot:
         self._later: list[_Later] = []
 
     def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
-        """Copy all that `opened` still needs of the training. Collective.
+        """Copy everything that `opened` still needs from the training. Collective.
 
-        What the last copy held is overwritten. The copy is complete after `finish`, and before an optimizer steps.
+        The copy overwrites the previous one. `finish` completes it, before the next step of an optimizer.
 
         Args:
             opened: the checkpoint.
-            sessions: of its models.
+            sessions: the sessions of its models.
 
         Returns:
-            Each model's fragments, or a sentence: why the copy does not fit the memory of some machine.
+            Each model's fragments, or a sentence that says why the copy does not fit into a machine's memory.
 
         Raises:
-            CheckpointError: on every process, where one cannot copy.
+            CheckpointError: on every process, if one process cannot copy.
         """
         sentence = _lack_of_memory(all_or_none(lambda: self._missing_bytes(opened, sessions)))
         return sentence or all_or_none(lambda: self._copy(opened, sessions))
 
-    @torch.inference_mode()  # else what was made inside inference_mode could not be written to
+    @torch.inference_mode()  # without it, torch refuses to write to tensors that were created in inference mode
     def finish(self) -> None:
-        """Copy the rest, in any thread.
+        """Make the pending copies, in any thread.
 
         Raises:
-            CheckpointError: the copy is not what was there when it was begun.
+            CheckpointError: a source has changed since `take`.
         """
         later, self._later = self._later, []
         for copy in later:
@@ -164,7 +165,7 @@ class Snapshot:
                 )
 
     def release(self) -> None:
-        """Keep nothing; a copy that is in use stays until it is written."""
+        """Drop the memory. A copy in use stays until it is written."""
         for chunks in self._chunks.values():
             chunks.clear()
 
@@ -197,7 +198,7 @@ class Snapshot:
     def _copy_fragment(self, fragment: Fragment, *, waits: bool) -> Iterable[Fragment]:
         flat = fragment.part_to_write()
         pinned = flat.device.type == "cuda"
-        # What `reshape` had to copy is one of what was there by now.
+        # If `reshape` inside `part_to_write` had to copy, the values are already safe from later changes.
         waits = waits and flat.device.type == "cpu" and flat.untyped_storage().data_ptr() == _storage(fragment)
         done = 0
         while done < flat.numel():
@@ -212,7 +213,7 @@ class Snapshot:
             done += target.numel()
 
     def _memory_for(self, count: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        """The next free memory of one chunk, for `count` elements or for as many as fit."""
+        """Return the next free memory of one chunk, for `count` elements or as many as fit."""
         chunks, filled = self._chunks[pinned], self._filled[pinned]
         index, offset = divmod(filled, _CHUNK_BYTES)
         if index == len(chunks):
@@ -223,12 +224,12 @@ class Snapshot:
 
 
 def _storage(fragment: Fragment) -> int:
-    """Where the memory that a fragment is in begins."""
+    """Return the address of a fragment's storage."""
     return fragment.values.untyped_storage().data_ptr()
 
 
 def _lack_of_memory(needed_bytes: int) -> str | None:
-    """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
+    """Return a sentence if a machine lacks memory for its processes' copies. Equal on all processes. Collective."""
     gathered = collectives.gather_values([platform.node(), needed_bytes, available_cpu_memory()])
     needed: dict[str, int] = defaultdict(int)
     available: dict[str, list[int]] = defaultdict(list)
@@ -243,15 +244,15 @@ def _lack_of_memory(needed_bytes: int) -> str | None:
 
 
 class BackgroundWriter:
-    """Does one thing at a time while the script continues. The end of the process waits for it.
+    """A thread that writes one checkpoint at a time while the script continues. The process's exit waits for it.
 
     All calls are collective, from the script's thread.
 
     Args:
-        place: the place in which the run saves.
+        place: the folder that the run has claimed for its checkpoints.
 
     Attributes:
-        memory: for what it writes.
+        memory: the memory for the copy that is written.
         running: the checkpoint that is being written, if any.
     """
 
@@ -260,31 +261,33 @@ class BackgroundWriter:
         self._place = place
         self._threads: ThreadPoolExecutor | None = None
         self.running: tuple[Path, Future[None]] | None = None
-        self._held: Sequence[Session] = ()  # whose states are being copied
-        self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
+        self._held: Sequence[Session] = ()  # sessions whose states are being copied
+        self._peers: GlooPeers | None = None  # reused: each new group takes time and leaves names in the store
 
     def start(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> bool:
-        """Copy what a checkpoint needs; write it, and rotate, in another thread. Nothing is being written.
+        """Copy a checkpoint's contents, then write the checkpoint and rotate in another thread.
+
+        Call this only while no other checkpoint is being written.
 
         Args:
             opened: the checkpoint.
-            sessions: of its models.
+            sessions: the sessions of its models.
 
         Returns:
-            False, which is logged, where the copy does not fit: `opened` is still to be written.
+            False, with a log line, if the copy does not fit into memory. The caller must then write `opened` itself.
 
         Raises:
-            CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.
+            CheckpointError: on every process, if one process cannot copy; nothing of `opened` is left.
         """
         assert self.running is None, "one at a time"
         copied = Event()
         try:
             if self._peers is None:
-                self._peers = all_or_none(GlooPeers.connect)  # where one fails, the others' time is over soon
+                self._peers = all_or_none(GlooPeers.connect)  # if one process fails, the others time out soon
                 atexit.register(self._disconnect_at_exit)
             copies = self.memory.take(opened, sessions)
             if isinstance(copies, str):
-                announce(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
+                announce(f"save_state(asynchronous=True): {copies}. It is written before training continues.")
                 return False
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(1, "zero_plugin save")
@@ -293,7 +296,7 @@ class BackgroundWriter:
                 session.before_change = partial(self._let_go, copied)
             run = self._threads.submit(self._run, opened, copies, copied, self._peers)
             self.running = opened.target, run
-        except BaseException:  # before another thread has it; the others' threads hear of it
+        except BaseException:  # no thread has `opened` yet; closing the group makes the other processes' threads fail
             self._let_go()
             opened.discard(SCRIPT)
             self._disconnect()
@@ -301,10 +304,10 @@ class BackgroundWriter:
         return True
 
     def wait(self) -> Path | None:
-        """Wait until nothing is being written; the checkpoint that was, if any.
+        """Wait until nothing is being written. Return the checkpoint that was being written, if any.
 
         Raises:
-            CheckpointError: on every process: it could not be written; it is raised once.
+            CheckpointError: on every process, once: the checkpoint could not be written.
         """
         if self.running is None:
             return None
@@ -320,15 +323,15 @@ class BackgroundWriter:
         return target
 
     def wait_for_writing(self) -> None:
-        """Wait until the thread has written what it can, whatever comes of it; not collective."""
+        """Wait until the thread ends, with or without an error. Not collective."""
         if self.running is not None:
             wait([self.running[1]])
 
     def close(self) -> None:
-        """Wait, and let go of thread, process group and memory.
+        """Wait, then release thread, process group and memory.
 
         Raises:
-            CheckpointError: as `wait`.
+            CheckpointError: see `wait`.
         """
         try:
             self.wait()
@@ -340,9 +343,9 @@ class BackgroundWriter:
             self.memory.release()
 
     def forget(self) -> None:
-        """Give the claimed place and the memory back, once nothing is being written. Not collective.
+        """Release the claimed place and the memory as soon as nothing is being written. Not collective.
 
-        The script has dropped its `Accelerator`. `close` raises the failure of a save that is running.
+        Called when the script has dropped its `Accelerator`. `close` raises the error of a running save.
         """
 
         def release(_: object = None) -> None:
@@ -356,7 +359,7 @@ class BackgroundWriter:
             self.running[1].add_done_callback(release)
 
     def _let_go(self, copied: Event | None = None) -> None:
-        """Let the sessions change what was copied, once it is."""
+        """Wait until the states are copied, then let the sessions change them again."""
         if copied is not None:
             copied.wait()
         for session in self._held:
@@ -364,7 +367,7 @@ class BackgroundWriter:
         self._held = ()
 
     def _disconnect_at_exit(self) -> None:
-        """Wait for the writing and disconnect at the exit of the process, also if the script fails."""
+        """Wait for the writing and disconnect when the process exits, also if the script fails."""
         self.wait_for_writing()
         self._disconnect()
 
@@ -386,7 +389,7 @@ class BackgroundWriter:
             opened.write(copies, peers)
             opened.rotate(peers)
         except Exception as error:
-            opened.discard(SCRIPT)  # where it did not come to `write`
+            opened.discard(SCRIPT)  # if the error came before `write`, which discards the draft itself
             message = f"saving {opened.target} in the background: {describe_error(error)}"
             announce(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
             failure = CheckpointError(message)

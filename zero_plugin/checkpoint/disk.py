@@ -1,4 +1,4 @@
-"""Files and folders that the disk has when a call returns, and what the C library adds to Python's calls for them."""
+"""Durable files and folders: they are on the disk when a call returns. Uses C library calls that Python lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content, also if another process wrote it, or the names in a folder."""
+    """Wait until a file's content, or the names in a folder, are on the disk. Other processes' writes are included."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, if it is missing, and those above it; wait until the disk has their names."""
+    """Create a folder and its missing parents. Wait until their names are on the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
@@ -33,12 +33,12 @@ def make_folder(folder: Path) -> None:
 
 
 def reserve(file: BinaryIO, size: int) -> None:
-    """Make a file that is opened for writing `size` bytes long, and reserve the disk space where the file system can.
+    """Set the length of an open file to `size` bytes, and reserve the disk space if the file system supports it.
 
-    `os.posix_fallocate` is no substitute: where the file system cannot, it writes a byte into every block.
+    `os.posix_fallocate` is no substitute: without that support, it writes a byte into every block.
 
     Raises:
-        OSError: there is no space.
+        OSError: the disk has too little space.
     """
     file.truncate(size)
     fallocate = getattr(_LIBC, "fallocate", None)  # Linux; fallocate(2)
@@ -51,17 +51,17 @@ def reserve(file: BinaryIO, size: int) -> None:
 
 
 def start_writing(descriptor: int, start: int, size: int) -> None:
-    """Have the disk begin with a part of a file that was written just now, so that a later fsync finds less to do."""
+    """Start writing a new part of a file to the disk without waiting. A later fsync is then faster."""
     sync_file_range = getattr(_LIBC, "sync_file_range", None)  # Linux; sync_file_range(2)
     if sync_file_range is not None:
         sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders in one step; False where the system or the file system cannot (NFS, macOS).
+    """Swap the names of two folders in one step. Return False without system or file system support (NFS, macOS).
 
     Raises:
-        OSError: it can, and refuses these two.
+        OSError: the system supports it, but refuses these two folders.
     """
     renameat2 = getattr(_LIBC, "renameat2", None)  # Linux; rename(2)
     if renameat2 is None:

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: their names, and the one to load."""
+"""Checkpoint folders: their names, and which one to load."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from zero_plugin.errors import CheckpointError
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _AUTOMATIC: Final = "checkpoint_"
 
-# Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
-#   .name.<random>.writing   not complete yet. Never the same name twice: a client of NFS may remember for a minute
-#                            which folder had that name before
-#   .name.replaced           complete: the older one, or the newer one just before it takes the name
-#   .name.removing           going
+# Hidden folders next to a checkpoint `name`. They exist while the checkpoint is written, replaced or removed, and stay
+# if the run is killed meanwhile:
+#   .name.<random>.writing   a draft, not complete. The name is never reused, because an NFS client may cache for a
+#                            minute which folder had the name before
+#   .name.replaced           complete: the older checkpoint, or the newer one just before it takes the name
+#   .name.removing           being removed
 ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 
 
@@ -30,11 +31,11 @@ class KnownCheckpoint:
     """A numbered checkpoint, complete or not.
 
     Attributes:
-        order: its place among those that are named alike, as its manifest has it, so that neither clocks nor numbers
-            of steps that have begun again decide what is newest; its number where there is none.
+        order: its place among checkpoints with the same prefix, from its manifest, or its number if the manifest has
+            none. Clocks, and step numbers that start again, therefore do not decide which checkpoint is newest.
         path: its folder.
-        run: whose it is; None of one from before manifests had it, or that cannot be read.
-        is_readable: whether it has a manifest.
+        run: id of the run that saved it; None if the manifest is unreadable or from before manifests had this field.
+        is_readable: whether it has a readable manifest.
     """
 
     order: int
@@ -44,10 +45,10 @@ class KnownCheckpoint:
 
 
 def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
-    """Where checkpoints are that are named automatically.
+    """Return the folder of automatically named checkpoints.
 
     Raises:
-        CheckpointError: the run has no folder.
+        CheckpointError: the run has no project folder.
     """
     if project_dir is None:
         raise CheckpointError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
@@ -55,7 +56,7 @@ def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[int, Path]]:
-    """The folders `<prefix><number>` in `folder`, oldest first, complete or not, also where one is being replaced."""
+    """Return the folders `<prefix><number>` in `folder`, lowest number first, complete or not, even while replaced."""
     names = {path.name for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
     names |= {match[1] for name in names if (match := ASIDE.fullmatch(name)) and match[2] == "replaced"}
     return sorted(
@@ -64,20 +65,20 @@ def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[i
 
 
 def split_number(name: str) -> tuple[str, int] | None:
-    """What a checkpoint's name is made of, also while it is aside; None without a number at its end."""
+    """Return a checkpoint name's prefix and number, also of hidden folders. None if the name ends without a number."""
     aside = ASIDE.fullmatch(name)
     match = NUMBERED.fullmatch(aside[1] if aside else name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def next_number(folder: Path) -> int:
-    """The first number that no run has used for a checkpoint in `folder`, nor uses for one that is being written."""
+    """Return a number above those of all checkpoints in `folder`, including those that are being written."""
     numbers = [split_number(path.name) for path in (folder.iterdir() if folder.is_dir() else ())]
     return max((one[1] for one in numbers if one is not None and one[0] == _AUTOMATIC), default=-1) + 1
 
 
 def known_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[KnownCheckpoint]:
-    """The `numbered_checkpoints` with what their manifests say, oldest first."""
+    """Return the `numbered_checkpoints` with facts from their manifests, oldest first."""
     known = []
     for number, path in numbered_checkpoints(folder, prefix):
         found = map(manifest_facts, (path, beside(path, "replaced")))
@@ -88,11 +89,11 @@ def known_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[KnownCheck
 
 
 def has_checkpoints(place: Path, run: str | None = None) -> bool:
-    """Whether there is one, complete or not; a save that never ended left none.
+    """Return whether a checkpoint exists, complete or not. Drafts of interrupted saves do not count.
 
     Args:
         place: a checkpoint, or a folder that may hold some.
-        run: look for this run's in the folder; None for every run's.
+        run: count only this run's checkpoints in the folder; None counts the checkpoints of all runs.
     """
     if run is None:
         return (place / MANIFEST_NAME).exists() or bool(numbered_checkpoints(place))
@@ -102,20 +103,21 @@ def has_checkpoints(place: Path, run: str | None = None) -> bool:
 def choose_checkpoint(
     folder: Path, run: str | None = None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> tuple[Path, list[str]]:
-    """The checkpoint to load: `folder` itself, or the newest complete `checkpoint_<number>` in it.
+    """Choose the checkpoint to load: `folder` itself, or the newest complete `checkpoint_<number>` in it.
 
-    It only looks, since another run may be writing there.
+    Nothing is changed, since another run may be writing there.
 
     Args:
-        folder: see above.
-        run: of those in it, only this run's; None for every run's.
-        damaged: those that were found to be damaged when they were read, each with what was found.
+        folder: a checkpoint, or a folder of checkpoints.
+        run: choose only among this run's checkpoints; None for all runs.
+        damaged: checkpoints whose contents were found to be damaged, each with a description.
 
     Returns:
-        The folder, and the damage of newer ones that were passed over.
+        The folder, and the damage of newer checkpoints that were skipped.
 
     Raises:
-        CheckpointError: `folder` is damaged, with the previous good one named; or nothing complete is there.
+        CheckpointError: no complete checkpoint is there. If `folder` is damaged itself, the message names the previous
+            complete one.
     """
     if not folder.is_dir() and not beside(folder, "replaced").is_dir():
         raise CheckpointError(f"{folder} does not exist.")
@@ -136,7 +138,7 @@ def choose_checkpoint(
 
 
 def offer_previous(folder: Path) -> str:
-    """A sentence: which checkpoint to load in the place of a damaged one."""
+    """Return a sentence that says which checkpoint to load instead of a damaged one."""
     match = NUMBERED.fullmatch(folder.name)
     for number, path in reversed(numbered_checkpoints(folder.parent, match[1]) if match else []):
         if match and number < int(match[2]) and find_damage(path) is None:
@@ -144,17 +146,17 @@ def offer_previous(folder: Path) -> str:
     theirs = ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl", "trainer_state.json")
     if any((folder / name).exists() for name in theirs):
         return (
-            "It looks like one that the Trainer, Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as "
-            "they are.\nConvert DeepSpeed's by `zero-plugin checkpoint import`. Of the others, "
-            "accelerator.load_weights(model, folder) reads the weights that are safetensors."
+            "It looks like a checkpoint of the Trainer, Accelerate or DeepSpeed. These use pickle and cannot be loaded "
+            "directly.\nConvert a DeepSpeed checkpoint with `zero-plugin checkpoint import`. For the others, "
+            "accelerator.load_weights(model, folder) reads weights in safetensors."
         )
     if not (folder / MANIFEST_NAME).exists() and any(folder.glob("*.safetensors")):
-        return "accelerator.load_weights(model, folder) reads the weights in its safetensors, and nothing else."
-    return "There is no other complete checkpoint beside it."
+        return "accelerator.load_weights(model, folder) reads only the weights in its safetensors."
+    return "There is no other complete checkpoint next to it."
 
 
 def manifest_facts(folder: Path) -> Mapping[str, Any] | None:
-    """Return what the manifest in `folder` says of the checkpoint; None without a readable manifest."""
+    """Return the facts about the checkpoint from the manifest in `folder`; None without a readable manifest."""
     try:
         return read_manifest(folder).about
     except CheckpointError:
@@ -162,5 +164,5 @@ def manifest_facts(folder: Path) -> Mapping[str, Any] | None:
 
 
 def beside(target: Path, state: str) -> Path:
-    """Return the hidden folder next to `target` for one of its states, see `ASIDE`."""
+    """Return the path of a hidden folder next to `target`, for one of the states in `ASIDE`."""
     return target.with_name(f".{target.name}.{state}")

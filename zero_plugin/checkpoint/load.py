@@ -1,4 +1,4 @@
-"""Reads a checkpoint into sessions of any layout, every process just the ranges that it needs, and verifies them."""
+"""Reads a checkpoint into sessions of any layout. Each process reads and verifies only the ranges that it needs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, cre
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
 from zero_plugin.tensors.safetensors_files import Place
 
-_SHOWN: Final = 10  # tensors that an error names
+_SHOWN: Final = 10  # the most tensors that an error names
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What `load_state` did.
+    """The result of `load_state`.
 
     Attributes:
         folder: the checkpoint.
         steps: optimizer steps that the first model had taken.
-        restored: what was, a phrase each.
-        not_restored: what was not, with the reason.
-        batches: of each prepared loader, how many the interrupted epoch has given; 0 between epochs.
-        epochs: of each prepared loader, the number of the epoch that its coming loop resumes, or begins.
+        restored: a phrase for each restored part.
+        not_restored: a phrase for each part that was not restored, with the reason.
+        batches: for each prepared loader, the number of batches before the save in its interrupted epoch; 0 between
+            epochs.
+        epochs: for each prepared loader, the number of the epoch that its next loop resumes or begins.
     """
 
     folder: Path
@@ -72,20 +73,21 @@ def load_tensors(
 
     Args:
         folder: the checkpoint.
-        session: of the model.
-        stored: what the checkpoint has of it.
+        session: the model's session.
+        stored: the model's tensors in the checkpoint.
         scalars: the optimizer's states that are numbers.
-        pieces: of the tensor files, to verify what is read of them; None to read it as it is.
-        weights: else the module keeps its weights, and the optimizer's copies are taken from them.
-        optimizer: whether its states are read.
-        strict: names that only the model or only the checkpoint has are an error.
+        pieces: the checksums of the tensor files, to verify the bytes that are read; None to skip verification.
+        weights: whether to read the weights. If False, the module keeps its weights, and the optimizer's copies are
+            updated from them.
+        optimizer: whether to read the optimizer's states.
+        strict: whether names that only the model or only the checkpoint has are an error.
 
     Returns:
-        What was not restored.
+        A phrase for each part that was not restored.
 
     Raises:
-        CheckpointError: on every process: names or shapes do not fit, or a file cannot be read.
-        DamagedError: on every process: what was read differs from what was written. The model has parts of it.
+        CheckpointError: on every process: names or shapes do not match, or a file cannot be read.
+        DamagedError: on every process: the bytes read differ from their checksums. The model is partly overwritten.
     """
     missing = all_or_none(lambda: _compare(session, stored, strict=strict) if weights else [])
 
@@ -116,10 +118,10 @@ def load_tensors(
 
 
 def read_pieces(folder: Path, manifest: Manifest) -> dict[str, Pieces] | None:
-    """The checksums of the pieces of the tensor files; None where the checkpoint has none that this version reads.
+    """Return the checksums of the tensor files' pieces; None if the checkpoint has none that this version reads.
 
     Raises:
-        DamagedError: they are damaged themselves, or are not of these files.
+        DamagedError: the checksums are damaged themselves, or do not belong to these files.
     """
     if not manifest.is_verifiable:
         return None
@@ -135,10 +137,10 @@ def read_pieces(folder: Path, manifest: Manifest) -> dict[str, Pieces] | None:
 
 
 def verify_headers(folder: Path, manifest: Manifest, pieces: Mapping[str, Pieces]) -> None:
-    """Verify the tensor files' headers, which loading has no use for, and other readers have.
+    """Verify the tensor files' headers. Loading does not need them, but other readers do.
 
     Raises:
-        DamagedError: one is damaged.
+        DamagedError: a header is damaged.
     """
     ends: dict[str, int] = {file: manifest.files[file][0] for file in pieces}
     for model in manifest.models:
@@ -159,25 +161,25 @@ def find_differences(
     share: tuple[int, int] = (0, 1),
     tensors: bool = True,
 ) -> Iterator[str]:
-    """Every file that differs from its checksums, with the tensors that do; read by this process alone.
+    """Yield each file that differs from its checksums, with the differing tensors. Not collective.
 
-    A piece is all that is in memory.
+    No more than one piece of a file is in memory.
 
     Args:
-        folder: of a checkpoint.
-        manifest: its.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
         progress: called with the bytes that were read since the last call.
-        skipped: files that are not read, since they have other sizes.
-        share: which process' part of the files, of how many.
+        skipped: files that are not read, because their sizes are wrong.
+        share: rank and world size; each rank reads its own share of the files.
         tensors: whether tensor files are read too.
 
     Raises:
-        CheckpointError: an earlier version has written it, with other checksums.
+        CheckpointError: an earlier version has written the checkpoint, with other checksums.
     """
     if not manifest.is_verifiable:
         raise CheckpointError(
-            f"{folder} was written by an earlier version, with checksums that this one does not read.\nLoad it, and "
-            "save it again."
+            f"{folder} was written by an earlier version, with checksums that this version does not read.\nLoad it, "
+            "and save it again."
         )
     rank, world_size = share
     files = [(file, size, own) for file, (size, own) in manifest.files.items() if file not in skipped]
@@ -228,7 +230,11 @@ def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str
 
 
 def _source(fragment: Fragment, stored: StoredModel) -> Place | None:
-    """Where to read a fragment from: of weight and master weight, the one of its own dtype, else the more precise."""
+    """Return the place to read a fragment from.
+
+    For a weight, this is the stored weight if its dtype is the same. Otherwise, and for a master weight, it is the more
+    precise stored master weight, if any.
+    """
     if fragment.kind not in (WEIGHT, MASTER_WEIGHT):
         return stored.places.get((fragment.kind, fragment.name))
     names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
@@ -250,10 +256,10 @@ def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple
 
 
 def read_common_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint that the main process has found. Collective.
+    """Read the manifest of a checkpoint that the main process has found. Collective.
 
     Raises:
-        CheckpointError: on every process; which processes have none, or another one, in their folder of that name.
+        CheckpointError: on every process: some processes see no checkpoint, or another one, in this folder.
     """
     sums = collectives.gather_values(manifest_sum(folder))
     for what, ranks in (
@@ -262,14 +268,14 @@ def read_common_manifest(folder: Path) -> Manifest:
     ):
         if ranks and sums[0] is not None:
             raise CheckpointError(
-                f"processes {ranks} see {what} in {folder}, where process 0 has found one: all processes have to read "
-                "the same.\nPut it on a file system that all machines share, or a copy on each."
+                f"processes {ranks} see {what} in {folder}, where process 0 has found one. All processes must read the "
+                "same checkpoint.\nPut it on a file system that all machines share, or a copy on each."
             )
     return all_or_none(lambda: read_manifest(folder))
 
 
 def manifest_sum(folder: Path) -> int | None:
-    """By which one tells whether a checkpoint is still the same; None where there is none."""
+    """Return a checksum that identifies a checkpoint's contents; None without a checkpoint."""
     try:
         return checksum((folder / MANIFEST_NAME).read_bytes())
     except OSError:

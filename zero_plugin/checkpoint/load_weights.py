@@ -1,6 +1,6 @@
-"""Which stored tensor goes to which tensor of a model, what has no counterpart, and values for what no file has.
+"""Matches stored tensors with a model's tensors, reports those without a counterpart, and initialises the rest.
 
-Such values are drawn as the module's own class does, and all other tensors are left alone.
+A tensor without any values is initialised by its module's own class. All other tensors are left alone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LISTED = 20  # names of one kind in an error
 
 @dataclass(slots=True)
 class WeightsReport:
-    """What `load_weights` did.
+    """The result of `load_weights`.
 
     Attributes:
         source: the folder or file.
         kind: the model's class.
-        loaded: the model's tensors that got values from it.
-        missing: the model's tensors that it does not have.
-        unexpected: its tensors that the model does not have.
-        mismatched: tensors that both have, with other shapes or incomparable types, and which.
-        initialized: of those without values in the file, the ones that had none before either, and were drawn anew.
+        loaded: the model's tensors that got values from the source.
+        missing: the model's tensors that the source does not have.
+        unexpected: the source's tensors that the model does not have.
+        mismatched: tensor → how its shape or dtype differs between model and source.
+        initialized: the missing tensors that had no values before either, and were initialised.
     """
 
     source: Path
@@ -46,7 +46,7 @@ class WeightsReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every tensor of the model came from the source, and every one of the source went there."""
+        """Whether model and source have the same tensors, and all of them were loaded."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class WeightsReport:
         lines += _listed("not in the file", self.missing)
         lines += _listed("not in the model", self.unexpected)
         lines += _listed("of another shape or type", [f"{name} ({why})" for name, why in self.mismatched.items()])
-        lines += _listed("drawn anew, since they had no values", self.initialized)
+        lines += _listed("initialised, since they had no values", self.initialized)
         return "\n".join(lines)
 
 
@@ -62,10 +62,10 @@ def find_weights(source: Path) -> StoredWeights:
     """Read the headers of a model's files; no tensor is read.
 
     Args:
-        source: a model folder, which every checkpoint is too, or one safetensors file.
+        source: a model folder or one safetensors file. Every checkpoint is a model folder too.
 
     Raises:
-        CheckpointError: there is none, or a file is missing, damaged or a pickle.
+        CheckpointError: there are no weights, or a file is missing, damaged or a pickle.
     """
     if source.is_dir():
         return read_model_folder(source)
@@ -74,21 +74,22 @@ def find_weights(source: Path) -> StoredWeights:
 
 
 def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> tuple[dict[str, Place], WeightsReport]:
-    """Find for each parameter and persistent buffer the stored tensor.
+    """Find the stored tensor for each parameter and persistent buffer.
 
-    A tied tensor may be stored under any of its names. Of transformers models, a head's checkpoint fits the base model
-    and the other way round, but for the head; and what the model's class says may be missing or left over, may.
+    A tied tensor may be stored under any of its names. For transformers models, the checkpoint of a model with a head
+    fits the base model, and vice versa, except for the head. Tensors that the model's class allows to be missing or
+    unexpected are not reported.
 
     Args:
-        module: any, also partitioned or on the meta device.
-        stored: what the files have.
-        strict: what has no counterpart, or does not fit it, is an error.
+        module: any module, also partitioned or on the meta device.
+        stored: the tensors in the files.
+        strict: whether tensors without a counterpart, or with another shape or dtype, are an error.
 
     Returns:
-        Name of the model's tensor → where its values are; and the report of what is going to be done.
+        Name of the model's tensor → place of its values; and the report of the coming load.
 
     Raises:
-        CheckpointError: `strict`, and something has no counterpart or does not fit: all of it.
+        CheckpointError: `strict`, and tensors have no counterpart or do not match. The message lists them.
     """
     tensors = tensor_names(module)
     rename = _renaming(module, (names[0] for names, _ in tensors), stored.places)
@@ -117,14 +118,14 @@ def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> 
 
 
 def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor that may be partitioned."""
+    """Return the unpartitioned shape of a tensor, which may be partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _renaming(module: nn.Module, names: Iterable[str], stored: Iterable[str]) -> Callable[[str], str]:
     """Return a function from a model's tensor name to the name in the file.
 
-    They differ by transformers' `base_model_prefix` if only one of the two has a head, and by the `_orig_mod.` that
+    The names differ by transformers' `base_model_prefix` if only model or file has a head, and by the `_orig_mod.` that
     torch.compile adds.
     """
 
@@ -151,21 +152,24 @@ def _misfit(tensor: Tensor, place: Place) -> str | None:
 
 
 def _sort(dtype: torch.dtype) -> str:
-    """Types of one sort convert into each other; floats of 8 bits need the scale that a quantized model has apart."""
+    """Return the sort of a dtype. Dtypes of one sort can be converted into each other.
+
+    Each 8-bit float is a sort of its own: its values need the scale that a quantized model stores separately.
+    """
     if dtype.is_floating_point:
         return "float" if dtype.itemsize > 1 else str(dtype)
     return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "integer"
 
 
 def _leave_out_known(module: nn.Module, report: WeightsReport) -> None:
-    """Take out of a report what a transformers model's class says need not be in the file, or in the model."""
+    """Remove tensors from the report that the transformers model's class allows to be missing or unexpected."""
     pretrained = as_pretrained(module)
     if pretrained is None:
         return
     absent = list(pretrained._keys_to_ignore_on_load_missing or ())
     absent += [f"^{re.escape(name)}$" for name in pretrained._keys_to_ignore_on_save or ()]
     left = list(pretrained._keys_to_ignore_on_load_unexpected or ())
-    # Buffers of earlier versions, which are computed today.
+    # Earlier transformers versions stored these buffers. Today they are computed.
     left += [rf"(^|\.){name}$" for name in ("position_ids", r"rotary_emb\.inv_freq")]
     report.missing = [name for name in report.missing if not _matches(absent, name)]
     report.unexpected = [name for name in report.unexpected if not _matches(left, name)]
@@ -178,10 +182,10 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 def _explain(module: nn.Module, report: WeightsReport) -> str:
     lines = [f"{report.source} has the weights of another model than this {report.kind}; nothing was loaded."]
     lines += str(report).splitlines()[1:]
-    lines.append("strict=False loads what fits, and leaves or initialises the rest.")
+    lines.append("strict=False loads the matching tensors, and leaves or initialises the rest.")
     if as_pretrained(module) is not None and report.missing and report.unexpected:
         lines.append(
-            f"Where the file has older names or other layouts (fused experts, say), {report.kind}.from_pretrained("
+            f"If the file has older names or other layouts (fused experts, say), {report.kind}.from_pretrained("
             f"{str(report.source)!r}) converts them; it works after Accelerator(), partitioned at ZeRO stage 3."
         )
     return "\n".join(lines)
@@ -196,16 +200,15 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 def initialize_tensors(
     module: nn.Module, names: Collection[str], gathered: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
 ) -> None:
-    """Initialise tensors as if the model were new: transformers' `_init_weights`, else the layer's `reset_parameters`.
+    """Initialise tensors like those of a new model, by transformers' `_init_weights` or a layer's `reset_parameters`.
 
     Args:
         module: the model.
-        names: of floating tensors in it, which hold NaN so far.
-        gathered: a context in which tensors are unpartitioned on every process, and what process 0 writes into them
-            stays.
+        names: the names of floating tensors in the model. Their values are NaN so far.
+        gathered: a context in which tensors are unpartitioned on every process, and process 0's changes are kept.
 
     Raises:
-        CheckpointError: of a tensor's class neither is known, or it leaves the tensor as it was.
+        CheckpointError: a module has neither method, or its method leaves a tensor unchanged.
     """
     slots = list(tensor_slots(module, recurse=True))
     by_owner: dict[str, list[Slot]] = {}
@@ -221,15 +224,15 @@ def initialize_tensors(
             left += [slot.name for slot in own if bool(torch.isnan(slot.tensor).any())]
     if left:
         raise CheckpointError(
-            f"{', '.join(left)}: not in the file, and the modules that hold them do not say how to initialise them (a "
-            "method reset_parameters()).\nAdd it; or build the model inside `with accelerator.init_model():`, where it "
-            "gets the values of a new one, then call accelerator.load_weights(model, …, strict=False)."
+            f"{', '.join(left)}: not in the file, and their modules do not initialise them in reset_parameters().\n"
+            "Write that method. Or build the model inside `with accelerator.init_model():`, which initialises all of "
+            "it, then call accelerator.load_weights(model, …, strict=False)."
         )
 
 
 @contextmanager
 def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
-    """Inside, other tensors without values are in these places, so that nothing that is written reaches theirs."""
+    """Put meta tensors in the place of these tensors inside the context, to protect the tensors from writes."""
     held: list[tuple[dict[str, Any], str]] = [
         (slot.owner._buffers if slot.is_buffer else slot.owner._parameters, slot.key) for slot in slots
     ]
@@ -245,7 +248,10 @@ def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
 
 
 def _draw(root: nn.Module, owner: str) -> None:
-    """Have a module in `root` initialise itself, then those around it, which may do so for what is in them."""
+    """Initialise a module in `root` by its own method or by a module around it.
+
+    The modules are called from the innermost outwards. The first `reset_parameters` ends the walk.
+    """
     path = owner.split(".") if owner else []
     around = [root]
     for name in path:

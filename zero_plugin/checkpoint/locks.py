@@ -1,6 +1,6 @@
-"""Who writes where: a draft is held while it is written, and a job claims the place that it saves in.
+"""Locks for checkpoint folders: a process holds a draft while writing, and a job claims the folder that it saves in.
 
-Both end with the process, however it ends, so that what a killed run has left is told from what a living one does.
+Both locks end with the process, even if it is killed. So the rest of a killed run is distinguishable from a live save.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from zero_plugin.checkpoint.disk import make_folder
 from zero_plugin.errors import CheckpointError
 
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
-# Process and lock → descriptor and count: a fork, which inherits the dict, claims for itself.
+# (process id, lock) → [descriptor, count]. A forked child inherits the dict, so the process id keeps its claims apart.
 _claims: Final[dict[tuple[int, Path], list[int]]] = {}
-_OTHERS_END_S = 10.0  # that a job may overlap with the one before it, which is ending
-_LOOK_S: Final = 0.1
-_LONGEST_HOLDER: Final = 300
+_OTHERS_END_S = 10.0  # seconds to wait for the previous job, which may still be ending
+_LOOK_S: Final = 0.1  # seconds between tries
+_LONGEST_HOLDER: Final = 300  # characters
 
 
 def hold(folder: Path) -> None:
-    """Have `is_held` be true everywhere, also when the folder gets another name, until `let_go` or this process ends.
+    """Make `is_held` true for a folder until `let_go` or the end of this process, even if the folder is renamed.
 
-    Nothing happens where the file system cannot lock a folder (NFS).
+    Does nothing if the file system cannot lock a folder (NFS).
     """
     descriptor = _descriptors[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
@@ -38,19 +38,19 @@ def hold(folder: Path) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """End `hold`, if it holds.
+    """Release a folder of `hold`, if it is held.
 
     Args:
-        folder: as it was called there.
+        folder: the path that was given to `hold`.
     """
     if (descriptor := _descriptors.pop(folder, None)) is not None:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # else processes forked meanwhile would hold it further
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: forked processes share the lock
         os.close(descriptor)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process that lives holds it. False where nobody can know."""
+    """Return whether a live process holds the folder. False if that cannot be known."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -67,27 +67,28 @@ def is_held(folder: Path) -> bool:
 
 
 def lock_of(target: Path, *, automatic: bool) -> Path:
-    """The file by which the job that saves a checkpoint keeps others away.
+    """Return the lock file with which a job keeps other jobs from saving in the same place.
 
     Args:
         target: the checkpoint.
-        automatic: whether its name is, and so are those of all that is saved in its folder.
+        automatic: whether the checkpoint is named automatically. If so, the lock is for the folder that holds it.
     """
     kept = Path(os.path.realpath(target.parent if automatic else target))
     return kept.with_name(f".{kept.name}.lock")
 
 
 def claim(lock: Path, place: Path) -> None:
-    """Keep other jobs from saving where this one does, until `give_up` or until this process ends, however it ends.
+    """Keep other jobs from saving in the same place, until `give_up` or the end of this process.
+
+    The lock is a POSIX lock, which NFS supports too. Without locks or space in the file system, other jobs are not
+    kept away.
 
     Args:
-        lock: of `lock_of`; its folder is there.
+        lock: the file of `lock_of`; its folder exists.
         place: the folder, for the message.
 
-    The lock is POSIX's, which NFS has too. Nothing is kept away where the file system has no locks, or no room.
-
     Raises:
-        CheckpointError: a process of another job has it.
+        CheckpointError: a process of another job holds the lock.
     """
     key = os.getpid(), lock
     if holds(lock):
@@ -100,14 +101,14 @@ def claim(lock: Path, place: Path) -> None:
                 raise CheckpointError(_describe_holder(lock, place))
             time.sleep(_LOOK_S)
     except OSError:
-        return  # what is saved fails too, and says why
-    if (removed := _claims.get(key)) is not None:  # with its folder
+        return  # the save itself fails too, with a clear message
+    if (removed := _claims.get(key)) is not None:  # the claimed file was removed, together with its folder
         os.close(removed[0])
     _claims[key] = [descriptor, 1 if removed is None else removed[1] + 1]
 
 
 def holds(lock: Path) -> bool:
-    """Whether this process has claimed it, and its file is still there."""
+    """Return whether this process has claimed the lock and its file still exists."""
     held = _claims.get((os.getpid(), lock))
     return held is not None and _is_file(held[0], lock)
 
@@ -128,23 +129,23 @@ def give_up(lock: Path) -> None:
     if held[1] == 0:
         del _claims[os.getpid(), lock]
         with suppress(OSError):
-            if _is_file(held[0], lock):  # else the folder was removed, and another job may have one of that name
+            if _is_file(held[0], lock):  # if not, the folder was removed, and another job may have this file now
                 lock.unlink()
         os.close(held[0])
 
 
 class ClaimedPlace:
-    """The place in which a run saves, and other jobs do not. It is claimed on the main process, one at a time."""
+    """The folder in which only this run saves. The main process claims one folder at a time."""
 
     def __init__(self) -> None:
         self._locks: list[Path] = []
 
     def move(self, target: Path, *, automatic: bool) -> None:
-        """Claim the place of a checkpoint; give up the last place if it is another.
+        """Claim the place of a checkpoint. Give up the previous place if it is a different one.
 
         Args:
             target: the checkpoint.
-            automatic: as for `lock_of`.
+            automatic: see `lock_of`.
 
         Raises:
             CheckpointError: a process of another job has claimed it.
@@ -152,46 +153,46 @@ class ClaimedPlace:
         lock = lock_of(target, automatic=automatic)
         if self._locks == [lock] and holds(lock):
             return
-        with suppress(OSError):  # saving fails too, and says why
+        with suppress(OSError):  # the save itself fails too, with a clear message
             make_folder(lock.parent)
         claim(lock, target.parent)
         self.give_up()
         self._locks.append(lock)
 
     def give_up(self) -> None:
-        """Let other jobs save there; not collective."""
+        """Let other jobs save there. Not collective."""
         while self._locks:
             give_up(self._locks.pop())
 
 
 def _try_to_lock(lock: Path) -> int | None:
-    """A descriptor of the file that is locked, or None where another process has it.
+    """Lock the file. Return its descriptor, or None if another process holds the lock.
 
     Raises:
-        OSError: there can be no such file.
+        OSError: the file cannot be created.
     """
     try:
         descriptor = _open(lock)
     except (PermissionError, FileNotFoundError) as error:
         if os.path.lexists(lock) or (isinstance(error, FileNotFoundError) and lock.parent.is_dir()):
-            return None  # another user's; or its last holder has removed it just now
+            return None  # the file is another user's, or its last holder has removed it just now
         raise
     try:
         _lock(descriptor)
-        if not _is_file(descriptor, lock):  # its last holder has removed it just now
+        if not _is_file(descriptor, lock):  # its last holder has removed the file just now
             raise BlockingIOError
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except (BlockingIOError, PermissionError, FileNotFoundError):
         os.close(descriptor)
         return None
-    except OSError:  # it has no locks
+    except OSError:  # the file system has no locks
         pass
     return descriptor
 
 
 def _open(lock: Path) -> int:
-    """Open the file, and make it if it is missing."""
+    """Open the file. Create it if it is missing."""
     with suppress(FileExistsError):
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
         with suppress(OSError):
@@ -201,16 +202,16 @@ def _open(lock: Path) -> int:
 
 
 def _share(descriptor: int, folder: os.stat_result) -> None:
-    """Let only users who may write into the folder open the file: whoever can read it can lock it.
+    """Allow exactly the users who may write into the folder to open the file. Any user who can read it can lock it.
 
-    A umask that hides files from the group counts; one that only denies writing does not, since jobs of a group's users
-    in their common folder have to keep each other away.
+    A umask that hides files from the group is respected. A umask that only denies writing is not: the jobs of a group's
+    users in a common folder must lock each other out.
     """
     hidden = not os.fstat(descriptor).st_mode & stat.S_IRGRP
     os.fchmod(descriptor, 0o600)
     if hidden or folder.st_mode & stat.S_ISVTX or not folder.st_mode & stat.S_IWGRP:
         return
-    if folder.st_mode & stat.S_IWOTH:  # its owner may be of another group, so the file's group says nothing
+    if folder.st_mode & stat.S_IWOTH:  # every user may save here, so every user must be able to lock
         os.fchmod(descriptor, 0o666)
         return
     os.fchown(descriptor, -1, folder.st_gid)
@@ -218,7 +219,10 @@ def _share(descriptor: int, folder: os.stat_result) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Of the open file, where the system has such: a plain lock ends when the process closes the file anywhere."""
+    """Lock the open file: with an open file description lock if the system has it, otherwise with a plain lock.
+
+    A plain lock ends as soon as the process closes any descriptor of the file.
+    """
     if hasattr(fcntl, "F_OFD_SETLK"):
         whole = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock; fcntl(2)
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
@@ -227,7 +231,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _describe_holder(lock: Path, place: Path) -> str:
-    """Return what keeps this job from saving, and what to do."""
+    """Return a message that names the job that holds the lock, and says what to do."""
     try:
         owner = lock.stat().st_uid
     except OSError:
@@ -238,18 +242,18 @@ def _describe_holder(lock: Path, place: Path) -> str:
         holder = "a process"
     advice = "Save into another folder, or end that job."
     if owner != os.geteuid() and not os.access(lock, os.R_OK | os.W_OK):
-        # In a sticky folder, as /tmp, only the owner of a file or of the folder removes the file.
+        # In a sticky folder such as /tmp, only the owner of the file or of the folder may remove the file.
         removes = f"that user can remove {lock}" if _is_sticky(lock.parent) else f"remove {lock}"
         advice += f" If that user has no job there, it was killed: {removes}."
     elif not holder.endswith(f" on {socket.gethostname()}"):
-        advice += " If its machine is gone, the file server gives the lock up within minutes."
+        advice += " If its machine is gone, the file server releases the lock within minutes."
     whose = "" if owner == os.geteuid() else f" of {_user(owner)}"
     both = "two jobs would replace and remove each other's"
     return f"{holder}{whose} saves checkpoints in {place} too, and {both}.\n{advice}"
 
 
 def _is_sticky(folder: Path) -> bool:
-    """Whether this user cannot remove what another user has made in a folder."""
+    """Return whether this user cannot remove another user's files from the folder."""
     try:
         status = folder.stat()
     except OSError:

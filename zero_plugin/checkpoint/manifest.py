@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, where, and how to tell that it is complete. It is written last."""
+"""The manifest of a checkpoint: its contents, their places, sizes and checksums. It is written last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 2
 _RANGES: Final = {"format": (1, _FORMAT), "processes": (1, 2**24), "order": (0, 2**53)}
 _MOST_MODELS: Final = 1000
-_LEAST_HEADER: Final = 8 + len("{}")  # bytes of a safetensors file
+_LEAST_HEADER: Final = 8 + len("{}")  # bytes of the shortest header of a safetensors file
 _MANIFEST_SUM: Final = re.compile(rb'\{"xxh3": "([0-9a-f]{16})", ')
 
 
@@ -36,8 +36,8 @@ class StoredModel:
     """One model's tensors in a checkpoint.
 
     Attributes:
-        kind: name of its class.
-        folder: below the checkpoint's, empty for the first model.
+        kind: name of the model's class.
+        folder: its folder relative to the checkpoint's; empty for the first model.
         tied: name → the weight whose tensor it shares.
         places: (kind, name) → where the tensor is.
     """
@@ -53,10 +53,11 @@ class Manifest:
     """A checkpoint's contents.
 
     Attributes:
-        about: versions, time, and what wrote it.
-        models: in the order of `prepare`.
-        files: path below the folder → (bytes, checksum; None of a tensor file, whose pieces have theirs).
-        is_verifiable: whether it has checksums that this version reads; earlier ones wrote others.
+        about: versions, time, and facts about the run.
+        models: the models in the order of `prepare`.
+        files: path relative to the folder → (bytes, checksum). The checksum is None for tensor files, which have one
+            for each piece.
+        is_verifiable: whether it has checksums that this version reads. Earlier versions wrote others.
     """
 
     about: Mapping[str, Any]
@@ -65,7 +66,7 @@ class Manifest:
     is_verifiable: bool = True
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, after all other files; first comes the checksum of what follows."""
+        """Write the manifest into `folder`, after all other files. It begins with the checksum of its own rest."""
         encoded = {
             "format": _FORMAT,
             **self.about,
@@ -76,10 +77,10 @@ class Manifest:
         (folder / MANIFEST_NAME).write_bytes(b'{"xxh3": "%016x", ' % checksum(rest) + rest)
 
     def read(self, folder: Path, file: str) -> bytes:
-        """A small file of the checkpoint in `folder`, compared with its checksum.
+        """Read a small file of the checkpoint in `folder`, and compare it with its checksum.
 
         Raises:
-            DamagedError: it differs, or is no file of the checkpoint.
+            DamagedError: the file differs, cannot be read, or is not listed in the manifest.
         """
         try:
             content = (folder / file).read_bytes()
@@ -91,10 +92,10 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read, or is damaged.
+        CheckpointError: no manifest exists, or it cannot be read or is damaged.
     """
     file = folder / MANIFEST_NAME
     try:
@@ -105,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{file} is of format {version}; this version reads up to {_FORMAT}.")
         found = _MANIFEST_SUM.match(content)
         own = found and checksum(memoryview(content)[found.end() :])
-        # Format 1 has no such sum, and there is no other without.
+        # Only format 1 has no checksum of the manifest itself.
         if (version != 1 or "xxh3" in encoded) and (found is None or int(found[1], 16) != own):
             raise DamagedError(f"{file} is damaged: it differs from its checksum.")
         encoded.pop("xxh3", None)
@@ -125,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _refuse_impossible(encoded: Mapping[str, Any]) -> None:
-    """Raise a ValueError for numbers of a manifest that no run can have written."""
+    """Raise a ValueError for numbers that no run can have written into a manifest."""
     sums = {f"the checksum of {path}": entry.get("xxh3") for path, entry in encoded["files"].items()}
     for name, value in {**{name: encoded.get(name) for name in _RANGES}, **sums}.items():
         least, most = _RANGES.get(name, (0, 2**64 - 1))
@@ -136,9 +137,9 @@ def _refuse_impossible(encoded: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_bytes(models: Sequence[StoredModel], files: Mapping[str, tuple[int, int | None]]) -> None:
-    """Raise a ValueError for tensors that share bytes or leave bytes out, so that one may begin in a file's header.
+    """Raise a ValueError if tensors share bytes, leave bytes out, or begin in a file's header.
 
-    Tensors fill their file from its header to its end. Tied weights have one place.
+    Tensors fill their file from its header to its end. Tied weights share one place.
     """
     used: dict[str, list[tuple[int, int]]] = {}
     for model in models:
@@ -177,23 +178,23 @@ def _decode_model(encoded: Mapping[str, Any], files: Mapping[str, tuple[int, int
         if place.type_name not in TYPES:
             raise ValueError(f"a tensor of type {shorten(place.type_name)}")
         size, own = files.get(place.file, (0, 0))
-        if own is not None or place.start + place.size > size:  # a tensor file has no sum but those of its pieces
+        if own is not None or place.start + place.size > size:  # a tensor file has only checksums of its pieces
             raise ValueError(f"{name} ({kind}) is not inside {place.file}")
     refuse_outside(encoded["folder"])
     return StoredModel(str(encoded["class"]), encoded["folder"], dict(encoded["tied"]), places)
 
 
 def checksum(data: Any) -> int:
-    """xxh3 of bytes, or of anything with a buffer; from 0 to 2⁶⁴ - 1.
+    """Return the xxh3 checksum of bytes or any object with a buffer, from 0 to 2⁶⁴ - 1.
 
-    It finds what a disk, a network or a program has damaged, not what somebody has changed on purpose: anyone can
+    It detects damage by a disk, a network or a program. It does not detect deliberate changes, since anyone can
     compute it.
     """
     return int(xxhash.xxh3_64_intdigest(data))
 
 
 def checksum_of_file(path: Path) -> int:
-    """Return the checksum of a file, which is read in pieces."""
+    """Return the checksum of a file. Read the file in pieces, to limit memory."""
     found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(2**20):

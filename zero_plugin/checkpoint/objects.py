@@ -1,8 +1,8 @@
 """Objects in files, without pickled code.
 
-One object is written by `torch.save` or as safetensors, and read without running code. Nested Python containers become
-a JSON file, with their tensors in a safetensors file beside it. The states of Python's, NumPy's and torch's random
-number generators are such containers.
+A single object is written by `torch.save` or as safetensors, and read without running code. Nested Python containers
+become a JSON file, with their tensors in a safetensors file next to it. The states of Python's, NumPy's and torch's
+random number generators are stored as nested containers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
 _logger = logging.getLogger(__name__)
 
-_PLAIN: Final = frozenset((type(None), bool, int, str))  # what JSON writes as it is: most of what is stored
-_TYPE: Final = "$type"  # marks what JSON has no form for: {"$type": name, "value": its content}
+_PLAIN: Final = frozenset((type(None), bool, int, str))  # JSON writes these directly; most stored values are these
+_TYPE: Final = "$type"  # marks a type that JSON lacks: {"$type": name, "value": its content}
 
-# What NumPy arrays, and torch's and NumPy's random states, are rebuilt with: numbers, no code. NumPy 2 has renamed a
-# module that files name.
+# Functions and classes that rebuild NumPy arrays, and torch's and NumPy's random states. They hold numbers, not code.
+# NumPy 2 has renamed a module, and files may have either name.
 _REBUILT = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
 NUMPY_CLASSES: list[Any] = [
     np.ndarray,
@@ -56,12 +56,12 @@ NUMPY_CLASSES: list[Any] = [
 
 
 def write_object(obj: Any, file: Any, *, safe_serialization: bool = False) -> None:
-    """Write an object, on whichever process calls it.
+    """Write an object, on every process that calls this function.
 
     Args:
-        obj: what `torch.save` takes.
-        file: path, or for `torch.save` a file opened for writing.
-        safe_serialization: write a dict of tensors as safetensors, each shared one once.
+        obj: any object that `torch.save` accepts.
+        file: a path, or for `torch.save` also a file opened for writing.
+        safe_serialization: write a dict of tensors as safetensors, each shared tensor once.
     """
     if safe_serialization:
         save_file(without_shared_tensors(obj), file, metadata={"format": "pt"})
@@ -70,32 +70,32 @@ def write_object(obj: Any, file: Any, *, safe_serialization: bool = False) -> No
 
 
 def _portable(leaf: Any) -> Any:
-    """A tensor on an XLA device in CPU memory: else nobody could read it without torch_xla."""
+    """Move a tensor from an XLA device to the CPU. Otherwise the file could only be read with torch_xla."""
     return leaf.cpu() if isinstance(leaf, Tensor) and leaf.device.type == "xla" else leaf
 
 
 def read_object(file: str | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """What `torch.save` wrote: tensors, NumPy arrays and plain containers.
+    """Read a file of `torch.save` with tensors, NumPy arrays and plain containers.
 
     Args:
-        file: path, or a file opened for reading.
-        map_location: where tensors come to, as `torch.load` takes it.
-        **kwargs: for `torch.load`; `weights_only=False` runs the code in a pickle.
+        file: a path, or a file opened for reading.
+        map_location: the device for tensors, see `torch.load`.
+        **kwargs: further arguments of `torch.load`; `weights_only=False` runs the code in a pickle.
     """
     with torch.serialization.safe_globals(NUMPY_CLASSES):
         return torch.load(file, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Device, address and bytes of the storage of a tensor; equal for tensors that share it."""
+    """Return device, address and bytes of a tensor's storage. They are equal for tensors that share it."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict as safetensors can hold it: contiguous, each memory once.
+    """Return the dict in a form that safetensors can hold: contiguous tensors that share no memory.
 
-    Of tensors that are the same, only the first name is kept, with a warning; different parts of one memory are copied.
+    Of identical tensors, only the first name is kept, with a warning. Tensors that share memory otherwise are copied.
     """
     kept: dict[str, Any] = {}
     storages: set[Any] = set()
@@ -111,13 +111,13 @@ def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     if removed:
         _logger.warning(
             f"Removed shared tensors {list(removed)}: each is the same as one that is saved. A model that ties its "
-            "weights, as transformers' do, has them again after loading."
+            "weights, such as transformers models, has them again after loading."
         )
     return kept
 
 
 def names_of_same_memory(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Map every name of a tensor but the first to the first, for tensors that have several names."""
+    """Map the further names of each tensor to its first name, for tensors that have several names."""
     further: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
@@ -130,11 +130,11 @@ def names_of_same_memory(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTree:
-    """Nested containers as they are written.
+    """Nested containers in the form in which they are written.
 
     Attributes:
-        text: JSON.
-        tensors: name in `text` → tensor on the CPU, which may be live memory.
+        text: the containers as JSON.
+        tensors: name in `text` → tensor on the CPU, which may share memory with the original.
     """
 
     text: str
@@ -146,7 +146,7 @@ class EncodedTree:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copy(self) -> EncodedTree:
-        """A copy with its own memory."""
+        """Return a copy with its own memory."""
         return EncodedTree(self.text, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
     def write(self, stem: Path) -> None:
@@ -157,7 +157,7 @@ class EncodedTree:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors as safetensors; the library's own writer builds all of the bytes in memory first."""
+    """Write CPU tensors as safetensors. The library's own writer would build all bytes in memory first."""
     entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     header, ranges = encode_header(entries, {"format": "pt"})
     with path.open("wb") as file:
@@ -168,17 +168,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def encode_nested(tree: Any, *, what: str) -> EncodedTree:
-    """Nested containers as text and tensors.
+    """Encode nested containers as text and tensors.
 
     They may hold None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Counter, deque, torch
-    tensors, shapes, dtypes and devices, NumPy arrays and numbers. Subclasses come back as these.
+    tensors, shapes, dtypes and devices, NumPy arrays and numbers. A subclass is read back as its base class.
 
     Args:
         tree: the containers.
-        what: how messages call it.
+        what: their name in messages.
 
     Raises:
-        CheckpointError: it holds anything else; the message says where, and what.
+        CheckpointError: the containers hold another type; the message names its place and type.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(tree, what, tensors)
@@ -186,14 +186,14 @@ def encode_nested(tree: Any, *, what: str) -> EncodedTree:
 
 
 def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Any:
-    """What `EncodedTree.write` wrote; tensors are on the CPU.
+    """Read the files of `EncodedTree.write`. Tensors are on the CPU.
 
     Args:
-        stem: as it was given there.
-        read: gives the content of a file.
+        stem: the stem that was given to `EncodedTree.write`.
+        read: function that returns the content of a file.
 
     Raises:
-        DamagedError: a file is not what `EncodedTree.write` wrote.
+        DamagedError: `EncodedTree.write` cannot have written this content.
         OSError: the JSON file cannot be opened.
     """
     text, file = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.safetensors")
@@ -215,7 +215,7 @@ def read_nested(stem: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> 
 
 
 def gather_nested(tree: Any, *, what: str) -> list[Any]:
-    """Every process's nested containers, process 0's first, on every process; see `encode_nested`. Collective."""
+    """Return the nested containers of all processes, process 0's first; see `encode_nested`. Collective."""
     if num_processes() == 1:
         return [tree]
     encoded = encode_nested(tree, what=what)
@@ -270,7 +270,7 @@ def _encode_numpy(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     except TypeError:
         raise CheckpointError(
             f"{where} has the NumPy dtype {array.dtype}, which safetensors files cannot hold.\n"
-            "Have state_dict() return numbers or strings in its place, e.g. by tolist()."
+            "Have state_dict() return numbers or strings instead, e.g. by tolist()."
         ) from None
     return _typed("array" if isinstance(value, np.ndarray) else "number", _keep(tensor, where, tensors))
 
@@ -289,7 +289,7 @@ def _typed(name: str, content: Any) -> dict[str, Any]:
     return {_TYPE: name, "value": content}
 
 
-# Name, class, what JSON has in its place, and back; a Counter is a dict, so that the order matters.
+# Name, class, function to a JSON form, and function back. The order matters: a subclass must come before its base.
 _FORMS: Final[tuple[tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]], ...]] = (
     ("torch.Size", torch.Size, list, torch.Size),
     ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), as_dtype),
@@ -320,17 +320,17 @@ def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def random_state(own: Sequence[torch.Generator | None] = ()) -> dict[str, Any]:
-    """This process' generators, as nested containers of arrays and tensors.
+    """Return the states of this process's random generators, as nested containers of arrays and tensors.
 
     Args:
-        own: those that belong to one object each, such as a loader; None where one has none.
+        own: further generators that belong to one object each, such as a loader; None for an object without one.
     """
     version, words, gauss = random.getstate()
     return {
         "python": (version, np.array(words, dtype=np.uint64), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too.
+        # Reading the state would create a CUDA context, even in a run on the CPU. So check first if CUDA is in use.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
         "own": [None if generator is None else generator.get_state() for generator in own],
@@ -340,29 +340,29 @@ def random_state(own: Sequence[torch.Generator | None] = ()) -> dict[str, Any]:
 def restore_random_state(
     saved: Sequence[Mapping[str, Any]], rank: int, own: Sequence[torch.Generator | None] = ()
 ) -> str | None:
-    """Resume drawing where a checkpoint was made; a sentence where this process cannot.
+    """Restore the random generators from a checkpoint. Return a sentence if the checkpoint lacks this process.
 
-    A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
-    `set_seed` for all. Else it begins anew, from a seed made of a saved process' state and its own rank.
+    If all saved processes had equal states, for example after one `set_seed` for all, a new process gets the same
+    state. Otherwise it is seeded from a saved process's state and its own rank.
 
     Args:
-        saved: of each process that wrote the checkpoint.
-        rank: of this process.
-        own: as for `random_state`; those of a process that begins anew stay.
+        saved: the states of each process that wrote the checkpoint.
+        rank: this process's rank.
+        own: see `random_state`; a newly seeded process keeps their states.
     """
     if not saved:
-        return "random states: there are none in the checkpoint"  # it was imported
+        return "random states: there are none in the checkpoint"  # an imported checkpoint
     if rank < len(saved):
         _restore(saved[rank], own)
         return None
     first = saved[0]
     if all(_same(first, other) for other in saved[1:]):
         _restore(first, own)
-        return f"the random states of process {rank}, which was not there: it draws as the others do"
+        return f"the random states of process {rank}, which is not in the checkpoint: it draws like the others"
     other: Tensor = saved[rank % len(saved)]["torch"]
     seed = zlib.crc32(other.numpy().tobytes()) + rank
     set_seed(seed)
-    return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
+    return f"the random states of process {rank}, which is not in the checkpoint: it is seeded with {seed}"
 
 
 def _restore(state: Mapping[str, Any], own: Sequence[torch.Generator | None]) -> None:
@@ -372,7 +372,7 @@ def _restore(state: Mapping[str, Any], own: Sequence[torch.Generator | None]) ->
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    # Checkpoints of before lack these two keys.
+    # Checkpoints of earlier versions lack the keys `xla` and `own`.
     if state.get("xla") is not None and "torch_xla" in sys.modules:
         sys.modules["torch_xla"].manual_seed(state["xla"])
     for generator, then in zip(own, state.get("own", ()), strict=False):

@@ -1,4 +1,4 @@
-"""Drafts of checkpoints and model folders: written aside, published by a rename; and the removal of old checkpoints."""
+"""Drafts of checkpoints and model folders, which a rename publishes; and the removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zero_plugin.errors import CheckpointError
 
 
 def open_draft(target: Path, needed_bytes: int) -> Path:
-    """An empty folder beside `target` to write into; what an earlier run, killed here, left is settled.
+    """Make an empty draft folder next to `target`. Clean up after an earlier run that was killed here.
 
     Raises:
-        CheckpointError: the disk has less room, or cannot be written, or `target` cannot be replaced later.
+        CheckpointError: the disk has too little space or cannot be written, or `target` could not be replaced later.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file. Save into a folder.")
@@ -29,7 +29,7 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         raise CheckpointError(
             f"{target} is where a disk is mounted, and cannot be replaced. Save into a folder below it."
         )
-    with suppress(FileNotFoundError):  # of the current folder, which may have been removed: no target holds it then
+    with suppress(FileNotFoundError):  # the current folder may have been removed; then `target` cannot contain it
         if Path.cwd().is_relative_to(target.resolve()):
             raise CheckpointError(f"{target} is or holds the current folder. Save into a folder below it.")
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
@@ -39,38 +39,38 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         free = shutil.disk_usage(target.parent).free
         while free >= needed_bytes:
             draft.mkdir()
-            # Another process that saves there may take the folder, as long as it is not held, for a killed run's.
+            # Until the folder is held, another saving process may remove it as the draft of a killed run. Then retry.
             with suppress(FileNotFoundError):
                 hold(draft)
                 return draft
     except OSError as error:
         raise CheckpointError(
-            f"{target} cannot be written ({error.filename}: {error.strerror}); nothing was. Save where there is room, "
-            "and where this process may write."
+            f"{target} cannot be written ({error.filename}: {error.strerror}). Nothing was written. Save to a disk "
+            "that has room and that this process may write to."
         ) from error
     raise CheckpointError(
         f"a checkpoint of {needed_bytes:,} bytes does not fit: {target.parent} has {free:,} bytes free. Nothing was "
-        "written, and older checkpoints are as they were.\nRemove some, or save elsewhere."
+        "written, and older checkpoints are unchanged.\nRemove some, or save elsewhere."
     )
 
 
 def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
-    """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
+    """Give a complete draft its final name. A reader sees the old checkpoint or the new one, never a mixture.
 
-    All files of the draft are on the disk before it gets the name, those that other processes of this machine wrote
-    included. Files in `target` that do not belong to the checkpoint there are kept.
+    All files of the draft are on the disk before the rename, including files that other processes of this machine
+    wrote. Files in `target` that do not belong to the old checkpoint are kept.
 
     Args:
-        draft: what `open_draft` has given.
-        target: its name.
+        draft: the folder of `open_draft`.
+        target: its final name.
         replaces: whether to replace a checkpoint that has the name by now.
 
     Raises:
-        CheckpointError: `target` cannot be made or replaced; what was there is complete.
-        OSError: a file of the draft cannot be brought to the disk.
+        CheckpointError: `target` cannot be created or replaced. The old checkpoint is still complete.
+        OSError: a file of the draft cannot be flushed to the disk.
     """
     for path in (*draft.rglob("*"), draft):
-        if path.is_dir() or path.is_file():  # a hook may have made a link to nothing
+        if path.is_dir() or path.is_file():  # a hook of the script may have made a dangling link
             sync(path)
     is_new = not target.exists()
     try:
@@ -89,7 +89,7 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
                 f"{target} was saved by another run meanwhile. Call save_state() again: it takes the next number."
             ) from error
         raise CheckpointError(
-            f"{target} is not saved ({error.strerror}): look at the disk. Older checkpoints are as they were."
+            f"{target} is not saved ({error.strerror}). Check the disk. Older checkpoints are unchanged."
             if is_new
             else f"{target} cannot be replaced ({error.strerror}). A checkpoint that was there is still complete.\n"
             "Save into a folder below it instead."
@@ -99,22 +99,22 @@ def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
 
 
 def discard_draft(draft: Path) -> None:
-    """Remove what there is of a draft, which may be nothing."""
+    """Remove a draft, if it exists, and release its lock."""
     shutil.rmtree(draft, ignore_errors=True)
     let_go(draft)
 
 
 def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
-    """Remove the oldest checkpoints of one run whose names differ from `newest` only in the number, beyond `keep`.
+    """Remove the oldest checkpoints of the run beyond `keep`, if their names differ from `newest` only in the number.
 
-    Incomplete ones of killed runs are settled too, but not those that another job is writing. Checkpoints of other
-    runs or of an unknown run, and folders without a manifest, stay.
+    Hidden folders of killed runs are cleaned up too, but not those that another job is writing. Checkpoints of other or
+    unknown runs, and folders without a manifest, stay.
 
     Returns:
-        Those removed.
+        The removed folders.
 
     Raises:
-        CheckpointError: one cannot be removed.
+        CheckpointError: a folder cannot be removed.
     """
     match = NUMBERED.fullmatch(newest.name)
     if match is None:
@@ -141,27 +141,27 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
 
 
 def _replace(target: Path, draft: Path) -> None:
-    """Give `draft` the name that `target` has; the older one is aside then."""
+    """Give `draft` the name of `target`, and move the older folder aside."""
     replaced = beside(target, "replaced")
     draft.rename(replaced)
     if not exchange(replaced, target):
         replaced.rename(draft)
-        target.rename(replaced)  # a reader finds it there, until the next line
+        target.rename(replaced)  # until the next line, readers find the old checkpoint under its hidden name
         draft.rename(target)
 
 
 def _settle(target: Path, *, is_complete: bool = False) -> None:
-    """End what was begun beside `target`, by this run or by one that was killed: nothing is aside then.
+    """Finish a replacement of `target` that this run or a killed run began, and remove leftover hidden folders.
 
-    Of two, the one that stays is the one that has the name, unless only the other is a complete checkpoint. If neither
-    is, both stay where they are.
+    If both `target` and its replaced folder exist, `target` stays, unless only the replaced folder is a complete
+    checkpoint. If neither is complete, both stay where they are.
 
     Args:
-        target: the name.
-        is_complete: whether it is known that the one with the name is complete.
+        target: the final name.
+        is_complete: whether the folder with this name is known to be complete.
 
     Raises:
-        OSError: one of them cannot be read now, which says nothing of it; nothing was removed.
+        OSError: a checkpoint cannot be read now, so nothing is known about its damage. Nothing was removed.
     """
     replaced = beside(target, "replaced")
     if replaced.exists():
@@ -182,7 +182,7 @@ def _settle(target: Path, *, is_complete: bool = False) -> None:
 
 
 def _remove(path: Path, target: Path) -> None:
-    """Remove a complete folder; a run killed here leaves nothing that looks like a checkpoint."""
+    """Remove a complete folder. It is renamed first, so a kill leaves nothing that looks like a checkpoint."""
     doomed = beside(target, "removing")
     if doomed.exists():
         shutil.rmtree(doomed)

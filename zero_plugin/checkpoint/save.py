@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name."""
+"""Writes a checkpoint: every process writes its ranges, then the main process adds the small files and publishes it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from zero_plugin.tensors.modules import WEIGHT, Fragment, as_pretrained, shared_
 
 _log = logging.getLogger(__name__)
 
-_SMALL_BYTES: Final = 2**24  # on the disk, for what is not a model's tensors
+_SMALL_BYTES: Final = 2**24  # disk space for everything except a model's tensors
 _PROBE: Final = ".probe"
-_MARK_BYTES: Final = 8  # side by side in one page, as the ends of ranges are
-_found_shared: set[Path] = set()  # file systems do not change while a process runs
+_MARK_BYTES: Final = 8  # marks share a page, like the ends of neighbouring ranges in a tensor file
+_found_shared: set[Path] = set()  # folders that passed: file systems do not change while a process runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Contents:
     Attributes:
         about: facts for the manifest.
         trees: the nested containers of each further file, by the file's path without suffix.
-        records: of each model's run, see `write_record`.
+        records: the run's record for each model, see `write_record`.
     """
 
     about: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Contents:
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checkpoint that is not published yet. Sessions are not needed to complete it.
+    """A checkpoint that is not published yet. It can be completed without the sessions.
 
     Attributes:
         target: the folder of the complete checkpoint.
@@ -93,11 +93,11 @@ class OpenCheckpoint:
         """Write the tensors, complete the checkpoint and publish it, or remove it. Collective.
 
         Args:
-            fragments: of each model.
-            peers: what the calling thread reaches the other processes through.
+            fragments: the fragments of each model.
+            peers: the calling thread's connection to the other processes.
 
         Raises:
-            CheckpointError: on every process; `target` is unchanged.
+            CheckpointError: on every process, if one process fails; `target` is unchanged.
         """
         parts = zip(fragments, self.layouts, strict=True)
         total = _tensor_bytes(self.layouts) // collectives.num_processes()
@@ -121,7 +121,7 @@ class OpenCheckpoint:
 
     @contextmanager
     def removed_on_failure(self, peers: Peers) -> Iterator[None]:
-        """Remove the draft if what runs inside fails."""
+        """Remove the draft if the code inside the context fails."""
         try:
             yield
         except BaseException:
@@ -144,12 +144,12 @@ def plan_layouts(
     """Plan the tensor files of each model. Collective.
 
     Args:
-        sessions: of all prepared models, in their order.
-        max_shard_bytes: of a weight file.
-        stored_by_hooks: indices of the models whose weights the script's hooks have stored. They get no place.
+        sessions: the sessions of all prepared models, in their order.
+        max_shard_bytes: the largest size of a weight file.
+        stored_by_hooks: indices of models whose weights the script's hooks have stored. These weights get no place.
 
     Raises:
-        CheckpointError: on every process.
+        CheckpointError: on every process: safetensors files cannot hold a tensor of some process.
     """
 
     def plan(index: int, session: Session) -> Layout:
@@ -175,18 +175,18 @@ def _tensor_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def agree_on(layouts: Sequence[Layout]) -> None:
-    """All processes must have the same tensors: each writes at offsets that it computed by itself. Collective.
+    """Check that all processes have the same tensors, since each computes its file offsets locally. Collective.
 
     Raises:
-        CheckpointError: they have not.
+        CheckpointError: the processes have different tensors.
     """
     headers = b"".join(header for layout in layouts for _, header in sorted(layout.headers.items()))
     digests = collectives.gather_values(hashlib.sha256(headers).hexdigest())
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise CheckpointError(
-            f"processes {differing} have other tensors than process 0 (names, shapes, types or optimizer states), so "
-            "that no common checkpoint can be written. Every process has to build the same model."
+            f"processes {differing} have other tensors than process 0 (names, shapes, types or optimizer states). No "
+            "common checkpoint can be written. Every process has to build the same model."
         )
 
 
@@ -197,14 +197,14 @@ def complete_draft(
     written: Sequence[str | None],
     trees: Mapping[str, EncodedTree],
 ) -> None:
-    """Write what is small, and the manifest last, into a draft that has the models' tensors.
+    """Write the small files, and the manifest last, into a draft that has the models' tensors.
 
     Args:
         draft: the folder.
-        about: for the manifest.
-        layouts: of each model.
-        written: what `write_fragments` returned on each process.
-        trees: file's path without ending → what goes into it.
+        about: facts for the manifest.
+        layouts: the layout of each model.
+        written: the text of `write_fragments` of each process.
+        trees: file's path without suffix → its content.
 
     Raises:
         CheckpointError: the tensors are not complete.
@@ -224,12 +224,12 @@ def complete_draft(
 
 
 def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write the configuration files of a transformers model; nothing for any other module.
+    """Write the configuration files of a transformers model. Do nothing for other modules.
 
     Args:
-        module: the user's own.
-        folder: where its weights are.
-        dtype: that they are stored in; None for the model's own.
+        module: the user's own module.
+        folder: the folder of its weights.
+        dtype: the dtype of the stored weights; None for the model's own.
     """
     if as_pretrained(module) is None:
         return
@@ -245,26 +245,26 @@ def refuse_separate_folders(draft: Path) -> None:
     """Refuse a folder in which marks are missing, see `missing_marks`. Collective.
 
     Raises:
-        CheckpointError: on every process; which processes' marks are missing.
+        CheckpointError: on every process: marks are missing. The message names their processes.
     """
     missing, why = missing_marks(draft)
     if missing:
         raise CheckpointError(
-            f"{draft.parent} is not the same folder on all processes: process 0 does not read there what processes "
-            f"{missing} have written{why}.\nSave to a file system that all machines share and that takes writes at "
-            "any place of a file, such as NFS, Lustre or GPFS; a mounted object store does not."
+            f"{draft.parent} is not the same folder on all processes: process 0 cannot read what processes {missing} "
+            f"have written{why}.\nSave to a file system that all machines share and that supports writes at any "
+            "position of a file, such as NFS, Lustre or GPFS. A mounted object store does not."
         )
 
 
 def missing_marks(draft: Path) -> tuple[list[int], str]:
-    """Have every process write a mark into one file, and the main process read them all. Collective.
+    """Have every process write a mark into one file, and the main process read all marks. Collective.
 
-    It is done when the folder that `draft` is in is used for the first time. A file system that every machine has for
-    itself is found, one that is not mounted everywhere, and one that keeps the file of the process that closed it last,
-    as mounted object stores do.
+    This runs only when the draft's parent folder is used for the first time. It detects file systems that are local to
+    each machine or not mounted everywhere. It also detects file systems that keep only the file of the process that
+    closed it last, such as mounted object stores.
 
     Returns:
-        The processes whose marks are missing, and why as far as one knows.
+        The processes whose marks are missing, and the reason if known.
     """
     if collectives.num_processes() == 1 or draft.parent in _found_shared:
         return [], ""
@@ -282,7 +282,7 @@ def missing_marks(draft: Path) -> tuple[list[int], str]:
 
 
 def _leave_mark(file: Path) -> str | None:
-    """Write this process' mark; what hinders it."""
+    """Write this process's mark. Return the error message, or None."""
     rank = collectives.process_index()
     try:
         descriptor = os.open(file, os.O_WRONLY)

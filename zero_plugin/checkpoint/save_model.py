@@ -1,6 +1,6 @@
-"""Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them.
+"""Writes a model's weights as a Hugging Face model folder. Every process writes its own ranges; nothing is gathered.
 
-Or, of a model with PEFT adapters, what PEFT stores.
+For a model with PEFT adapters, writes the tensors that PEFT stores.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SavedWeights:
     """The tensors of one model that are saved.
 
     Attributes:
-        descriptions: of the unpartitioned tensors, in the types that they are stored in.
-        fragments: gives what of them this process writes, each usable until the next is taken. Their own types may
-            be others.
-        in_ranges: whether each process gives what is in it, and has the same descriptions; else the main process
-            gives all, and the others go along where that is collective.
+        descriptions: the unpartitioned tensors, with their stored dtypes.
+        fragments: returns the fragments that this process writes. Each may be used until the next one is taken. Their
+            dtypes may differ from the stored ones.
+        in_ranges: whether each process gives its own ranges and has the same descriptions. Otherwise the main process
+            gives all tensors, and the other processes take part in the collective calls.
     """
 
     descriptions: list[Description]
@@ -60,21 +60,21 @@ class SavedWeights:
     in_ranges: bool
 
     def unpartitioned(self) -> Iterator[Fragment]:
-        """The fragments, each an unpartitioned tensor that the main process writes; one at a time. Collective."""
+        """Yield unpartitioned tensors one at a time, to be written by the main process. Collective."""
         is_main = collectives.process_index() == 0
         for fragment in self.fragments():
             if not self.in_ranges:
                 yield fragment
                 continue
-            values = collectives.gather(fragment.part_to_write())  # their order is that of the ranges
+            values = collectives.gather(fragment.part_to_write())  # ranges are in the order of the ranks
             yield replace(fragment, start=0, values=values, written=(0, values.numel() if is_main else 0))
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating type that `save_model(dtype=…)` names.
+    """Return the floating dtype that `save_model(dtype=…)` names.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: no such dtype is supported.
     """
     if dtype is not None and dtype not in _NAMED:
         fix = 'write "fp32", "bf16", "fp16" or torch\'s own, or leave it out for the type that is trained in'
@@ -85,7 +85,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
-    """Names of the tensors to save; a shared tensor is listed under its first name.
+    """Return the names of the tensors to save. A shared tensor is listed under its first name.
 
     Args:
         module: the user's own module, whose parameters may be partitioned.
@@ -94,7 +94,7 @@ def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
     Raises:
         LoopError: there are no tensors to save.
     """
-    # tensors that transformers does not save, such as computed position embeddings
+    # Tensors that transformers does not save, such as computed position embeddings.
     unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
     names = frozenset(
         name
@@ -108,17 +108,17 @@ def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
 
 
 def weights_of_session(session: Session, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
-    """The weights of a prepared model, in ranges; unpartitioned where ranges cannot be taken from them.
+    """Return the weights of a prepared model, in ranges if the session supports ranges, otherwise unpartitioned.
 
-    A parameter that is converted, or is not in memory, is taken from what the optimizer steps.
+    A parameter that is converted, or is not in memory, is taken from the weights that the optimizer steps.
 
     Args:
-        session: of the model.
-        names: of the tensors.
-        dtype: of the floating parameters; None for the type that each is trained in.
+        session: the model's session.
+        names: names of the tensors.
+        dtype: the dtype for floating parameters; None for the dtype that each is trained in.
 
     Raises:
-        CheckpointError: fp32 master weights are wanted that cannot be reached.
+        CheckpointError: fp32 master weights are requested, but cannot be accessed.
     """
     try:
         present = [fragment for fragment in session.weight_fragments() if fragment.name in names]
@@ -144,12 +144,12 @@ def weights_of_session(session: Session, names: Collection[str], dtype: torch.dt
 def weights_of_module(
     module: nn.Module, tensors: Callable[[], Iterable[tuple[str, Tensor]]], dtype: torch.dtype | None
 ) -> SavedWeights:
-    """Unpartitioned tensors, which the main process writes.
+    """Return unpartitioned weights, which the main process writes.
 
     Args:
-        module: theirs.
-        tensors: gives name and tensor, one at a time, as often as it is called; it may be collective.
-        dtype: as above.
+        module: the module with the tensors.
+        tensors: returns an iterator of names and tensors. It may be called repeatedly, and may be collective.
+        dtype: see `weights_of_session`.
     """
 
     def fragments() -> Iterator[Fragment]:
@@ -165,7 +165,7 @@ def weights_of_module(
 def _stored_types(
     module: nn.Module, descriptions: Iterable[Description], dtype: torch.dtype | None
 ) -> dict[str, Description]:
-    """The tensors with their stored dtypes, by name: buffers and quantized weights keep their dtype."""
+    """Return the tensors with their stored dtypes, by name. Buffers and quantized weights keep their dtype."""
     parameters = {name for name, _ in module.named_parameters()}
     return {
         d.name: replace(d, dtype=dtype) if dtype is not None and d.dtype in _CONVERTED and d.name in parameters else d
@@ -182,24 +182,24 @@ def write_model(
     notes: Mapping[str, str],
     write_more: Callable[[Path], None],
 ) -> None:
-    """Write `weights` into `target`, to be read by `from_pretrained` or any reader of safetensors. Collective.
+    """Write `weights` into `target`, for `from_pretrained` or any reader of safetensors. Collective.
 
-    Files are written into a folder inside, and take their places when all are complete: an error on any process leaves
-    a model that was in `target` as it was. Its files that the new one does not have are removed, other files stay. On
-    processes that do not see the main process' folder, which is on another machine's disk then, the main process
-    writes: the others send it one tensor after another.
+    Files are first written into a draft inside `target`, and moved when all are complete. An error on any process
+    leaves an older model in `target` unchanged. On success, surplus weight files of the older model are removed; other
+    files stay. If some processes do not see the main process's folder, which is then on another machine's disk, the
+    main process writes alone: the others send it one tensor after another.
 
     Args:
-        weights: what is written.
-        target: made if it is missing.
-        max_shard_bytes: of one file; a larger tensor has a file to itself.
-        tied: name → the name whose tensor it shares. Only the latter is stored; the file's metadata keep the pair, as
-            the safetensors library does.
+        weights: the weights.
+        target: the folder; created if it is missing.
+        max_shard_bytes: the largest size of a file; a larger tensor gets a file of its own.
+        tied: name → the name whose tensor it shares. Only the latter is stored. The file's metadata has the pair, like
+            that of the safetensors library.
         notes: further metadata of the files.
-        write_more: called on the main process with the folder that takes further files.
+        write_more: called on the main process with the draft folder, to add further files.
 
     Raises:
-        CheckpointError: on every process, where one cannot write.
+        CheckpointError: on every process, if one process cannot write.
     """
     descriptions = weights.descriptions
     layout = all_or_none(lambda: plan_layout(descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes))
@@ -211,7 +211,7 @@ def write_model(
         is_shared = not weights.in_ranges or not missing_marks(draft)[0]
         if not is_shared:
             announce(
-                f"save_model: {target} is on no file system that all processes share, so the main process writes alone"
+                f"save_model: {target} is not on a file system that all processes share. The main process writes alone"
             )
         fragments = weights.fragments() if is_shared else weights.unpartitioned()
         total = sum(layout.sizes.values()) // (collectives.num_processes() if weights.in_ranges and is_shared else 1)
@@ -225,7 +225,7 @@ def write_model(
 
 
 def unpartitioned_tensors(weights: SavedWeights) -> dict[str, Tensor]:
-    """Copies in CPU memory, in the types that are stored, on the main process; for what is small. Collective."""
+    """Return CPU copies of small weights, in their stored dtypes, on the main process; {} on others. Collective."""
     types = {description.name: description.dtype for description in weights.descriptions}
     is_main = collectives.process_index() == 0
     return {
@@ -236,11 +236,11 @@ def unpartitioned_tensors(weights: SavedWeights) -> dict[str, Tensor]:
 
 
 def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress: Callable[[int], None]) -> str:
-    """What this process wrote, as `write_fragments` returns it."""
+    """Write this process's ranges. Return the text of `write_fragments`."""
     try:
         return write_fragments(draft, [(fragments, layout)], progress)
     except Exception:
-        for _ in fragments:  # to the last: other processes may be sending theirs
+        for _ in fragments:  # consume the rest: other processes may still be sending their parts
             pass
         raise
 
@@ -248,20 +248,20 @@ def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout, progress:
 def _complete(
     draft: Path, target: Path, layout: Layout, written: Sequence[str | None], write_more: Callable[[Path], None]
 ) -> None:
-    complete_pieces([layout], written)  # every byte is there
+    complete_pieces([layout], written)  # checks that every byte was written
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
     for name in names:
-        sync(draft / name)  # what `write_more` wrote too
+        sync(draft / name)  # including the files of `write_more`
     _publish(draft, target, names)
 
 
 def _publish(draft: Path, target: Path, names: list[str]) -> None:
-    """Give complete files their places. A reader sees the old model's weights or the new one's, never a mixture."""
+    """Move complete files into place. A reader sees the old model's weights or the new one's, never a mixture."""
     names.sort(key=lambda name: name == INDEX_NAME)  # after its shards
     old = {path.name for path in target.iterdir() if is_weight_file(path.name)}
     if INDEX_NAME in old and len(old.intersection(names)) > 1:
-        # As many shards as before, under the same names: without its index, a half-renamed set is no model.
+        # The new shards have the same names as the old ones. Without an index, a half-renamed set is not a model.
         (target / INDEX_NAME).unlink()
     for name in names:
         (draft / name).replace(target / name)
@@ -271,15 +271,15 @@ def _publish(draft: Path, target: Path, names: list[str]) -> None:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether PEFT adapters are trained on it: a PeftModel, or a transformers model with `add_adapter`."""
+    """Return whether a module has PEFT adapters: a PeftModel, or a transformers model after `add_adapter`."""
     return "peft" in sys.modules and bool(getattr(module, "peft_config", None))
 
 
 def adapter_names(module: Any) -> frozenset[str]:
-    """Names of the tensors that PEFT stores for all adapters of `module`, and of all others that are trained.
+    """Return names of the tensors that PEFT stores for all adapters of `module`, and of all other trained tensors.
 
-    PEFT itself is asked, with stand-ins that hold no data, so that nothing is gathered. It may ask the Hub for the base
-    model's configuration: two processes need not get the same answer.
+    PEFT's own function selects them from empty stand-ins, so nothing is gathered. PEFT may ask the Hub for the base
+    model's configuration, and two processes may get different answers.
     """
     from peft import get_peft_model_state_dict
 

@@ -1,7 +1,6 @@
-"""What a checkpoint, or another folder, holds: from its small files alone, without torch.
+"""Summaries of checkpoints, and recognition of folders, from small files alone and without torch.
 
-A summary says what a checkpoint holds in numbers. A folder may also hold several checkpoints, one of another library,
-or a model.
+A folder may hold one checkpoint, several, a checkpoint of another library, or a model.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _MODEL_STATES: Final = "*_model_states.pt"
 
 @dataclass(frozen=True, slots=True)
 class KindSummary:
-    """All tensors of one kind: `weight`, `master`, or a state of the optimizer's.
+    """All tensors of one kind: `weight`, `master`, or one of the optimizer's states.
 
     Attributes:
-        kind: see above.
-        tensors: how many.
-        bytes: of them all.
-        types: safetensors' names of their types.
+        kind: the kind.
+        tensors: the number of tensors.
+        bytes: their total size.
+        types: safetensors' names of their dtypes.
     """
 
     kind: str
@@ -55,16 +54,16 @@ class KindSummary:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """One model.
+    """The summary of one model in a checkpoint.
 
     Attributes:
-        kind: name of its class.
-        folder: below the checkpoint's.
+        kind: name of the model's class.
+        folder: its folder relative to the checkpoint's.
         trained: elements of the parameters that the optimizer steps.
         frozen: elements of all other weights and buffers.
-        tied: further names of shared weights.
-        algorithm: of the optimizer; None without one, or where it is not known.
-        kinds: what is stored.
+        tied: number of further names of shared weights.
+        algorithm: the optimizer's algorithm; None without an optimizer or if unknown.
+        kinds: the stored tensors of each kind.
     """
 
     kind: str
@@ -78,19 +77,19 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One checkpoint.
+    """The summary of one checkpoint.
 
     Attributes:
-        folder: where it is.
-        damage: what makes it incomplete; None if nothing does. The rest may be missing then.
+        folder: the checkpoint's folder.
+        damage: why it is incomplete; None if it is complete. For a damaged checkpoint, the rest may be missing.
         step: optimizer steps that the first model had taken.
-        bytes: of all files.
-        precision: that it was trained in; where that was not recorded, that of most weights.
-        topology: what wrote it, as far as that is known: `strategy`, `zero_stage`, `optimizer_on` and `parameters_on`
-            where they were offloaded, `processes`, `run` (its id), and `imported_from`.
-        created: when, as ISO 8601.
+        bytes: the size of all files.
+        precision: the precision of the training, or that of most weights if it was not recorded.
+        topology: the run that wrote it, as far as known: `strategy`, `zero_stage`, `optimizer_on` and `parameters_on`
+            (if offloaded), `processes`, `run` (its id), and `imported_from`.
+        created: time of creation, as ISO 8601.
         versions: package → version.
-        models: in the order of `prepare`.
+        models: the models in the order of `prepare`.
         files: path → bytes.
     """
 
@@ -107,10 +106,10 @@ class Summary:
 
 
 def summarise(folder: Path) -> Summary:
-    """The summary of a checkpoint; of a damaged one as far as it can be read.
+    """Summarise a checkpoint. For a damaged one, give the parts that can be read.
 
     Args:
-        folder: of one checkpoint.
+        folder: the folder of one checkpoint.
     """
     damage = find_damage(folder)
     try:
@@ -163,7 +162,7 @@ def _precision(recorded: str | None, manifest: Manifest) -> str | None:
 
 
 def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The strategy, ZeRO stage, offload and number of processes that the checkpoint was written with."""
+    """Return the `topology` of a `Summary`: facts about the run that wrote the checkpoint."""
     about = manifest.about
     zero = deepspeed_config.get("zero_optimization") or {}
     imported = about.get("imported") or {}
@@ -180,7 +179,7 @@ def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[s
 
 
 def recognise(folder: Path) -> Kind | None:
-    """What is in a folder, by its files' names; None for anything else."""
+    """Recognise the kind of a folder by its files' names; None if it is of no known kind."""
     if (folder / MANIFEST_NAME).is_file():
         return "checkpoint"
     if several_checkpoints(folder):
@@ -197,7 +196,10 @@ def recognise(folder: Path) -> Kind | None:
 
 
 def several_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints just below a folder, the damaged ones too: named by number, or with a manifest; oldest first."""
+    """Return the checkpoints directly below a folder, by number and name.
+
+    A checkpoint has an automatic name or a manifest. Damaged checkpoints are included.
+    """
     numbered = [path for _, path in numbered_checkpoints(folder)]
     found = [
         path
@@ -208,7 +210,7 @@ def several_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """The folder with a DeepSpeed checkpoint's files: this one, that of its `latest` tag, or Accelerate's in it."""
+    """Return the folder with a DeepSpeed checkpoint's files: `folder`, its `latest` tag's, or Accelerate's inside."""
     if any(folder.glob(_MODEL_STATES)):
         return folder
     latest = folder / "latest"

@@ -1,10 +1,10 @@
 """The tensor files of a checkpoint or a model folder: which file holds which tensor, and where.
 
-Every process writes and reads just the ranges of them that it owns or needs, and verifies the bytes that it reads. The
-layout is the same on every process, because it is computed from the tensors' descriptions.
+Every process writes only the ranges that it owns, reads only the ranges that it needs, and verifies the bytes that it
+reads. The layout is the same on every process, because it is computed from the tensors' descriptions.
 
-A file consists of pieces, each with its checksum: it is cut where ranges of it were written, and at multiples of a
-size, so that a process can verify the very bytes that it uses, and reads none of them twice.
+A file consists of pieces, each with its checksum. It is cut at the ends of the written ranges, and at multiples of a
+fixed size. So a process can verify exactly the bytes that it uses, and reads no byte twice.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, with_ma
 from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPE_NAMES, Place, encode_header
 
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_STAGING_BYTES: Final = 2**25  # what is on a GPU, of another dtype or not contiguous passes through so much CPU memory
+_STAGING_BYTES: Final = 2**25  # CPU buffer for tensors on a GPU, of another dtype or not contiguous
 
-CHECKSUMS: Final = "checksums"  # the file, without its ending, with the pieces of all tensor files
+CHECKSUMS: Final = "checksums"  # name, without suffix, of the file with the pieces of all tensor files
 ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
 
-# The largest piece. A process that needs a part of one reads all of it; 16 bytes are kept of each.
+# The largest piece. A process that needs a part of a piece reads all of it. Each piece takes 16 bytes in CHECKSUMS.
 PIECE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One unpartitioned tensor: kind and name as in `Fragment`."""
+    """The description of one unpartitioned tensor. Kind and name are as in `Fragment`."""
 
     kind: str
     name: str
@@ -56,18 +56,18 @@ class Description:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Layout(StoredModel):
-    """One model's tensors, and the files that are made for them.
+    """One model's tensors and their planned files.
 
     Attributes:
         headers: file → its first bytes.
         sizes: file → bytes.
-        index: path and text of the weights' index file; None where one file holds all.
+        index: path and text of the weights' index file; None if one file holds all weights.
     """
 
     headers: dict[str, bytes] = field(default_factory=dict)
@@ -76,7 +76,11 @@ class Layout(StoredModel):
 
 
 def describe(fragments: Iterable[Fragment]) -> list[Description]:
-    """The unpartitioned tensors that `fragments` are pieces of, each once."""
+    """Describe the unpartitioned tensors that `fragments` belong to, each once.
+
+    Raises:
+        CheckpointError: safetensors files cannot hold a tensor's dtype.
+    """
     found = {(f.kind, f.name): Description(f.kind, f.name, f.values.dtype, f.shape) for f in fragments}
     for description in found.values():
         if str(description.dtype) not in TYPE_NAMES:
@@ -95,16 +99,16 @@ def plan_layout(
     model_class: str = "",
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """Places for one model's tensors.
+    """Plan the files and positions of one model's tensors.
 
-    Weights are a Hugging Face model folder: `model.safetensors`, or numbered shards with an index. The fp32 master
-    weights and each optimizer state are one file in `optimizer/`, with the parameters' names for its tensors.
+    Weights form a Hugging Face model folder: `model.safetensors`, or numbered shards with an index. The fp32 master
+    weights and each optimizer state have one file in `optimizer/`, in which a tensor has its parameter's name.
 
     Args:
-        descriptions: the same on every process.
-        max_shard_bytes: of a weight file; a larger tensor has one to itself.
-        tied: see `Layout`; kept in the files' metadata too.
-        folder: see `Layout`; not empty, it ends with a slash.
+        descriptions: the tensors; the same on every process.
+        max_shard_bytes: the largest size of a weight file; a larger tensor gets a file of its own.
+        tied: see `Layout`; also written into the files' metadata.
+        folder: see `Layout`; empty, or ends with a slash.
         model_class: name of the model's class.
         notes: further metadata of the weight files.
     """
@@ -129,7 +133,7 @@ def plan_layout(
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file of this name is one of a model folder's weight files, or their index."""
+    """Return whether a name is that of a model folder's weight file or their index."""
     return name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(name) is not None
 
 
@@ -158,29 +162,29 @@ Row = tuple[int, int, int, int]  # number of a file, first byte, end, checksum
 
 
 def cut(start: int, end: int) -> list[tuple[int, int]]:
-    """The pieces of a range of a file: cut at the multiples of `PIECE_BYTES`."""
+    """Cut a range of a file into pieces at the multiples of `PIECE_BYTES`."""
     inner = range(start - start % PIECE_BYTES + PIECE_BYTES, end, PIECE_BYTES)
     return list(pairwise([start, *inner, end])) if start < end else []
 
 
 def encode_rows(rows: Sequence[Row]) -> str:
-    """What a process has written, as a text for the others."""
+    """Encode the rows of a process as a text, which can be sent to the others."""
     return base64.b64encode(np.array(rows, np.uint64).tobytes()).decode("ascii")
 
 
 def decode_rows(texts: Iterable[str | None]) -> Any:
-    """All processes' rows, uint64 of shape (rows, 4), from the texts of `encode_rows`."""
+    """Decode the texts of `encode_rows` of all processes into rows, uint64 of shape (rows, 4)."""
     data = b"".join(base64.b64decode(text or "") for text in texts)
     return np.frombuffer(data, np.uint64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The pieces of one file, of which each begins where the one before it ends.
+    """The pieces of one file. Each piece begins at the end of the previous piece.
 
     Attributes:
-        ends: int64, ascending.
-        sums: uint64, as many.
+        ends: ends of the pieces, int64, ascending.
+        sums: their checksums, uint64.
     """
 
     ends: Any
@@ -188,16 +192,16 @@ class Pieces:
 
     @classmethod
     def of(cls, header: bytes, rows: Any, size: int, refuse: Callable[[int, bool], CheckpointError]) -> Pieces:
-        """What was written of a file, where that is all of it, and nothing twice.
+        """Join the written pieces of a file. Check that every byte was written exactly once.
 
         Args:
             header: the file's first bytes.
-            rows: of all processes, uint64 of shape (rows, 4), in any order.
-            size: of the file.
-            refuse: the error for a byte that was written by nobody, or (True) more than once.
+            rows: the rows of all processes, uint64 of shape (rows, 4), in any order.
+            size: the file's size.
+            refuse: returns the error for a byte that was written by no process (False) or more than once (True).
 
         Raises:
-            CheckpointError: of `refuse`.
+            CheckpointError: the error of `refuse`.
         """
         rows = rows[np.argsort(rows[:, 1], kind="stable")]
         first = cut(0, len(header))
@@ -212,24 +216,24 @@ class Pieces:
 
     @classmethod
     def decode(cls, table: Any, size: int) -> Pieces:
-        """Of int64 of shape (pieces, 2), as `encode` makes it.
+        """Decode the table of `encode`, int64 of shape (pieces, 2).
 
         Raises:
-            DamagedError: these are no pieces of a file of `size` bytes.
+            DamagedError: the table does not describe pieces of a file of `size` bytes.
         """
         if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2:
-            raise DamagedError("the checksums are no table of pieces")
+            raise DamagedError("the checksums are not a table of pieces")
         ends = np.ascontiguousarray(table[:, 0])
         if bool((np.diff(ends, prepend=0) <= 0).any()) or (ends[-1] if ends.size else 0) != size:
             raise DamagedError("the checksums are not of pieces of this file")
         return cls(ends, np.ascontiguousarray(table[:, 1]).view(np.uint64))
 
     def encode(self) -> Any:
-        """End and checksum of each piece, int64 of shape (pieces, 2)."""
+        """Encode end and checksum of each piece, as int64 of shape (pieces, 2)."""
         return np.stack([self.ends, self.sums.view(np.int64)], axis=1)
 
     def covering(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """First byte, end and checksum of the pieces that hold the bytes from `start` to `end`."""
+        """Yield first byte, end and checksum of each piece that overlaps the bytes from `start` to `end`."""
         first, last = np.searchsorted(self.ends, [start, end], side="right").tolist()
         last = min(last + 1, len(self.ends))
         before = int(self.ends[first - 1]) if first else 0
@@ -243,12 +247,12 @@ class Pieces:
 def session_fragments(
     session: Session, *, changing: bool = False, prepare: Callable[[list[OptimizedPiece]], None] = lambda _: None
 ) -> Iterator[Fragment]:
-    """All tensors of a session, as they are here; each may be used until the next is taken.
+    """Yield this process's fragments of all tensors of a session. Each may be used until the next one is taken.
 
     Args:
-        session: of a model.
-        changing: whether they are going to be changed, inside `session.loading()`.
-        prepare: called with pieces that are in memory, before their fragments come.
+        session: the model's session.
+        changing: whether the caller changes the fragments, inside `session.loading()`.
+        prepare: called with pieces in memory, before their fragments are yielded.
     """
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
     for pieces in session.blocks(changing=changing):
@@ -258,13 +262,13 @@ def session_fragments(
 
 
 def described_fragments(session: Session) -> Iterator[Fragment]:
-    """The same fragments without reading from disk: all but the values of swapped tensors is known."""
+    """Return the fragments of `session_fragments` without reading from disk. Swapped tensors have no values."""
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
     return chain(_join(weights, session.optimized_pieces()), weights.values())
 
 
 def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[Fragment]:
-    """The fragments that have a place in the layout: all but the weights that a hook has stored itself.
+    """Yield the fragments that have a place in the layout. Skip weights that a hook of the script has stored itself.
 
     Raises:
         CheckpointError: a tensor other than a weight has no place.
@@ -277,25 +281,25 @@ def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[
 
 
 def _join(weights: dict[str, Fragment], pieces: list[OptimizedPiece]) -> Iterator[Fragment]:
-    """What there is of the parameters that `pieces` are of, whose weights are taken out of `weights`."""
+    """Yield weights, master weights and states of the parameters of `pieces`. Remove their weights from `weights`."""
     trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
     return chain(with_master_weights(trained, [piece.weight() for piece in pieces]), state_fragments(pieces))
 
 
 def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
-    """Make the tensor files in `draft`, at full size, for `write_fragments`; and the weights' index."""
+    """Create the tensor files in `draft` at full size, for `write_fragments`, and the weights' index."""
     for layout in layouts:
         for file, header in layout.headers.items():
             path = draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with path.open("wb") as opened:
-                    # The size first: a client of NFS that writes at a file's end takes the rest of that page to be
-                    # zeros, and may write them over what another machine has written there.
+                    # Set the size first. An NFS client that writes at a file's end assumes zeros in the rest of the
+                    # page, and may overwrite what another machine has written there.
                     reserve(opened, layout.sizes[file])
                     opened.write(header)
             except OSError as error:
-                error.filename = str(path)  # that of a write or a truncation names none
+                error.filename = str(path)  # errors of writing and truncating name no file
                 raise
         if layout.index is not None:
             name, text = layout.index
@@ -307,15 +311,15 @@ def write_fragments(
     parts: Iterable[tuple[Iterable[Fragment], Layout]],
     progress: Callable[[int], None],
 ) -> str:
-    """Write what of some models' fragments is this process' to write; the disk has it at the return.
+    """Write this process's part of the models' fragments. The data is on the disk when the function returns.
 
     Args:
-        draft: the folder, with the tensor files.
-        parts: of each model, its fragments and their layout.
+        draft: the folder with the tensor files.
+        parts: for each model, its fragments and their layout.
         progress: called with the bytes written since its last call.
 
     Returns:
-        The pieces that were written, as a text for `complete_pieces`.
+        The written pieces, as a text for `complete_pieces`.
     """
     number: dict[str, int] = {}
     with RangeWriter(draft, progress) as writer:
@@ -328,14 +332,14 @@ def write_fragments(
 
 
 def complete_pieces(layouts: Iterable[Layout], written: Iterable[str | None]) -> dict[str, Pieces]:
-    """The pieces of each tensor file of a draft in which every byte was written once.
+    """Return the pieces of each tensor file of a draft. Check that every byte was written exactly once.
 
     Args:
-        layouts: of all models.
-        written: what `write_fragments` returned on each process.
+        layouts: the layouts of all models.
+        written: the text of `write_fragments` of each process.
 
     Raises:
-        CheckpointError: a part of a tensor is missing, or was written twice; it names the tensor.
+        CheckpointError: a part of a tensor is missing or was written twice. The message names the tensor.
     """
     found: dict[str, Pieces] = {}
     rows = decode_rows(written)
@@ -353,7 +357,7 @@ def _refuse_part(layout: Layout, file: str, byte: int, twice: bool) -> Checkpoin
 
 
 def tensor_at(places: Mapping[tuple[str, str], Place], file: str, byte: int) -> str:
-    """Name and kind of the tensor that has a byte of a file; `the header` where none has."""
+    """Return name and kind of the tensor with a given byte of a file; `the header` if no tensor has it."""
     for (kind, name), place in places.items():
         if place.file == file and place.start <= byte < place.start + place.size:
             return f"{name} ({kind})"
@@ -361,7 +365,7 @@ def tensor_at(places: Mapping[tuple[str, str], Place], file: str, byte: int) -> 
 
 
 class _Files(ExitStack):
-    """The files below a folder, each opened once, inside `with`.
+    """Files below a folder. Each file is opened once and closed at the end of `with`.
 
     Args:
         folder: the folder.
@@ -382,19 +386,19 @@ class _Files(ExitStack):
                 self.open[file] = os.open(self.folder / file, self._flags)
             except FileNotFoundError:
                 raise DamagedError(
-                    f"{self.folder / file} was there for the main process, and is not there for this process.\n"
-                    "Let nothing remove a checkpoint that is written or read. It needs a file system that all machines "
-                    "share."
+                    f"{self.folder / file} exists for the main process, but not for this process.\n"
+                    "Make sure that nothing removes a checkpoint while it is written or read. It needs a file system "
+                    "that all machines share."
                 ) from None
             self.callback(os.close, self.open[file])
         return self.open[file]
 
 
 class RangeWriter(_Files):
-    """Writes into files that exist at full size.
+    """A writer into files that exist at full size.
 
     Attributes:
-        written: file, first byte, end and checksum of each piece that was written.
+        written: file, first byte, end and checksum of each written piece.
     """
 
     _flags = os.O_WRONLY
@@ -404,14 +408,14 @@ class RangeWriter(_Files):
         self.written: list[tuple[str, int, int, int]] = []
 
     def write(self, fragment: Fragment, place: Place) -> None:
-        """Write what of a fragment is this process' to write, in the dtype of `place`.
+        """Write this process's part of a fragment, in the dtype of `place`.
 
         Args:
-            fragment: whose values are in memory, on any device and of any dtype.
-            place: of the unpartitioned tensor.
+            fragment: the fragment; its values are in memory, on any device and of any dtype.
+            place: the place of the unpartitioned tensor.
 
         Raises:
-            CheckpointError: they are not in memory.
+            CheckpointError: the values are not in memory.
         """
         flat, dtype = fragment.part_to_write(), place.dtype
         step = _STAGING_BYTES // max(flat.element_size(), dtype.itemsize)
@@ -431,12 +435,12 @@ class RangeWriter(_Files):
 
     def _write(self, file: str, data: memoryview, offset: int) -> None:
         descriptor, start = self.descriptor(file), offset
-        while offset < start + data.nbytes:  # Linux writes 2 GiB at most
+        while offset < start + data.nbytes:  # Linux writes at most 2 GiB per call
             offset += self._named(file, os.pwrite, descriptor, data[offset - start :], offset)
         start_writing(descriptor, start, data.nbytes)
 
     def _named(self, file: str, call: Callable[..., Any], *arguments: object) -> Any:
-        """Call the system; the error names the file."""
+        """Make a system call. If it fails, the error names the file."""
         try:
             return call(*arguments)
         except OSError as error:
@@ -445,12 +449,12 @@ class RangeWriter(_Files):
 
 
 class RangeReader(_Files):
-    """Reads from files.
+    """A reader of files that verifies what it reads.
 
     Args:
         folder: the folder.
         progress: called with the bytes that were read since its last call.
-        pieces: of each file, which every byte that is used is verified with; None to use them as they are.
+        pieces: the pieces of each file, with which every used byte is verified; None to skip verification.
     """
 
     def __init__(
@@ -461,10 +465,10 @@ class RangeReader(_Files):
     ) -> None:
         super().__init__(folder, progress)
         self._pieces = pieces
-        self._edge: tuple[tuple[str, int], memoryview] | None = None  # the last piece of which a part was wanted
+        self._edge: tuple[tuple[str, int], memoryview] | None = None  # the last piece that was needed only in part
 
     def read(self, place: Place, fragment: Fragment) -> None:
-        """Fill a fragment from the unpartitioned tensor that is stored at `place`, of the same shape and any dtype."""
+        """Fill a fragment from the unpartitioned tensor at `place`, which has the same shape and any dtype."""
         target = fragment.values
         if target.numel() == 0:
             return
@@ -484,7 +488,7 @@ class RangeReader(_Files):
             part.copy_(staging[: part.numel()])
 
     def damaged_pieces(self, file: str, pieces: Pieces, end: int) -> Iterator[int]:
-        """The first bytes of the pieces that differ from their checksums, of a file from its beginning to `end`."""
+        """Yield the first byte of each damaged piece of a file, from its beginning to `end`."""
         staging = memoryview(bytearray(PIECE_BYTES))
         for start, stop, expected in pieces.covering(0, end):
             piece = staging[: stop - start]
@@ -521,7 +525,7 @@ class RangeReader(_Files):
         while data.nbytes:
             try:
                 read = os.preadv(self.descriptor(file), [data], offset)
-            except OSError as error:  # as of a disk that fails
+            except OSError as error:  # such as a failing disk
                 raise DamagedError(f"{self.folder / file} cannot be read ({error.strerror}).") from error
             if read == 0:
                 raise DamagedError(f"{self.folder / file} ends before byte {offset + data.nbytes:,}.")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete, by the names and sizes of its files; their contents are verified as they load."""
+"""Checks whether a checkpoint is complete by its files' names and sizes. Their contents are verified while loading."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 from zero_plugin.checkpoint.manifest import Manifest, read_manifest
 from zero_plugin.errors import CheckpointError
 
-_MOST_LOOKS: Final = 20  # at a checkpoint that is replaced while it is looked at
+_MOST_LOOKS: Final = 20  # tries, if another job keeps replacing the checkpoint during the check
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what makes a checkpoint incomplete, by names and sizes alone; None if it is complete."""
+    """Return why a checkpoint is incomplete, judged by names and sizes alone; None if it is complete."""
     damage = None
     for _ in range(_MOST_LOOKS):
         before = _which(folder)
@@ -23,12 +23,12 @@ def find_damage(folder: Path) -> str | None:
         except OSError as error:
             damage = f"{error.filename or folder} cannot be read ({error.strerror})."
         if damage is None or _which(folder) == before:
-            break  # else another job has put a new checkpoint there since, and the manifest is the old one's
+            break  # if the folder has changed, another job replaced the checkpoint after its manifest was read
     return damage
 
 
 def _which(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from a later one of the same name; None if there is no folder."""
+    """Return an identity that differs for a later folder of the same name; None without a folder."""
     try:
         status = folder.stat()
     except OSError:
@@ -37,10 +37,10 @@ def _which(folder: Path) -> tuple[int, int] | None:
 
 
 def damage_of(folder: Path) -> str | None:
-    """As `find_damage`, but that a file cannot be read now is no damage.
+    """Return the damage like `find_damage`, but raise if a file cannot be read now.
 
     Raises:
-        OSError: it cannot.
+        OSError: a file cannot be read now. This says nothing about damage.
     """
     try:
         manifest = read_manifest(folder)
@@ -55,7 +55,7 @@ def damage_of(folder: Path) -> str | None:
 
 
 def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
+    """Find files that are missing or have the wrong size, each with a sentence. Their contents are not read."""
     found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
     return {path: problem for path, problem in found.items() if problem is not None}
 
@@ -65,7 +65,7 @@ def _wrong_size(path: Path, size: int) -> str | None:
         status = path.stat()
         found = status.st_size
         if not stat.S_ISREG(status.st_mode):
-            return f"{path} is no regular file."
+            return f"{path} is not a regular file."
     except FileNotFoundError:
         return f"{path} is missing."
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Watches that all ranks come to the same collective calls, names who does not, and ends a run that cannot go on.
+"""Checks that all ranks make the same collective calls, names the ranks that do not, and ends a run that is stuck.
 
-First what each rank publishes of its progress, then the rule by which another one judges it, then the watch itself.
+First comes the progress that each rank publishes, then the rule that judges it, then the watching thread.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# ---- what each rank publishes ----------------------------------------------------------------------------------------
+# ---- each rank's published progress ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class RankProgress:
-    """What one process publishes about its progress. What it says of calls and passes, and that it is gone, stays true.
+    """The published progress of one process. Its statements on calls, passes and the end of the process stay true.
 
     Attributes:
-        beat: the number of times that it was published; if it does not change, the rest is out of date.
+        beat: the number of publications. If it does not change, the other values are out of date.
         calls: the number of collective calls that the process has entered.
-        call: the name of the last of them, "" for none.
-        left: the number of collective calls that it has left.
+        call: the name of the last entered call; "" for none.
+        left: the number of collective calls that the process has left.
         passes: the number of parts of the training that need all processes, entered since the last call.
-        line: the current line of its script, as `file:line`.
-        since: the seconds that it has been in that line.
-        busy: what it imports, compiles or saves there; "" for none of these.
-        quiet: the seconds since it last imported, compiled or saved.
+        line: the current line of the script, as `file:line`.
+        since: the seconds spent in that line.
+        busy: the import, compilation or save in progress there; "" for none.
+        quiet: the seconds since the last import, compilation or save.
         machine: the machine on which `pid` is valid.
         pid: the process id.
-        ended: whether it has ended together with all other processes.
-        gone: whether it has ended without the others.
-        failed: whether it has ended with an error.
-        end: what its script did before end_training(), as ", after …"; "" if it called that itself.
+        ended: whether the process has ended together with all other processes.
+        gone: whether the process has ended without the others.
+        failed: whether the process has ended with an error.
+        end: what the script did before end_training(), as ", after …"; "" if the script called it directly.
     """
 
     beat: int = 0
@@ -87,52 +87,52 @@ class RankProgress:
 
     @property
     def last_call(self) -> str:
-        """The last call, for sentences."""
+        """The last call, as text for messages."""
         return f"{self.call}()" if self.call else "none"
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is sure that the process makes no more calls, and it has not come to a common end."""
+        """Whether the process certainly makes no more calls, although the run has not ended for all processes."""
         return self.gone or (not self.ended and self.process_state == "gone")
 
     @property
     def process_state(self) -> str:
-        """`gone`, `stopped` or `alive`; "" where that cannot be known for sure, as on another machine."""
+        """`gone`, `stopped` or `alive`; "" if not known for sure, for example on another machine."""
         if not self.pid or self.machine != _machine():
             return ""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return "gone"
-        except OSError:  # of another user
+        except OSError:  # the process belongs to another user
             return "alive"
         letter = (process_stat(self.pid) or [""])[0]
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
 
 
 def begin_progress() -> RankProgress:
-    """This process's, before its first call."""
+    """Return this process's progress before its first call."""
     return RankProgress(machine=_machine(), pid=os.getpid())
 
 
 def publish(store: Any, rank: int, progress: RankProgress) -> None:
-    """Let the other processes see where this one is."""
+    """Publish this process's progress in the store for the other processes."""
     store.set(f"at/{rank}", json.dumps(asdict(progress)))
 
 
 def read_progress(store: Any, ranks: Sequence[int]) -> dict[int, RankProgress]:
-    """Where other processes are, as they have published it; one that has not is nowhere yet."""
+    """Read the published progress of other processes. A process that has not published has the default progress."""
     keys = [f"at/{rank}" for rank in ranks]
     if store.check(keys):
         found = store.multi_get(keys)
-    else:  # it would wait for those that are missing
+    else:  # `multi_get` would wait for missing keys
         found = [store.get(key) if store.check([key]) else b"{}" for key in keys]
     return {rank: RankProgress(**json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
 
 
 @functools.cache
 def _machine() -> str:
-    """Names what gives process ids: two processes of the same name see each other's."""
+    """Return a name for this process-id namespace. Processes with the same name can see each other's ids."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # not Linux
         parts += [
@@ -146,16 +146,16 @@ def _machine() -> str:
 
 SAME_ORDER: Final = "Both calls are collective: every process has to make the same collective calls in the same order."
 _SHOWN: Final = 4  # late processes in a warning
-_SILENT_S: Final = 5.0  # since when a process' silence is mentioned
+_SILENT_S: Final = 5.0  # silence of a process that a message mentions
 
 
 class Call(NamedTuple):
-    """One collective call, as its process entered it.
+    """One collective call that a process has entered.
 
     Attributes:
-        number: of collective calls, this one included.
-        name: what messages call it.
-        passes: that the process had begun since the call before.
+        number: the number of collective calls so far, including this one.
+        name: its name in messages.
+        passes: the passes that the process had begun since the previous call.
     """
 
     number: int
@@ -164,10 +164,10 @@ class Call(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A mistake or the end of another process, as a message.
+    """A message about a mismatch with another process, or its end.
 
     Attributes:
-        text: for people.
+        text: the message.
         lost_peer: see `ZeroPluginError`.
     """
 
@@ -175,24 +175,24 @@ class Finding(NamedTuple):
     lost_peer: bool = False
 
     def error(self) -> LoopError:
-        """The error that a script raises for it."""
+        """Return the error to raise in the script."""
         error = LoopError(self.text)
         error.lost_peer = self.lost_peer
         return error
 
 
 def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bool = False) -> Finding | None:
-    """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
+    """Find a process that can never reach `call`. Return None if all processes have reached it or still may.
 
-    One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
-    before that call it has begun a pass that this process has not, and that it needs this process in.
+    A process can never reach the call in three cases. It has ended before. Its call of the same number has another
+    name. Or it has begun a pass before that call which this process has not begun, and which needs this process.
 
     Args:
-        call: of this process.
-        others: by rank.
-        in_loop: whether a loop over a prepared loader has made the call, and not the script.
+        call: the call of this process.
+        others: the other processes' progress by rank.
+        in_loop: whether a loop over a prepared loader made the call, and not the script itself.
     """
-    # Who has failed says so, and may have failed because of one that ended without a word: that one is named first.
+    # A process that failed reports it, perhaps because of one that ended without a report. Name the latter first.
     for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
         if progress.calls == call.number and progress.call != call.name:
             line = "" if progress.gone else f" ({progress.line})"
@@ -202,7 +202,7 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bo
             seen = f" It was last seen at {progress.line}." if progress.line else ""
             return Finding(
                 f"process {rank} has {how}; its last such call was {progress.last_call}.{seen}\n"
-                f"{call.name}() is collective: every process has to come to it.",
+                f"{call.name}() is collective: every process has to call it.",
                 lost_peer=True,
             )
         if progress.calls == call.number - 1 and progress.passes > call.passes:
@@ -215,7 +215,7 @@ def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bo
 
 
 def _advise(call: str, *, in_loop: bool) -> str:
-    """Return what to do about a call to which not all processes come."""
+    """Return advice for a call that not all processes make."""
     if call == "end_training":
         return "Every process has to take the same number of steps, and to call end_training()."
     if in_loop:
@@ -225,17 +225,17 @@ def _advise(call: str, *, in_loop: bool) -> str:
             "accelerator.set_trigger() and check_trigger()."
         )
     return (
-        f"{call}() is collective: call it on every process, not under `if accelerator.is_main_process:`. What only the "
-        "main process has to do, it does by itself in there."
+        f"{call}() is collective: call it on every process, not under `if accelerator.is_main_process:`. Put only work "
+        "of the main process alone there."
     )
 
 
 class Waiting:
-    """How long this process has been in a call, and what it has seen of the others there.
+    """The time that this process has waited in a call, and its observations of the others meanwhile.
 
     Args:
-        call: the one.
-        warns_at: quiet of another process, in seconds, at which it is named.
+        call: the call.
+        warns_at: seconds of another process's quiet after which a warning names it.
     """
 
     def __init__(self, call: Call, warns_at: float) -> None:
@@ -243,10 +243,10 @@ class Waiting:
         self.seconds = 0.0
         self.looks = 0
         self.warns_at = warns_at
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when that came
+        self._heard: dict[int, tuple[int, float]] = {}  # rank → last beat, and `seconds` when it was first seen
 
     def silence_of(self, rank: int, progress: RankProgress) -> float:
-        """Seconds in which the process is known to have published nothing."""
+        """Return the seconds in which the process is known to have published nothing."""
         beat, heard = self._heard.get(rank, (-1, 0.0))
         if beat != progress.beat:
             heard = self.seconds
@@ -255,7 +255,10 @@ class Waiting:
 
 
 def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple[str, float]:
-    """Who has not come to the call, and where each is; and the longest quiet of one, without import, build or save."""
+    """Describe the processes that have not reached the call. Also return their longest quiet time in seconds.
+
+    Quiet time is time without import, build or save.
+    """
     late = {rank: progress for rank, progress in others.items() if progress.calls < waiting.call.number}
     silences = {rank: waiting.silence_of(rank, progress) for rank, progress in late.items()}
     places = [_whereabouts(rank, progress, silences[rank]) for rank, progress in late.items()]
@@ -265,13 +268,13 @@ def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Processes, for the beginning of a sentence."""
+    """Return the processes as text for the beginning of a sentence."""
     return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {number_ranges(ranks)}"
 
 
 def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
     if not progress.pid:
-        return f"process {rank} has not said yet where it is"
+        return f"process {rank} has not reported its place yet"
     where = f"process {rank} is at {progress.line} for {progress.since:.0f} s"
     state = progress.process_state
     if state == "stopped":
@@ -285,20 +288,20 @@ def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
-_KNOWN: Final = 64  # processes of a run, up to which each knows all others' ids from the beginning
-_ENDING_S: Final = 0.5  # between the end of a process' connections, by which others fail, and its own
-_ANSWER_S: Final = 10.0  # for the store, which would never answer from behind a cut cable
+_KNOWN: Final = 64  # largest run in which each process reads the others' ids early, before it waits for any of them
+_ENDING_S: Final = 0.5  # a process's connections close first and make others fail; the process itself ends a bit later
+_ANSWER_S: Final = 10.0  # time for an answer of the store: after a cut connection, it would never answer
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a process waits for the others, in seconds.
+    """The intervals of the check, in seconds.
 
     Attributes:
-        tick: between two times that the watching thread publishes where its process is.
-        asks: inside one call, between two looks at where the others are.
-        late: before a process that has not come is named; then after twice as long, and so on.
-        builds: before a process warns that it compiles; then after twice as long, and so on.
+        tick: interval at which the watching thread publishes its process's progress.
+        asks: interval at which the others' progress is read inside one call.
+        late: time until a warning names a late process. It doubles with each warning.
+        builds: time until a process warns that it compiles. It doubles with each warning.
     """
 
     tick: float = 1.0
@@ -308,38 +311,39 @@ class Patience:
 
 
 class CollectiveCheck:
-    """One process' part in the check that all make the same collective calls in the same order.
+    """One process's part in the check that all processes make the same collective calls in the same order.
 
-    A call costs a few microseconds: it is counted here, and nothing is sent. Once in a `tick` a thread writes to the
-    store of the process group where its process is (`RankProgress`). So this is known of another one:
+    A call costs a few microseconds: the check counts it and sends nothing. Once in a `tick`, a thread publishes the
+    progress of its process (`RankProgress`) in the store of the process group. So each process knows about another one:
 
-    * how many collective calls it has entered, and the name of the last;
-    * how many passes it has begun since: parts of the training that need all processes (a backward that averages, a
+    * the number of collective calls that it has entered, and the name of the last one;
+    * the number of passes since then: parts of the training that need all processes (a backward that averages, a
       step of ZeRO, a forward that fetches partitioned weights);
-    * the line of its script, and how long it is there; what it imports, compiles or saves, and when it last did;
-    * that it is gone: it has published that at its end, or its process id is no more on this machine. On another
-      one only what it has published counts. That it is silent never does.
+    * its line of the script, and how long it has been there; its current import, compilation or save, and the time
+      since the last one;
+    * whether it is gone: it has published that at its end, or its process id no longer exists on this machine. For
+      another machine, only published state counts. Silence is never taken as exit.
 
-    Where processes have been inside one call for long, one of them at a time looks at the others. One rule ends a run:
-    this process is in its k-th call, and another one is gone without having come to it, or *is in another of our
-    collectives*: its k-th call has another name, or before it has come to its k-th call it has begun a pass that this
-    process has not, and that it needs this process in. What is found is looked at twice. Whatever else a process does
-    (operations of torch's that are none of our calls, a download, a debugger), it is merely late. A late one is named
-    in a warning, first when it has shown no import, no build and no save for `late` seconds, and the process group's
-    own time-out decides.
+    If processes stay inside one call for long, one of them at a time reads the others' progress. Only the rule of
+    `find_mismatch` ends a run. It must hold twice in a row.
 
-    Time is counted in ticks that this process was awake for: one that is stopped and continued has not waited.
+    A process that does anything outside the rule (other operations of torch, a download, a debugger) is merely late. A
+    warning names it when it has had no import, build or save for `late` seconds. Whether the run ends is then up to the
+    process group's own timeout.
 
-    In calls that are rare and long (`waits_for_all`) the processes first wait for each other in the store. There an
-    error is a `LoopError` in the script. In any other call the script waits in a C++ operation that cannot be
-    interrupted, so the error is printed, the calls of `call_before_end` are made, and the process exits with 1.
+    Time is counted in ticks during which this process was awake. A process that was stopped and continued has not
+    waited.
+
+    In rare and long calls (`waits_for_all`), the processes first wait for each other in the store. An error there is a
+    `LoopError` in the script. In any other call, the script waits in a C++ operation that cannot be interrupted. So the
+    check prints the error, makes the calls of `call_before_end`, and exits with 1.
 
     Args:
-        store: shared by all processes.
-        rank: of this process.
-        world_size: of all.
-        patience: how long it waits.
-        limit: seconds after which waiting in the store fails: the process group's own time-out.
+        store: the store that all processes share.
+        rank: this process's rank.
+        world_size: the number of processes.
+        patience: the intervals of the check.
+        limit: seconds after which waiting in the store fails; the process group's own timeout.
 
     Attributes:
         has_ended: whether the process group has ended, and the check with it.
@@ -356,20 +360,20 @@ class CollectiveCheck:
         self._now: Call | None = None
         self._in_script = False  # whether the script can raise an error: it waits in the store
         self._error: Finding | None = None
-        self._silent = False  # the store has not answered in time
-        self._late = ""  # who has not come to the present call, as far as known
+        self._silent = False  # whether the store has failed to answer in time
+        self._late = ""  # description of the processes that are late for the current call
         self._script = threading.get_ident()
-        self._compiled = 0.0  # seconds that the script compiles now
+        self._compiled = 0.0  # seconds of the script's current compilation
         self._warns_at = patience.builds
         self._stopping = threading.Event()
-        self._others: dict[int, RankProgress] = {}  # as last read; their process ids hold when the store is gone
-        # Now, not at the first tick: until a process publishes its id, no other one can notice its death.
+        self._others: dict[int, RankProgress] = {}  # as last read; the process ids are of use after the store has gone
+        # Publish now, not at the first tick: until a process publishes its id, no other process can notice its death.
         publish(store, rank, self._progress)
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
 
     def refuse_without_group(self, name: str) -> None:
-        """Raise unless the call is a part of another one, which needs no process group."""
+        """Raise if the process group has ended, unless the call is part of another call."""
         if self._now is None:
             by = "end_training()" if self.has_ended else "this script, by torch.distributed.destroy_process_group(),"
             raise LoopError(
@@ -377,7 +381,7 @@ class CollectiveCheck:
             )
 
     def enter(self, name: str, *, waits_for_all: bool) -> bool:
-        """Called when the script enters a collective call. Returns False inside another call, of which it is a part.
+        """Record that the script enters a collective call. Return False if the call is part of another call.
 
         Raises:
             LoopError: another process is in another call, is gone, or is too late for a call with `waits_for_all`.
@@ -398,13 +402,13 @@ class CollectiveCheck:
         return True
 
     def leave(self, *, done: bool) -> None:
-        """Called when the script has left the call; `done` if without an error."""
+        """Record that the script has left the call; `done` if without an error."""
         if done:
             self._progress.left = self._progress.calls
         self._now = None
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error in place of a backend's error, if the processes disagree; otherwise return.
+        """Raise a clearer error than the backend's if the processes disagree; otherwise return.
 
         Raises:
             LoopError: another process is in another call, or gone.
@@ -418,20 +422,20 @@ class CollectiveCheck:
                 )
             if found:
                 raise found[0].error() from error
-            if self._error is not None:  # the store is gone
+            if self._error is not None:  # the watching thread has noticed that the store is gone
                 raise self._error.error() from error
         finally:
             self._in_script = False
 
     def stop(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
-        """End the thread, and publish to the other processes why; the arguments are those of `RankProgress`."""
+        """Stop the thread, and publish the reason for the other processes. See `RankProgress` for the arguments."""
         self._stopping.set()
         self._thread.join(timeout=5)
         store, last = self._store, replace(self._progress, ended=ended, gone=gone, failed=failed)
         self._answers(lambda: publish(store, self._rank, last))
 
     def end(self) -> None:
-        """End the check, when the group ends on all processes; what is left of it refuses calls that need the group."""
+        """End the check when the group ends on all processes. It then only refuses calls that need the group."""
         self.stop(ended=True)
         self.has_ended, store, self._store = True, self._store, None
 
@@ -441,13 +445,17 @@ class CollectiveCheck:
                 time.sleep(0.01)
                 left = store.add("left", 0)
 
-        # After a group that the script has destroyed, no barrier follows the meeting at the end of the run: process 0,
-        # which may hold the store, would take it from one that still waits there.
+        # If the script has destroyed the group, no barrier follows the wait at the end of the run. Process 0 may hold
+        # the store, so without this wait it could end the store while others still wait there.
         if not dist.is_initialized():
             self._answers(wait_for_others)
 
     def report_failure(self, how: str) -> None:
-        """End the other processes too, whatever they wait for; `how` says why this process ends, as in "has failed"."""
+        """End the other processes too, wherever they wait.
+
+        Args:
+            how: why this process ends, such as "has failed".
+        """
         self._stopping.set()
         self._answers(lambda: self._publish_end(Finding(f"process {self._rank} {how}")))
 
@@ -458,10 +466,10 @@ class CollectiveCheck:
         return Finding(*json.loads(self._store.get("end")))
 
     def _answers(self, ask: Callable[[], None]) -> bool:
-        """Whether the store answered in time."""
+        """Call `ask`. Return whether the store answered in time."""
 
         def asked() -> None:
-            with suppress(RuntimeError):  # the store may be gone with the process that held it
+            with suppress(RuntimeError):  # the store may have ended with the process that held it
                 ask()
 
         if not self._silent:
@@ -469,7 +477,7 @@ class CollectiveCheck:
         return not self._silent
 
     def _wait_for_all(self, key: str) -> None:
-        """Wait until every process has come to where it waits under the same key."""
+        """Wait until every process waits under the same key."""
         self._in_script = True
         try:
             come = self._add(key, 1)
@@ -483,7 +491,7 @@ class CollectiveCheck:
                     message = (
                         f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: "
                         f"{self._late or 'other processes have not come'}.\n"
-                        "Where a process may take that long, raise it: "
+                        "If a process may take that long, raise it: "
                         "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
                     )
                     raise of_lost_peer(LoopError(message))
@@ -496,18 +504,18 @@ class CollectiveCheck:
             self._in_script = False
 
     def _add(self, key: str, number: int) -> int:
-        """Add to a number in the store; the process that holds the store may have ended."""
+        """Add to a number in the store. Raise LoopError if the process that holds the store has ended."""
         try:
             return int(self._store.add(key, number))
         except RuntimeError as error:
             raise (self._error or self._without_store()).error() from error
 
     def _without_store(self) -> Finding:
-        """Return the message for a store that has ended; other processes of this machine are known by their ids."""
+        """Return the message for a store that has ended. Process ids tell which processes of this machine are gone."""
         gone = [rank for rank, one in self._others.items() if one.process_state == "gone"]
         return Finding(
-            f"{self._here()}, but {self._holder()} has ended or cannot be reached any more; it holds the store by "
-            f"which the processes find each other.{self._ended_too(gone)}",
+            f"{self._here()}, but {self._holder()} has ended or cannot be reached any more. It holds the store that "
+            f"connects the processes.{self._ended_too(gone)}",
             lost_peer=True,
         )
 
@@ -515,16 +523,16 @@ class CollectiveCheck:
         return "the launcher" if has_agent_store() else "process 0"
 
     def _ended_too(self, gone: Sequence[int]) -> str:
-        """Return a sentence on who has ended besides the holder of the store; "" for nobody."""
+        """Return a sentence that names ended processes other than the store's holder; "" if there are none."""
         others = [rank for rank in gone if rank or has_agent_store()]
         has = "has" if len(others) == 1 else "have"
         return f" On this machine {_ranks(others)} {has} ended too." if others else ""
 
     def describe_lost(self, seconds: float) -> str:
-        """Name the process that is gone, for a script that has failed because of that; "" if none is.
+        """Return a message that names the lost process, for a script that failed because of it; "" if none is lost.
 
         Args:
-            seconds: that a process may need to end whose connection has closed.
+            seconds: the time that a process may take to end after its connection has closed.
         """
         if self._error is not None:  # the lost process has published why it ends
             return self._error.text
@@ -538,7 +546,7 @@ class CollectiveCheck:
             if first or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        if not answers:  # what this process knows of the others is old: which are gone, and not which one went first
+        if not answers:  # the last known progress is old: it shows which processes are gone, but not which was first
             ends = "has ended" if 0 in gone and not has_agent_store() else "has ended or cannot be reached"
             holder = f"{self._holder()}, which holds the store, {ends}"
             return f"process {self._rank} failed, and {holder}.{self._ended_too(gone)}"
@@ -560,7 +568,10 @@ class CollectiveCheck:
                 self._watch_without_store()
 
     def _watch_without_store(self) -> None:
-        """End the process when its script waits in a call: who holds the store comes to none. Alone it may go on."""
+        """End the process if its script waits in a call, which the lost holder of the store can never reach.
+
+        Outside calls, the script may continue alone.
+        """
         call = None
         while not self._stopping.wait(self._patience.asks):
             if self._now is not None and self._now is call and not self._in_script:
@@ -589,7 +600,7 @@ class CollectiveCheck:
                 return
 
     def _look_at_script(self, awake: float) -> None:
-        """See what the script does, `awake` seconds after the last time; warn where it compiles for long."""
+        """Update the progress, `awake` seconds after the last time. Warn if the script compiles for long."""
         running = running_functions(self._script)
         seen, line, busy = self._progress, script_line(running), long_operation(running)
         seen.since = seen.since + awake if line == seen.line else 0.0
@@ -605,24 +616,24 @@ class CollectiveCheck:
             )
 
     def _end_with_others(self) -> None:
-        """Another process has found an error, or ends and has published that."""
+        """End this process, because another process has published an error or its own end."""
         self._error = self._read_end()
         error = self._error.text
-        # The launcher of one machine ends all by then; and this process may be reporting why it ends by itself.
+        # Wait first: the launcher ends all processes of a machine anyway, and this one may be reporting its own end.
         if not self._in_script and not self._stopping.wait(self._patience.asks):
             end_process(error if error.endswith(".") else f"{error}; process {self._rank} ends with it.")
 
     def _finds(self, waiting: Waiting, awake: float) -> bool:
-        """Look at the others, if this is the process to do so; whether the run ends."""
+        """Check the others' progress if it is this process's turn. Return whether the run ends."""
         call = waiting.call
         waiting.seconds += awake
         if waiting.seconds < max(self._patience.tick, waiting.looks * self._patience.asks):
             return False
         waiting.looks += 1
         if self._store.add(f"looks/{call.number}/{waiting.looks}", 1) > 1:
-            return False  # another one that waits here looks: of a thousand, one at a time
+            return False  # one process looks at a time, since a thousand may wait in this call
         found = self._look(waiting)
-        # Twice: what was read may be older than this process' way out of the call.
+        # Look twice: the values read may be older than this process's own exit from the call.
         if found is None or self._stopping.wait(2 * self._patience.tick) or self._now is not call:
             return False
         found = self._look(waiting)
@@ -638,19 +649,19 @@ class CollectiveCheck:
         return True
 
     def _find_soon(self) -> list[Finding]:
-        """What is wrong with the others, for a call that has failed: the others have a moment to say where they are."""
+        """Find a mismatch after a failed call. Wait a moment, so the others can publish their progress."""
         assert self._now is not None, "asked inside a call"
         waiting = Waiting(self._now, float("inf"))
         for _ in range(max(2, round(self._patience.asks / self._patience.tick))):
             time.sleep(self._patience.tick)
-            if self._store.check(["end"]):  # of a process that has found it, and ends or has ended
+            if self._store.check(["end"]):  # another process has found the mismatch, and ends or has ended
                 return [self._read_end()]
             if (found := self._look(waiting)) is not None:
                 return [found]
         return []
 
     def _look(self, waiting: Waiting) -> Finding | None:
-        """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
+        """Return a mismatch with the others, or None. Warn about late processes."""
         others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
         self._others = others
         found = find_mismatch(waiting.call, others, in_loop=begins_loop(running_functions(self._script)))
@@ -658,7 +669,7 @@ class CollectiveCheck:
             return found._replace(text=f"{self._here()}, but {found.text}")
         self._late, quiet = describe_late(waiting, others)
         if quiet >= waiting.warns_at:
-            # Once, of all that wait.
+            # Only one of the waiting processes warns.
             if self._store.add(f"warned/{waiting.call.number}/{waiting.warns_at:g}", 1) == 1:
                 until = "" if self._limit == float("inf") else f" ({self._limit:.0f} s)"
                 _log.warning(
@@ -686,11 +697,11 @@ def _describe_end(line: str) -> str:
     return f", after {' and '.join(done)}" if done else ""
 
 
-# ---- this process' check ---------------------------------------------------------------------------------------------
+# ---- this process's check --------------------------------------------------------------------------------------------
 
 _check: CollectiveCheck | None = None
 _watched_group: Any = None
-_numbers = count(1)  # of the groups that are watched
+_numbers = count(1)  # one per watched group
 
 
 def start_watching(patience: Patience | None = None) -> None:
@@ -703,9 +714,9 @@ def start_watching(patience: Patience | None = None) -> None:
     if group.size() == 1:
         _check = None
         return
-    # Groups may follow one another in the same store.
+    # Several groups may use the same store one after another, so each check needs its own prefix.
     store = c10d.PrefixStore(f"zero_plugin/collective_check/{next(_numbers)}", c10d._get_default_store())
-    # Each writes where it is and asks whether all are to end: two visits.
+    # Each tick takes two visits of the store: publish the progress, and check whether all are to end.
     patience = patience or Patience(tick=max(1.0, 2 * group.size() / STORE_VISITS))
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
@@ -715,7 +726,7 @@ def start_watching(patience: Patience | None = None) -> None:
 
 
 def time_out(group: Any) -> float:
-    """The time-out of the group's operations in seconds; infinite for a backend that has none."""
+    """Return the timeout of the group's operations in seconds; infinite for a backend without a timeout."""
     device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
     options = getattr(group._get_backend(device), "options", None)
     limit = getattr(options, "_timeout", None)
@@ -723,7 +734,7 @@ def time_out(group: Any) -> float:
 
 
 def end_watching() -> None:
-    """Stop the check; called on all processes when the group ends."""
+    """Stop the check. Called on all processes when the group ends."""
     global _watched_group
     if _check is not None and not _check.has_ended:
         _check.end()
@@ -733,7 +744,7 @@ def end_watching() -> None:
 def _report_exit() -> None:
     """Report to the other processes that this one exits, and whether by an uncaught exception.
 
-    A backend's error says that a connection was closed, and not by whom: that is logged here.
+    A backend's error does not name the process that closed a connection. This function logs it.
     """
     if _check is None or _check.has_ended:
         return
@@ -744,12 +755,12 @@ def _report_exit() -> None:
 
 
 def pass_together() -> None:
-    """Count an operation of the training that returns, or ends its step, only when all processes have come to it."""
+    """Count an operation of the training that returns, or ends its step, only when all processes have reached it."""
     own_progress().passes += 1
 
 
 def own_progress() -> RankProgress:
-    """Return what this process publishes, for a session that counts its `passes`; nobody reads it without a check."""
+    """Return this process's progress, for a session that counts its `passes`. Without a check it is not published."""
     return RankProgress() if _check is None else _check._progress
 
 
@@ -762,11 +773,11 @@ def report_failure(how: str) -> None:
 def collective(
     name: str, *, waits_for_all: bool = False, after_group: Literal["refuse", "alone", "meet"] = "refuse"
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function that every process has to call.
+    """Decorate a function that every process has to call.
 
     Args:
-        name: what messages call it.
-        waits_for_all: the processes wait for each other in the store first; for calls that are rare and long.
+        name: its name in messages.
+        waits_for_all: whether the processes first wait for each other in the store; for rare and long calls.
         after_group: what a call does after the script has destroyed the process group. "refuse" raises a LoopError,
             because the result would be that of one process. "alone" runs the function, which needs no other process.
             "meet" runs it once all processes have come, because the store outlives the group.
@@ -777,7 +788,7 @@ def collective(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             check, without_group = _check, not dist.is_initialized()
             refuses = without_group and after_group == "refuse"
-            # An ended check only refuses. It watches no later group, and an earlier run may close after it.
+            # An ended check only refuses calls. It does not watch later groups, and an earlier run may close after it.
             if check is None or (check.has_ended and not refuses):
                 return function(*args, **kwargs)
             if refuses:
@@ -789,7 +800,7 @@ def collective(
             try:
                 result = function(*args, **kwargs)
                 done = True
-            except RuntimeError as error:  # backends raise one when they are given different operations
+            except RuntimeError as error:  # a backend raises it if the processes start different operations
                 check.explain(error)
                 raise
             finally:

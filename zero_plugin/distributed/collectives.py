@@ -1,4 +1,4 @@
-"""Operations over all processes, and steps that all take or none; with one process they return what it would see."""
+"""Operations over all processes, and steps that all processes take or none. They also work with one process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 _log = logging.getLogger(__name__)
 
-# What processes exchange before tensors travel, of one size in all calls: numbers, and small tensors themselves.
+# Frame that processes exchange before tensors, of one size in all calls: numbers, and the tensors themselves if small.
 _FRAME: Final = 1024  # bytes
 _NUMBERS: Final = struct.Struct("9q")
-_LENGTHS: Final = 5  # first dimensions among the numbers
-_ALIGNED: Final = 16  # bytes between the beginnings of tensors in a frame
-_FEW: Final = 8  # processes, of which each may add up all that the others have sent
+_LENGTHS: Final = 5  # the most first dimensions among the numbers
+_ALIGNED: Final = 16  # alignment of tensors in a frame, in bytes
+_FEW: Final = 8  # the most processes at which each one sums the small tensors of all others itself
 
 T = TypeVar("T")
 
@@ -41,33 +41,33 @@ _CURES: Final = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.EFBIG: ". `ulimit -f` or the file system limits files; a smaller max_shard_size makes smaller ones.",
-    errno.EROFS: ". Systems also turn a disk read-only after an error of its own: `dmesg` tells.",
+    errno.EROFS: ". Systems also turn a disk read-only after a disk error: see `dmesg`.",
 }
 
 Reduction = Literal["sum", "mean", "max", "none"]
 
 
 def num_processes() -> int:
-    """Processes in the default group; 1 without a group."""
+    """Return the number of processes in the default group; 1 without a group."""
     return int(dist.get_world_size()) if _has_group() else 1
 
 
 def process_index() -> int:
-    """This process's place in the default group; 0 without a group."""
+    """Return this process's rank in the default group; 0 without a group."""
     return int(dist.get_rank()) if _has_group() else 0
 
 
 @collective("gather")
 def gather(tree: Any) -> Any:
-    """The processes' tensors one after another along the first dimension, on every process.
+    """Concatenate the processes' tensors along the first dimension, on every process.
 
-    Each tensor keeps its place in the containers, its dtype and its device. With one process it keeps its graph, with
-    several it leaves autograd, which is warned of once where it looks as if the script trains through it. First
+    Each tensor keeps its place in the containers, its dtype and its device. With one process it keeps its graph. With
+    several processes the result has no graph, with one warning if the script seems to train through it. First
     dimensions may differ between the processes: the result has their sum and no padding. A 0-dimensional tensor counts
     as one row, so the result has shape (processes,).
 
     Raises:
-        LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
+        LoopError: a leaf is not a tensor, or dtypes or the other dimensions differ between the processes.
     """
     leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in _dense_tensors(tree, "gather")]
     if num_processes() > 1:
@@ -79,7 +79,7 @@ def gather(tree: Any) -> Any:
             _raise_mismatch(
                 leaves,
                 "gather: the processes' tensors differ in number, in names, in dtype or beyond the first dimension:",
-                "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
+                "give as many on each; call pad_across_processes(tensor, dim=1) if they differ beyond the first",
             )
         by_process = [list(header[2 : 2 + len(leaves)]) for header in headers]
         if frames is not None:
@@ -92,17 +92,17 @@ def gather(tree: Any) -> Any:
 
 
 def _filled(tree: Any, leaves: Iterable[Tensor]) -> Any:
-    """The containers with these tensors in place of their own."""
+    """Return the containers with their tensors replaced by these."""
     following = iter(leaves)
     return map_leaves(lambda _: next(following), tree)
 
 
 @collective("gather_values")
 def gather_values(value: Any) -> list[Any]:
-    """Every process's value, process 0's first, on every process.
+    """Return every process's value, process 0's first, on every process.
 
-    Values travel as JSON, so that nothing of a peer is run: None, booleans, numbers, text, lists, and dicts whose keys
-    are text. A tuple arrives as a list.
+    Values are sent as JSON, so no code of a peer is run: None, booleans, numbers, text, lists, and dicts whose keys are
+    text. A tuple arrives as a list.
     """
     own = _encoded(value)
     if num_processes() == 1:
@@ -116,7 +116,7 @@ def gather_values(value: Any) -> list[Any]:
 
 @collective("broadcast_value")
 def broadcast_value(value: Any, from_process: int = 0) -> Any:
-    """Process `from_process`'s value on every process; see `gather_values` for what it may be."""
+    """Return process `from_process`'s value on every process. See `gather_values` for the supported types."""
     own = _encoded(value if process_index() == from_process else None)
     if num_processes() == 1:
         return _decoded(own)
@@ -140,9 +140,9 @@ def _decoded(data: Tensor) -> Any:
 
 @collective("gather_object")
 def gather_object(items: list[Any]) -> list[Any]:
-    """The processes' lists of picklable objects as one list, process 0's first, on every process.
+    """Join the processes' lists of picklable objects into one list, process 0's first, on every process.
 
-    For objects of the script alone: who can join the group can have its processes run code by what is unpickled.
+    Use this only for the script's own objects: unpickling lets every member of the group run code on its processes.
     """
     if not isinstance(items, list):
         raise LoopError(f"gather_object: found a {type(items).__name__}; give a list, e.g. gather_object([value])")
@@ -156,13 +156,14 @@ def gather_object(items: list[Any]) -> list[Any]:
 
 @collective("reduce")
 def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
+    """Return the elementwise sum, mean or maximum of the processes' tensors, on every process.
 
-    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The maximum of nan
-    and anything is nan. The result is multiplied by `scale`. With one process it keeps its graph, see `gather`.
+    With `none`, each process gets its own tensors. dtypes are kept, except that booleans are counted as int64 and the
+    mean of integers is floating. The maximum of nan and any number is nan. The result is multiplied by `scale`. With
+    one process it keeps its graph, see `gather`.
 
     Raises:
-        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
+        LoopError: a leaf is not a tensor, or shapes or dtypes differ between the processes.
     """
     if reduction not in get_args(Reduction):
         raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
@@ -181,12 +182,12 @@ def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
 
 
 def _joined(total: Tensor, *, is_max: bool) -> Tensor:
-    """The sum or maximum over the processes, by the backend."""
+    """Compute the sum or maximum over the processes by the backend."""
     wire = total.to(_wire_device(total)).contiguous()
     if not is_max:
         dist.all_reduce(wire, dist.ReduceOp.SUM)
         return wire.to(total.device)
-    is_nan = wire.isnan().to(torch.uint8)  # which backends lose, or keep on some processes
+    is_nan = wire.isnan().to(torch.uint8)  # backends lose nan in a maximum, or keep it on some processes only
     dist.all_reduce(wire, dist.ReduceOp.MAX)
     if wire.is_floating_point():
         dist.all_reduce(is_nan, dist.ReduceOp.MAX)
@@ -195,7 +196,7 @@ def _joined(total: Tensor, *, is_max: bool) -> Tensor:
 
 
 def _joined_here(received: Iterator[tuple[Tensor, ...]], _: Tensor, *, is_max: bool) -> Tensor:
-    """The sum or maximum of what the processes have sent of the next tensor, in the order of ranks on each of them."""
+    """Compute the sum or maximum of the next tensor here. Every process adds in the order of ranks."""
     first, *others = next(received)
     joined = first.clone()
     for other in others:
@@ -204,9 +205,9 @@ def _joined_here(received: Iterator[tuple[Tensor, ...]], _: Tensor, *, is_max: b
 
 
 def is_same_on_all(text: str) -> bool:
-    """Whether every process has the same text, compared by a digest; for what is done where all of them train together.
+    """Return whether every process has the same text, compared by a digest.
 
-    It counts as a part of the training that needs all processes, not as a collective call: see `pass_together`.
+    For places where all processes train together: this counts as a pass, not as a collective call, see `pass_together`.
     """
     if num_processes() == 1:
         return True
@@ -220,7 +221,7 @@ def is_same_on_all(text: str) -> bool:
 
 
 def start_sum(numbers: Sequence[int]) -> Callable[[], list[int]]:
-    """Begin to sum integers over the processes; what is returned waits for the sums and gives them."""
+    """Begin to sum integers over the processes. Return a function that waits for the sums and returns them."""
     sums = torch.tensor(numbers, dtype=torch.int64)
     if num_processes() == 1:
         return sums.tolist
@@ -237,10 +238,10 @@ def _finish_sum(work: Any, sums: Tensor) -> list[int]:
 
 @collective("broadcast")
 def broadcast(tree: Any, from_process: int = 0) -> Any:
-    """Process `from_process`'s tensors on every process.
+    """Return process `from_process`'s tensors on every process.
 
     Raises:
-        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
+        LoopError: a leaf is not a tensor, or shapes or dtypes differ between the processes.
     """
     if not 0 <= from_process < num_processes():
         raise LoopError(f"broadcast: from_process={from_process}; there are processes 0 to {num_processes() - 1}")
@@ -261,9 +262,9 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
 
 @collective("broadcast_object_list")
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`.
+    """Replace the items of `objects` in the list itself by process `from_process`'s. Return `objects`.
 
-    For objects of the script alone, as `gather_object`.
+    Use this only for the script's own objects, see `gather_object`.
     """
     if num_processes() > 1:
         _exchange("broadcast_object_list", [len(objects), from_process])
@@ -272,21 +273,21 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor has no size along a dimension to pad to."""
+    """A warning that nested tensors are not padded: they have no common size along a dimension."""
 
 
 @collective("pad_across_processes")
 def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
+    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, at the end or in front.
 
-    A tensor that has no dimension `dim` is returned as it is, and so is a nested tensor, with a warning.
+    A tensor without a dimension `dim` is returned unchanged. So is a nested tensor, with a warning.
 
     Raises:
-        LoopError: a leaf is no tensor, or the number of dimensions differs between the processes.
+        LoopError: a leaf is not a tensor, or the number of dimensions differs between the processes.
     """
     tensors = _tensors(tree, "pad_across_processes")
     if any(tensor.is_nested for tensor in tensors):
-        message = "pad_across_processes: a nested tensor is left as it is; turn it into a padded one first"
+        message = "pad_across_processes: a nested tensor is left unchanged; turn it into a padded one first"
         warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
     how = (_structure(tree), dim, float(pad_index), pad_first)
     _refuse_mismatch(tensors, "pad_across_processes", lambda tensor: tensor.ndim, how=how)
@@ -311,9 +312,10 @@ def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 
 class Peers(Protocol):
-    """All processes, as one thread of each reaches them; its calls are collective.
+    """The connection of one thread to the same thread in all other processes. Its calls are collective.
 
-    Here it is the script's own thread, over the group that it trains with; a thread beside it needs a group of its own.
+    This implementation is for the script's own thread and uses the training's group. Another thread needs a group of
+    its own.
     """
 
     @property
@@ -322,7 +324,7 @@ class Peers(Protocol):
         return process_index() == 0
 
     def gather(self, text: str | None) -> list[str | None]:
-        """Every process' text, process 0's first."""
+        """Return every process's text, process 0's first."""
         return gather_values(text)
 
 
@@ -333,7 +335,7 @@ SCRIPT: Final[Peers] = _Script()
 
 
 class _Failure(NamedTuple):
-    """What the other processes are sent of an error."""
+    """The part of an error that is sent to the other processes."""
 
     message: str
     is_damage: bool
@@ -341,17 +343,17 @@ class _Failure(NamedTuple):
 
 
 def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
-    """Run `step`, which waits for no other process; what it returns here. Collective.
+    """Run `step`, which must not wait for other processes. Return its result. Collective.
 
     Raises:
-        CheckpointError: on every process, with the first failing one's message. That process raises its own error,
-            unless it is the system's, which becomes a CheckpointError there too.
-        DamagedError: on every process, where one has raised that.
+        CheckpointError: on every process, with the message of the first process that failed. A failed process raises
+            its own error instead; an OSError becomes a CheckpointError.
+        DamagedError: on every process, if one process has raised it.
     """
     error: Exception | None = None
     try:
         result = step()
-    except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
+    except Exception as caught:  # noqa: BLE001 - raised below, after the gather that the other processes wait for
         error = caught
     own = None
     if error is not None:
@@ -372,30 +374,30 @@ def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
 
 
 def _repeated(kind: type[CheckpointError], rank: int, failure: _Failure) -> CheckpointError:
-    """The error of another process, for this one to raise."""
+    """Return the error of another process in a form to raise here."""
     error = kind(f"process {rank}: {failure.message}")
     error.repeats, error.lost_peer = failure.message, failure.lost_peer
     return error
 
 
 def on_main(step: Callable[[], T]) -> T:
-    """Run `step` on the main process; what it returned, on every process. Collective; raises as `all_or_none`.
+    """Run `step` on the main process. Return its result on every process. Collective.
 
-    See `gather_values` for what it may return.
+    See `gather_values` for the supported types of the result, and `all_or_none` for errors.
     """
     result: T = broadcast_value(all_or_none(lambda: step() if SCRIPT.is_main else None))
     return result
 
 
 def taken_out(all_of: Sequence[Any], left: Sequence[Any]) -> list[int]:
-    """Places of the items that are in `left` no more, as the main process sees it. Collective."""
+    """Return indices of the items that are no longer in `left` on the main process. Collective."""
     gone = [index for index, item in enumerate(all_of) if not any(item is other for other in left)]
     places: list[int] = broadcast_value(gone)
     return places
 
 
 def describe_error(error: Exception) -> str:
-    """An error in a sentence for people: this package's messages say it all, others need their kind."""
+    """Describe an error in a sentence. Errors of other packages get their class name, ours need none."""
     if isinstance(error, OSError) and error.errno:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{os.strerror(error.errno)}{_CURES.get(error.errno, '.')}"
@@ -403,7 +405,7 @@ def describe_error(error: Exception) -> str:
 
 
 def announce(line: str, *, by_each: bool = False) -> None:
-    """Log a warning on the main process only, or by each process that comes here, with its rank."""
+    """Log a warning on the main process only, or on each process that calls this, with its rank."""
     rank = process_index()
     if by_each and num_processes() > 1:
         line = f"process {rank}: {line}"
@@ -421,20 +423,20 @@ def _tensors(tree: Any, call: str) -> list[Tensor]:
         if not isinstance(leaf, Tensor):
             raise LoopError(
                 f"{call}: found a {type(leaf).__name__}; give tensors in dicts, lists or tuples, "
-                "or gather_object for anything else"
+                "or use gather_object for other objects"
             )
     return leaves
 
 
 def _without_graphs(leaves: list[Tensor], call: str) -> list[Tensor]:
-    """The tensors for sending. Matrices with a graph are warned of: contrastive losses are made of such.
+    """Return the tensors without graphs. Warn once about matrices with a graph, which contrastive losses need.
 
-    Losses and rows of them, which have less than two dimensions, are gathered in training loops to be logged.
+    Tensors of less than two dimensions cause no warning: they are usually losses, gathered to be logged.
     """
     if torch.is_grad_enabled() and any(leaf.requires_grad and leaf.ndim > 1 for leaf in leaves) and once(_log, call):
         _log.warning(
-            "%s() of tensors that require gradients: what it returns has none, so that a loss of it does not train "
-            "what they come from. torch.distributed.nn.functional.all_gather passes gradients; to log values, write "
+            "%s() of tensors that require gradients: the result has no gradients, so a loss made of it trains nothing. "
+            "torch.distributed.nn.functional.all_gather passes gradients; to log values, write "
             "%s(tensor.detach()).",
             call,
             call,
@@ -443,7 +445,11 @@ def _without_graphs(leaves: list[Tensor], call: str) -> list[Tensor]:
 
 
 def _dense_tensors(tree: Any, call: str) -> list[Tensor]:
-    """The tensors, with memory that can be sent as it is."""
+    """Return the tensors in a form whose memory can be sent directly.
+
+    Raises:
+        LoopError: a leaf is not a dense tensor.
+    """
     leaves = _tensors(tree, call)
     for leaf in leaves:
         if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
@@ -453,13 +459,13 @@ def _dense_tensors(tree: Any, call: str) -> list[Tensor]:
 
 
 def _structure(tree: Any) -> str:
-    """The containers of a tree, with the keys of dicts, as text."""
-    # Python's own text for an object has its address, which differs between processes.
+    """Return the containers of a tree, with the keys of dicts, as text."""
+    # Remove addresses from the texts of objects: they differ between processes.
     return "" if isinstance(tree, Tensor) else re.sub(" at 0x[0-9a-f]+", "", repr(map_leaves(lambda _: 0, tree)))
 
 
 def _wire_device(tensor: Tensor) -> torch.device:
-    """Where the tensor must be for the group's backends: NCCL alone cannot carry a CPU tensor."""
+    """Return the device on which the group's backends can send the tensor: NCCL alone cannot send a CPU tensor."""
     served = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
     if tensor.device.type in served:
         return tensor.device
@@ -469,39 +475,39 @@ def _wire_device(tensor: Tensor) -> torch.device:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view: backends differ in the dtypes that they carry, none refuses bytes."""
+    """Return the tensor as flat uint8: backends support different dtypes, but all support bytes."""
     flat = tensor.contiguous().view(-1)
-    if flat.stride(0) != 1:  # of a single element, which counts as contiguous
+    if flat.stride(0) != 1:  # a single element counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def _gather_equal(tensor: Tensor) -> Tensor:
-    """Tensors of one shape and dtype, stacked: shape (processes, *tensor.shape), on the tensor's device."""
+    """Stack the processes' tensors of one shape and dtype: shape (processes, *tensor.shape), on the tensor's device."""
     processes = num_processes()
     if processes == 1 or tensor.numel() == 0:
         return tensor.expand(processes, *tensor.shape)
     wire = _as_bytes(tensor.to(_wire_device(tensor)))
     stacked = wire.new_empty(processes, wire.numel())
-    dist.all_gather(list(stacked), wire)  # the one spelling that no release of torch has renamed
+    dist.all_gather(list(stacked), wire)  # the only variant that no release of torch has renamed
     return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
 
 
 def _exchange(
     call: str, numbers: Sequence[int], tensors: Sequence[Tensor] = ()
 ) -> tuple[list[tuple[int, ...]], Tensor | None]:
-    """Every process' `numbers`, at most 7, filled up with zeros, and small tensors with them.
+    """Exchange at most 7 numbers of every process, padded with zeros, and small tensors with them.
 
-    It has one size in all calls, since backends abort where sizes differ: so one that is in another call is found. No
-    process decides by itself whether tensors travel here: they do where those of all fit.
+    The exchange has the same size in all calls, since backends abort if sizes differ. So it also detects a process that
+    is in another call. Tensors are used from here only if those of all processes fit.
 
     Args:
-        call: its name.
-        numbers: see above.
-        tensors: what each process has for the others; sent here only from CPU memory.
+        call: the call's name.
+        numbers: this process's numbers.
+        tensors: this process's tensors; sent here only from CPU memory.
 
     Returns:
-        The numbers by process; and the frames by process, see `_starts`, or None if the tensors have not travelled.
+        The numbers by process; and the frames by process, see `_starts`, or None if some process's tensors do not fit.
 
     Raises:
         LoopError: a process is in another call.
@@ -526,7 +532,7 @@ def _exchange(
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """Where tensors of so many bytes begin in a frame, and where the last one ends."""
+    """Return the offsets of tensors of these sizes in a frame, and the end of the last one."""
     starts = [-(-_NUMBERS.size // _ALIGNED) * _ALIGNED]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -536,12 +542,12 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 def _received(
     frames: Tensor, tensors: Sequence[Tensor], lengths: Sequence[Sequence[int]] | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Of each tensor, what the processes have sent in their frames.
+    """Yield each tensor as the processes have sent it in their frames.
 
     Args:
-        frames: of one process or of several, see `_exchange`.
-        tensors: this process's, from which the others' differ in the first dimension alone.
-        lengths: the first dimensions, by process; None where they do not differ either.
+        frames: the frames of one or several processes, see `_exchange`.
+        tensors: this process's tensors. Those of others may differ in the first dimension only.
+        lengths: the first dimensions by process; None if they do not differ.
     """
 
     def unpack(frame: Tensor, own: Sequence[int] | None) -> list[Tensor]:
@@ -571,17 +577,17 @@ def _refuse_mismatch(
     how: Any = None,
     sends: bool = False,
 ) -> Tensor | None:
-    """Raise where `of` the leaves differs between the processes: backends would abort, wait, or mix up numbers.
+    """Raise LoopError if `of` the leaves differs between the processes: backends would abort, hang or mix up numbers.
 
     Args:
         leaves: the tensors.
-        call: what is called.
-        of: what of each tensor must be the same.
-        how: what else of the call must be.
-        sends: whether small tensors travel at once.
+        call: the call's name.
+        of: returns the property of a tensor that must be the same.
+        how: arguments of the call that must be the same too.
+        sends: whether small tensors are sent in the same exchange.
 
     Returns:
-        With `sends`, the frames with all processes' leaves; None if these have not travelled, see `_exchange`.
+        With `sends`, the frames with all processes' leaves; None if these were not sent, see `_exchange`.
     """
     if num_processes() == 1:
         return None
@@ -615,5 +621,5 @@ def _concatenate(tensor: Tensor, lengths: list[int]) -> Tensor:
 
 @collective("check_trigger")
 def any_process(flag: bool) -> bool:
-    """Whether `flag` is true on any process; collective."""
+    """Return whether `flag` is true on any process. Collective."""
     return int(reduce(torch.tensor(int(flag)), "sum")) > 0

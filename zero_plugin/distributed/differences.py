@@ -17,7 +17,7 @@ SHOWN: Final = 5  # differences in a message; the first one nearly always names 
 def compare(own: Mapping[str, str]) -> str:
     """Return lines that describe how `own` differs between the processes; "" if it does not. Collective.
 
-    Digests are compared first.
+    Digests are compared first, so equal values are not sent.
     """
     encoded = json.dumps(own, sort_keys=True)
     digest = hashlib.sha256(encoded.encode()).hexdigest()

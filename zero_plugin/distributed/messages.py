@@ -1,10 +1,10 @@
-"""Where this package's messages appear: on standard error, unless the user has set up logging. And how long work shows.
+"""Shows this package's messages on standard error, unless the user has set up logging. Shows the progress of long work.
 
-Every module logs to `logging.getLogger(__name__)`, below the logger `zero_plugin`. A program that has given that logger
-or the root logger a handler decides by itself what is shown; in any other, `show_messages` makes the messages visible.
+Every module logs to `logging.getLogger(__name__)`, below the logger `zero_plugin`. If the program has given this logger
+or the root logger a handler, only that handler decides. Otherwise `show_messages` makes the messages visible.
 
-What may take over two seconds is done inside `with working(…):`, which shows how far it is: on a terminal as one line
-that is drawn again and again and vanishes at the end, elsewhere as messages.
+Work that may take over two seconds runs inside `with working(…):`, which shows its progress: on a terminal as one line
+that is redrawn and vanishes at the end, elsewhere as messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def once(owner: object, key: Hashable) -> bool:
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable that switches something on does."""
+    """Return whether an environment variable is set as a switch: neither empty nor 0."""
     return os.environ.get(variable, "0") not in ("", "0")
 
 
@@ -61,14 +61,14 @@ def show_messages(
 ) -> None:
     """Show the messages of this package on standard error, unless the user has set up logging.
 
-    The logger's level is set to INFO, or with `quiet` to WARNING, where the user has set none. A second call changes
-    what the first one set.
+    The logger's level is set to INFO, or with `quiet` to WARNING, unless the user has set one. A second call replaces
+    the settings of the first one.
 
     Args:
-        quiet: let warnings and errors pass only, as all processes of a run but the first do.
+        quiet: show only warnings and errors, as on all processes of a run except the first.
         prefix: the text before each message.
-        is_main: whether the calling thread is the run's first process, whose messages below warnings are shown; for
-            processes that are threads. By default all threads are.
+        is_main: returns whether the calling thread is the run's first process. Only its messages below warnings are
+            shown. For runs whose processes are threads; by default all threads count as the first process.
     """
     global _own_level
     if _LOGGER.level in (logging.NOTSET, _own_level):
@@ -83,7 +83,7 @@ def show_messages(
     handler.is_main = is_main
 
 
-_own_level: int = logging.NOTSET  # what `show_messages` has set
+_own_level: int = logging.NOTSET  # the level that `show_messages` has set
 
 
 def _user_handles_messages() -> bool:
@@ -92,17 +92,17 @@ def _user_handles_messages() -> bool:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at that moment, so that a test's or a notebook's capture receives it."""
+    """A handler that writes to the current `sys.stderr`, so a test's or a notebook's capture receives the messages."""
 
     prefix = ""
     is_main: Callable[[], bool] | None = None
     is_drawn = False  # whether the terminal's last line is one of `draw`
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one message, with its level from a warning on; in colour on a terminal."""
-        if sys.stderr is None or _user_handles_messages():  # logging was set up after `show_messages`
+        """Write one message, with its level if it is a warning or higher. Use colour on a terminal."""
+        if sys.stderr is None or _user_handles_messages():  # the user set up logging after `show_messages`
             return
-        # What long work logs comes from a thread that is no process of the run; `working` has looked who works.
+        # Progress messages come from a helper thread, for which `is_main` fails. `working` has checked it already.
         is_of_work = getattr(record, "work", False)
         if record.levelno < logging.WARNING and not is_of_work and self.is_main is not None and not self.is_main():
             return
@@ -110,7 +110,7 @@ class _StderrHandler(logging.Handler):
             self.erase()
             self._write(record)
         except Exception:  # noqa: BLE001 - a message must not end the program; `logging.raiseExceptions` decides
-            with suppress(ValueError):  # Python writes there that it cannot write, and stderr may be closed
+            with suppress(ValueError):  # `handleError` writes to stderr too, which may be closed
                 self.handleError(record)
 
     def _write(self, record: logging.LogRecord) -> None:
@@ -131,16 +131,16 @@ class _StderrHandler(logging.Handler):
 
     @property
     def draws(self) -> bool:
-        """Whether a progress line can be drawn: on a terminal that is not dumb, on which nothing else draws or logs."""
+        """Whether a progress line can be drawn: on a terminal that is not dumb and that no other code draws on."""
         if sys.stderr is None or not sys.stderr.isatty() or _user_handles_messages():
             return False
         from rich.console import Console
-        from rich.file_proxy import FileProxy  # in place of stderr, while a live display of rich's is on the terminal
+        from rich.file_proxy import FileProxy  # replaces stderr while a live display of rich is on the terminal
 
         return not isinstance(sys.stderr, FileProxy) and not Console(file=sys.stderr).is_dumb_terminal
 
     def draw(self, text: str) -> None:
-        """Draw the line over the one that was drawn before; the cursor stays in it."""
+        """Draw a line over the previously drawn one. The cursor stays in the line."""
         from rich.console import Console
         from rich.text import Text
 
@@ -153,7 +153,7 @@ class _StderrHandler(logging.Handler):
             self.is_drawn = True
 
     def erase(self) -> None:
-        """Take the drawn line away."""
+        """Erase the drawn line."""
         with self._locked():
             if self.is_drawn and sys.stderr is not None:
                 sys.stderr.write("\r\x1b[2K")
@@ -169,9 +169,8 @@ class _StderrHandler(logging.Handler):
             self.release()
 
 
-# What takes less shows nothing, and between two lines of the same work in a log there are so many seconds.
-SILENT_S = 2.0
-LOG_EACH_S = 10.0
+SILENT_S = 2.0  # shorter work shows nothing
+LOG_EACH_S = 10.0  # between two log lines of the same work
 _DRAW_EACH_S: Final = 0.25
 
 
@@ -181,10 +180,10 @@ class Work:
 
     Attributes:
         what: a phrase, e.g. "saving checkpoint_3".
-        total: how many units it is; None if that is not known.
-        unit: what is counted; bytes are shown as GiB.
-        live: whether a terminal gets a line that is drawn again, and not messages.
-        done: units so far.
+        total: the number of units; None if unknown.
+        unit: name of the units; bytes are shown in larger units.
+        live: whether a terminal shows a redrawn line instead of messages.
+        done: units done so far.
     """
 
     what: str
@@ -197,11 +196,11 @@ class Work:
     next_line: float = 0.0  # seconds after the beginning
 
     def advance(self, count: int = 1) -> None:
-        """Count units that are done."""
+        """Count completed units."""
         self.done += count
 
     def describe(self, seconds: float, *, has_ended: bool = False) -> str:
-        """One line after so many seconds."""
+        """Return one line that describes the progress after so many seconds."""
         parts = [f"done in {_show_seconds(seconds)}" if has_ended else _show_seconds(seconds)]
         knows_end = self.total is not None and 0 < self.done <= self.total
         if self.done:
@@ -220,20 +219,20 @@ def _show_seconds(seconds: float) -> str:
 
 @contextmanager
 def working(what: str, total: int | None = None, *, unit: str = "bytes", live: bool = True) -> Iterator[Work]:
-    """Show how long the work inside has taken, and how far it is: nothing at all if it takes under two seconds.
+    """Show duration and progress of the work inside the context. Show nothing if it takes under two seconds.
 
-    On a terminal a line is drawn that vanishes at the end. Elsewhere there is a message every ten seconds and one at
-    the end. It is shown where messages are, so by the main process of a run alone, and not if it is quiet. Of work
-    inside other work, the inner one is shown. A thread draws, since a long call into torch or DeepSpeed cannot.
+    A terminal shows one line that vanishes at the end. Elsewhere, a message is logged every ten seconds and one at the
+    end. Only the main process shows progress, and only if it is not quiet. For nested work, the inner one is shown. A
+    thread draws, since a long call into torch or DeepSpeed cannot.
 
     Args:
         what: a phrase that begins with a participle, e.g. "saving checkpoint_3".
-        total: how many units it is, where that is known.
-        unit: what `Work.advance` counts.
-        live: False for work beside the script, which may have a line of its own on the terminal: messages there too.
+        total: the number of units, if known.
+        unit: the unit that `Work.advance` counts.
+        live: False for background work: the script may have its own line on the terminal, so messages are logged.
 
     Yields:
-        The work, to be told what is done.
+        The work; call its `advance` to report progress.
     """
     work = Work(what, total, unit, live, next_line=LOG_EACH_S)
     handler = _own_handler()
@@ -254,21 +253,21 @@ def _own_handler() -> _StderrHandler | None:
 
 
 class _ShownWork:
-    """All work that is going on, and the thread that shows it, which ends with the last of it.
+    """All current work, and the thread that shows it. The thread ends with the last work.
 
-    It is a thread because a call into DeepSpeed or a compiler cannot show itself while it lasts. There is none where
-    nothing is shown, on all processes but the main one.
+    A thread is needed because a call into DeepSpeed or a compiler cannot show its own progress. Processes that show
+    nothing have no thread.
 
-    Whoever holds the lock may take that of a logging handler, never the other way round.
+    Lock order: code that holds `_changed` may take the lock of a logging handler, never the other way round.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in the child of a fork, which has neither the thread nor the work."""
+        """Reset the state in a forked child, which has neither the thread nor the work."""
         if (handler := _own_handler()) is not None:
-            handler.is_drawn = False  # the process that drew it, of which this is a fork, takes it away
+            handler.is_drawn = False  # the parent process drew the line, and erases it
         self._changed = threading.Condition()
         self._going: list[Work] = []
         self._thread: threading.Thread | None = None
@@ -278,15 +277,15 @@ class _ShownWork:
         with self._changed:
             self._going.append(work)
             if self._thread is None:
-                # A daemon, so that it does not keep a process that is ending alive.
+                # A daemon thread does not keep an ending process alive.
                 self._thread = threading.Thread(target=self._run, name="zero_plugin progress", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def end(self, work: Work, *, failed: bool) -> None:
-        """Show it no longer: after the return nothing of it is written."""
+        """Stop showing this work. After the return, no line of it is written."""
         with self._changed:
-            if work not in self._going:  # it was begun before a fork
+            if work not in self._going:  # the work was begun before a fork
                 return
             self._going.remove(work)
             handler = _own_handler()
@@ -308,9 +307,9 @@ class _ShownWork:
                 self._changed.wait(self._show())
 
     def _show(self) -> float:
-        """Write what is due; the seconds until something may be."""
+        """Write the lines that are due. Return the seconds until the next line may be due."""
         now, wait = time.monotonic(), LOG_EACH_S
-        inner: dict[int, Work] = {}  # by thread, of what is long
+        inner: dict[int, Work] = {}  # thread → its innermost long work
         for work in self._going:
             if now - work.begun >= SILENT_S:
                 inner[work.thread] = work
@@ -330,7 +329,7 @@ class _ShownWork:
 
 
 def _live_handler(work: Work) -> _StderrHandler | None:
-    """What draws the line of this work; None where messages tell of it."""
+    """Return the handler that draws the line of this work; None if it is shown by messages."""
     handler = _own_handler()
     return handler if work.live and handler is not None and handler.draws else None
 

@@ -1,4 +1,4 @@
-"""How a process ends: asked to stop by SIGTERM, at its exit with all others, or by an error that nothing can raise."""
+"""Ends of a process: a stop request by SIGTERM, the exit together with all others, and errors that cannot be raised."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SI
 
 @contextmanager
 def own_signals() -> Iterator[bool]:
-    """Afterwards the signals that end a process are handled as before: others set handlers, and leave them.
+    """Restore the handlers of all ending signals afterwards, since other code sets handlers and leaves them.
 
-    Yields whether handlers can be set at all, which only the main thread can.
+    Yields:
+        Whether handlers can be set: only the main thread can set them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield False
@@ -43,14 +44,14 @@ def own_signals() -> Iterator[bool]:
 
 
 class StopHandler:
-    """A handler of SIGTERM that records it for who listens; where nobody does, it ends the process.
+    """A handler that records SIGTERM if some code listens for it, and otherwise ends the process.
 
-    Signals reach the main thread alone. Where the launcher runs scripts in other threads, its main thread has installed
-    the handler before.
+    Only the main thread receives signals. If the launcher runs scripts in other threads, its main thread has installed
+    this handler before.
 
     Attributes:
-        received: whether it has come.
-        listened: whether somebody looks at `received`.
+        received: whether SIGTERM was received.
+        listened: whether some code reads `received`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class StopHandler:
         self.listened = False
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        """Record the signal."""
+        """Record the signal. End the process if no code listens."""
         self.received = True
         if not self.listened:
             signal.signal(number, signal.SIG_DFL)
@@ -66,19 +67,19 @@ class StopHandler:
 
 
 def install_stop_handler() -> None:
-    """Have SIGTERM recorded from now on; nothing happens outside the main thread."""
+    """Install a `StopHandler` for SIGTERM. Do nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, StopHandler())
 
 
 def find_stop_handler() -> StopHandler | None:
-    """What records SIGTERM in this process; None where nothing does."""
+    """Return the `StopHandler` of this process; None if none is installed."""
     handler = signal.getsignal(signal.SIGTERM)
     return handler if isinstance(handler, StopHandler) else None
 
 
 class StopRequest:
-    """SIGTERM, once it is listened for."""
+    """A request to stop by SIGTERM, for code that listens for it."""
 
     def __init__(self) -> None:
         self._listens = False
@@ -87,11 +88,11 @@ class StopRequest:
 
     @property
     def received(self) -> bool:
-        """Whether it has come."""
+        """Whether SIGTERM was received."""
         return self._handler.received
 
     def listen(self) -> None:
-        """From now on SIGTERM is only recorded, and handed on to the handler that the script has set before.
+        """Record SIGTERM from now on, without ending the process, and pass it to the script's previous handler.
 
         Raises:
             LoopError: this is not the main thread.
@@ -109,8 +110,8 @@ class StopRequest:
         self._listens = True
 
     def forget(self) -> None:
-        """SIGTERM does again what it did before."""
-        if self._handler is find_stop_handler():  # of a thread: the launcher's stays, and ends the process again
+        """Restore the previous effect of SIGTERM."""
+        if self._handler is find_stop_handler():  # in a thread: the launcher's handler stays and ends the process again
             self._handler.listened = False
         if self._listens and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._hear:
@@ -129,13 +130,16 @@ _last_calls: Final[list[weakref.WeakMethod[Callable[[], None]]]] = []
 
 
 def call_before_end(method: Callable[[], None]) -> None:
-    """Have a bound method called before this process ends by an error; it is not kept alive, and may take seconds."""
+    """Register a bound method to call before this process ends by an error.
+
+    Only a weak reference is kept. The call may take up to ten seconds.
+    """
     _last_calls[:] = [known for known in _last_calls if known() is not None]
     _last_calls.append(weakref.WeakMethod(method))
 
 
 def make_last_calls() -> None:
-    """Call what was given to `call_before_end`, at the same time, and wait for ten seconds at most."""
+    """Call the methods of `call_before_end` in parallel, and wait for at most ten seconds."""
     calls = [call for given in _last_calls if (call := given()) is not None]
     _last_calls.clear()
     run_in_threads(_LAST_CALLS_S, *calls)
@@ -147,7 +151,7 @@ def end_process(message: str) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Flush standard output and standard error. Nothing is raised: a reader may have gone, a script may close them."""
+    """Flush standard output and standard error. Ignore errors: a reader may have gone, or a script closed them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -161,8 +165,8 @@ def _end_after(report: Callable[[], None]) -> NoReturn:
             report()
 
     try:
-        # In threads: a write blocks on a full pipe that no process reads.
-        run_in_threads(_FLUSH_S, flush_output)  # first what the script has printed
+        # Write in threads, because a write blocks on a full pipe that no process reads.
+        run_in_threads(_FLUSH_S, flush_output)  # first the script's own output
         run_in_threads(_LAST_CALLS_S, print_report)
         make_last_calls()
         run_in_threads(_FLUSH_S, flush_output)
@@ -174,15 +178,15 @@ _leaves = False
 
 
 def is_at_exit() -> bool:
-    """Whether the script has ended, and what was registered for the exit runs."""
+    """Return whether the script has ended and the exit functions run."""
     return _leaves
 
 
 def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
-    """Run each call in its own daemon thread, and wait for `seconds` at most.
+    """Run each call in its own daemon thread, and wait for at most `seconds`.
 
     Returns:
-        Whether all of them ended in that time, by returning or raising.
+        Whether all calls ended in that time, by returning or raising.
     """
     threads = [threading.Thread(target=call, name="zero_plugin call in time", daemon=True) for call in calls]
     for thread in threads:
@@ -194,12 +198,13 @@ def run_in_threads(seconds: float, *calls: Callable[[], None]) -> bool:
 
 
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
-    """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
+    """Call `end`, which is collective, when the process ends without an error. Return the function given to `atexit`.
 
-    Whatever it raises (another process is not at its end, a save in the background or a tracker has failed) ends the
-    process with exit code 1, where Python by itself would print it and exit with 0. After an error of the script the
-    other processes will not come to a barrier; they are ended by the launcher. What has to be called before such an
-    end is called (`call_before_end`).
+    An error in `end` (another process has not ended, a background save or a tracker has failed) ends the process with
+    exit code 1. Python's own handling would print the error and exit with 0.
+
+    After an error of the script, `end` is not called, because the other processes would not reach its barrier; the
+    launcher ends them. Only the calls of `call_before_end` are made.
     """
 
     own = os.getpid()
@@ -207,7 +212,7 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     def leave() -> None:
         global _leaves
         _leaves = True
-        if os.getpid() != own:  # a copy that the script has made of itself, which is none of the run's processes
+        if os.getpid() != own:  # a fork of the script, which is not a process of the run
             return
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
             try:

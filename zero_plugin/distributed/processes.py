@@ -1,6 +1,6 @@
-"""The processes of a run: rank, device and process group, started from whatever launcher set the environment.
+"""The processes of a run: rank, device and process group, from the environment that a launcher has set.
 
-And what a script asks of them: who it is among them, who goes first, and its part of what all hold.
+Also a script's calls that concern processes: ranks, order of execution, and a process's share of common inputs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LATE_DEVICE = Foreign(
     "device_ready_queues_",  # in an assertion of torch/csrc/autograd/engine.cpp
     "torch/lib/libtorch_cpu.so",
-    "a backward() ran before the XLA runtime was started: torch's autograd engine counted the devices then, and does "
+    "a backward() ran before the XLA runtime was started. torch's autograd engine counted the devices then, and does "
     "not serve this one.\nMake the Accelerator, or PartialState(), before the first backward().",
     becomes=LaunchError,
 )
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # environment of a group of one process
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Processes:
     Attributes:
         rank, local_rank: index among all processes, and on this machine.
         world_size: number of processes.
-        device: where this process computes.
-        shared_by: how many consecutive processes share their samples, each of which has a part of every sequence.
+        device: the device on which this process computes.
+        shared_by: number of consecutive processes that share samples: each has a part of every sequence.
     """
 
     rank: int
@@ -68,17 +68,17 @@ class Processes:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many processes, or groups of processes that share them, have samples of their own."""
+        """Number of processes, or groups of processes with shared samples, that get different samples."""
         return self.world_size // self.shared_by
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index among these."""
+        """This process's index in `data_parallel_size`."""
         return self.rank // self.shared_by
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How these processes work together where no strategy says more."""
+        """The distributed type without regard to a strategy."""
         if self.device.type == "xla":
             return DistributedType.XLA
         if self.world_size == 1:
@@ -86,14 +86,15 @@ class Processes:
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
 
     def counted_by_gpu(self) -> AbstractContextManager[None]:
-        """Inside, LOCAL_RANK is what DeepSpeed takes it for: the number of this process's GPU among those it sees."""
-        names = ("LOCAL_RANK", *filter(os.environ.__contains__, ("OMPI_COMM_WORLD_LOCAL_RANK",)))  # it wants them equal
+        """Set LOCAL_RANK inside the context to the index of this process's GPU, which DeepSpeed expects there."""
+        # DeepSpeed requires that both variables are equal.
+        names = ("LOCAL_RANK", *filter(os.environ.__contains__, ("OMPI_COMM_WORLD_LOCAL_RANK",)))
         number = self.device.index if self.device.type == "cuda" else self.local_rank
         return variables_while(dict.fromkeys(names, str(number)))
 
     @property
     def backend(self) -> str | None:
-        """What carries tensors of this process's device, e.g. `nccl`; None with one process."""
+        """The backend for tensors of this process's device, e.g. `nccl`; None with one process."""
         if self.world_size == 1 or not dist.is_initialized():
             return None
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
@@ -113,17 +114,21 @@ class Processes:
             dist.barrier(device_ids=[self.device.index or 0] if over_nccl else None)
 
     def hold(self, end: Callable[[], None]) -> None:
-        """Keep the process group for a run, until `stop` is called with the same `end`; `end()` ends that run."""
+        """Keep the process group for a run, until `stop` is called with the same `end`.
+
+        Args:
+            end: ends the run.
+        """
         _own.holders.append(end)
 
     def stop(self, end: Callable[[], None], destroy_group: Callable[[], None]) -> None:
         """End the process group, if this package made it and no other run needs it.
 
-        Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
+        Close sessions first: gloo aborts at exit while DDP or an engine holds the group.
 
         Args:
-            end: what `hold` was given.
-            destroy_group: ends the group, or drops what is kept of one that another has ended; called when it ends.
+            end: the function given to `hold`.
+            destroy_group: called when the group ends. It ends the group, or drops caches of a group that has ended.
         """
         if end in _own.holders:
             _own.holders.remove(end)
@@ -132,7 +137,7 @@ class Processes:
             _own.end()
 
     def end_group(self) -> None:
-        """End all runs on these processes, then their process group, also one that the script made; collective."""
+        """End all runs on these processes, then their process group, even if the script made it. Collective."""
         _own.end_with_runs()
         if dist.is_initialized():
             end_watching()
@@ -140,13 +145,13 @@ class Processes:
 
 
 class _OwnGroup:
-    """The default process group, where this package made it.
+    """The default process group, if this package made it.
 
     Attributes:
-        group: the process group; None if this package has made none, or has ended it.
+        group: the process group; None if this package has made none or has ended it.
         holders: for each run that has not ended, the function that ends it.
         destroyers: for each run that has ended, its function that ends the group.
-        own_variables: what this package has set in the environment for a group of one process; empty where a launcher
+        own_variables: environment variables that this package has set for a group of one process; empty if a launcher
             has described the group.
         on_xla: whether its processes compute on XLA devices.
     """
@@ -162,17 +167,17 @@ class _OwnGroup:
 
     @property
     def lives(self) -> bool:
-        """Whether it is the default process group now."""
+        """Whether the group exists and is the default process group."""
         return self.group is not None and dist.is_initialized() and dist.group.WORLD is self.group
 
     def make(self, backend: str, device: torch.device, init_method: str | None, timeout: timedelta) -> None:
-        """Make it, as the environment says."""
-        if self.group is not None:  # the script has ended the one before by torch's own call
+        """Make the process group that the environment describes."""
+        if self.group is not None:  # the script has ended the previous group by torch's own call
             self._forget_environment()
         if init_method is not None or _is_launched():
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(_choose_network())
-            # One group follows another in the same store, and would read what that one left there.
+            # Groups follow each other in the same store. The number keeps a group from reading an older group's keys.
             store = join(init_method, rank, world, self._groups + 1, timeout)
             self._groups += 1
             if device.type == "cuda" and "nccl" in backend:
@@ -187,26 +192,27 @@ class _OwnGroup:
             )
         else:
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
-            # no port, so that any number of single-process runs fit on one machine.
+            # no port, so any number of single-process runs can share a machine.
             self.own_variables = {**_ALONE, **_choose_network()}
             os.environ.update(self.own_variables)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         self.group, self.holders, self.destroyers = dist.group.WORLD, [], []
 
     def end_at_exit(self) -> None:
-        """End it when this process ends, after all that was started later and before what was started before."""
+        """Register the group's end for the exit of this process, in the reverse order of starts."""
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
         self._at_exit = call_at_exit(self._end_left_over)
 
     def end(self) -> None:
         """End the process group, if this package made it and it still exists. Collective."""
-        # Closed engines and DDP are in reference cycles that hold the group, also one that the script made and will
-        # end. With four stage-3 engines that were not collected, one run in eight aborted at its exit; else none of 32.
+        # Closed engines and DDP are in reference cycles that hold the group, even if the script made the group and will
+        # end it. Without this collection, one run in eight with four stage-3 engines aborted at exit; with it, none of
+        # 32 did.
         gc.collect()
         if self.lives and dist.get_world_size() > 1:
             dist.barrier()
-        # The script may have ended it by torch's own call, of which DeepSpeed's caches of groups know nothing.
+        # The script may have ended the group by torch's own call, which does not clear DeepSpeed's caches of groups.
         if self.lives or not dist.is_initialized():
             end_watching()
             for destroy in self.destroyers:
@@ -217,7 +223,7 @@ class _OwnGroup:
         self.group, self.destroyers = None, []
 
     def end_with_runs(self) -> None:
-        """End all runs that hold it, then the process group. Collective."""
+        """End all runs that hold the process group, then the group. Collective."""
         for end in reversed(tuple(self.holders)):
             end()
         self.end()
@@ -229,7 +235,7 @@ class _OwnGroup:
         self.own_variables = {}
 
     def _end_left_over(self) -> None:
-        """End a group that no run has ended: that of a script which used `PartialState` alone."""
+        """End a group that no run has ended: the script used only `PartialState`."""
         if self.lives:
             collective("end_training", waits_for_all=True)(self.end)()
 
@@ -239,7 +245,7 @@ _own = _OwnGroup()
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Inside there is a process group: one of this process alone if the script has ended the run's."""
+    """Provide a process group inside: the run's, or one of this process alone if the script has ended the run's."""
     if dist.is_initialized():
         yield
         return
@@ -260,19 +266,19 @@ def start_processes(
 ) -> Processes:
     """Join the process group that the launcher's environment describes; without a launcher, a group of one.
 
-    A task of `srun` or `mpirun` finds its place in what these set. A group that exists already is taken as it is. There
-    is one with one process too, since a ZeRO engine needs it.
+    A task of `srun` or `mpirun` gets its rank from their variables. An existing group is used unchanged. Even one
+    process has a group, since a ZeRO engine needs one.
 
     Args:
-        cpu: compute on the CPU even where there is a GPU.
-        xla: compute on an XLA device, with gloo between the processes; by default where they do already, or where there
-            is a TPU.
-        backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
+        cpu: compute on the CPU even if a GPU is available.
+        xla: compute on an XLA device, with gloo between the processes. By default, this is done if the processes use
+            XLA already, or if a TPU is available.
+        backend: `nccl` or `gloo`. The default on GPUs is NCCL with gloo for CPU tensors, and gloo on CPUs.
         timeout: how long a collective may wait; 30 minutes by default.
-        init_method: where the processes meet, as torch takes it; by default what the launcher set.
+        init_method: the rendezvous address, as torch takes it; by default the launcher's.
 
     Raises:
-        LaunchError: the environment describes a part of a process group only, or the processes cannot meet; or see
+        LaunchError: the environment describes a process group only in part, or the processes cannot connect; also see
             `find_replica`.
         MachineError: see `find_replica`.
     """
@@ -300,14 +306,14 @@ def start_processes(
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
         if _own.lives and not _own.holders and _own.own_variables and "cuda" not in dist.get_backend_config():
-            _own.end()  # a group of one that somebody made for the CPU, and left
+            _own.end()  # a leftover group of one process that was made for the CPU
     if not dist.is_initialized():
-        if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from CPU memory
+        if cuda and backend in (None, "nccl"):  # gloo carries CPU tensors, which NCCL cannot send
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
         with working("waiting for the other processes of the run"):
             _own.make(backend, device, init_method, timeout or TIMEOUT)
-        start_watching()  # until the group has ended, so before the next line
+        start_watching()  # first: exit functions run in reverse order, and the watch must outlive the group
         _own.end_at_exit()
     start_watching()
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device)
@@ -338,26 +344,26 @@ def _start_replica(timeout: timedelta) -> Processes:
 
 
 def find_replica() -> tuple[Processes, int]:
-    """Start the XLA runtime. This process among those that it connects, and how many of them are on this machine.
+    """Start the XLA runtime. Return this process among those that it connects, and their number on this machine.
 
     Raises:
         LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads; or
             this process has run a `backward` before.
         MachineError: torch_xla or the runtime does not work here.
     """
-    start_runtime()  # first, since an import of torch_xla says PJRT_DEVICE where nobody has
+    start_runtime()  # first, since an import of torch_xla sets PJRT_DEVICE if it is unset
     torch_xla = import_torch_xla()
     runtime = torch_xla.runtime
     world_size = runtime.world_size()
     check_world_size(world_size)
     refuse_threads(world_size)
-    torch_xla.manual_seed(torch.initial_seed())  # what `set_seed` before could not reach
+    torch_xla.manual_seed(torch.initial_seed())  # an earlier `set_seed` could not seed torch_xla
     device = torch_xla.device()
     try:
         torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise_clearer(error, [_LATE_DEVICE])
-        raise  # of the compiler, or for want of memory
+        raise  # an error of the compiler, or out of memory
     if world_size == 1:
         return Processes(0, 0, 1, device), 1
     place = Processes(runtime.global_ordinal(), runtime.local_ordinal(), world_size, device)
@@ -365,19 +371,19 @@ def find_replica() -> tuple[Processes, int]:
 
 
 def describe_group(replica: Processes, on_this_machine: int) -> dict[str, str]:
-    """The variables that describe a process group of XLA replicas; none for one replica.
+    """Return the variables that describe a process group of XLA replicas; none for one replica.
 
-    Where the launcher named no meeting point, it is that of torch_xla's own process groups. What a launcher that knows
-    its own machine alone has set of one is taken out of the environment.
+    Without an address from the launcher, the address is that of torch_xla's own process groups. If the launcher only
+    knows its own machine, its address is removed from the environment.
 
     Args:
         replica: this process.
-        on_this_machine: how many of them are here.
+        on_this_machine: the number of replicas on this machine.
     """
     if replica.world_size == 1:
         return {}
     if replica.world_size > on_this_machine and has_agent_store():
-        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # each machine has its own
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # these differ between machines
             os.environ.pop(name, None)
     runtime = import_torch_xla().runtime
     address = os.environ.get("MASTER_ADDR")
@@ -392,7 +398,7 @@ def describe_group(replica: Processes, on_this_machine: int) -> dict[str, str]:
 
 
 def _share_cores(processes: int | None) -> None:
-    """Compute with a share of this machine's cores, where the scheduler bound this process to none and nobody chose."""
+    """Use a share of this machine's cores, unless the scheduler has bound this process or OMP_NUM_THREADS is set."""
     if processes is not None and "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
         if cores == os.cpu_count():
@@ -400,10 +406,10 @@ def _share_cores(processes: int | None) -> None:
 
 
 def _choose_network() -> dict[str, str]:
-    """The variables that name the interface that gloo and NCCL listen at, where nobody has named one.
+    """Return the variables that choose the network interface of gloo and NCCL, unless they are set already.
 
-    On one machine that is loopback. On several it leads to rank 0's machine: gloo by itself takes that of this
-    machine's name; NCCL finds one.
+    On one machine, the interface is loopback. On several, it is the one that leads to rank 0's machine: without a
+    variable, gloo uses the interface of this machine's name. NCCL finds one without help.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     variables = network_variables(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""), nccl=alone)
@@ -411,25 +417,25 @@ def _choose_network() -> dict[str, str]:
 
 
 def _is_launched() -> bool:
-    """Whether the environment describes a process group, as a launcher or `find_place` has left it."""
+    """Return whether the environment describes a process group, set by a launcher or from `find_place`."""
     return all(name in os.environ for name in _COORDINATES)
 
 
-# ---- what a script asks of its processes -----------------------------------------------------------------------------
+# ---- a script's calls that concern processes -------------------------------------------------------------------------
 
 
 def split(inputs: Any, index: int, count: int, *, padded_on: torch.device | None) -> Any:
-    """Part `index` of `count` of a sequence, a tensor, an array, a dataset, or of each value of a dict.
+    """Return part `index` of `count` of a sequence, a tensor, an array, a dataset, or of each value of a dict.
 
     Args:
-        inputs: the same on every process; the values of a dict have one length.
-        index: which part.
-        count: how many parts.
-        padded_on: repeat the last element so that all parts have one length, with tensors on this device; None leaves
-            the last parts shorter, and maybe empty.
+        inputs: the inputs, equal on every process. The values of a dict have one length.
+        index: the index of the part.
+        count: the number of parts.
+        padded_on: repeat the last element until all parts have one length, and move tensors to this device. None leaves
+            the last parts shorter or empty.
 
     Raises:
-        LoopError: it cannot be divided, the values of a dict differ in length, or there is no element to repeat.
+        LoopError: the inputs cannot be divided, the values of a dict differ in length, or no element can be repeated.
     """
     length = _length(inputs)
     size, longer = divmod(length, count)
@@ -484,7 +490,7 @@ class ProcessCalls:
     """The calls of `Accelerator`, `PartialState` and `AcceleratorState` that concern processes.
 
     Attributes:
-        device: where this process computes.
+        device: the device on which this process computes.
         distributed_type: how the processes work together.
     """
 
@@ -494,17 +500,17 @@ class ProcessCalls:
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self._processes.world_size
 
     @property
     def process_index(self) -> int:
-        """This process among all, from 0."""
+        """Index of this process among all processes, from 0."""
         return self._processes.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process on its machine, from 0."""
+        """Index of this process on its machine, from 0."""
         return self._processes.local_rank
 
     @property
@@ -533,27 +539,27 @@ class ProcessCalls:
         return self.use_distributed and self.distributed_type is DistributedType.MULTI_GPU
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has reached this call."""
         self._processes.barrier()
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """`print`, once on every machine."""
+        """Print values, once on every machine."""
         if self.is_local_main_process:
-            print(*values, **kwargs)  # noqa: T201 - what it is for
+            print(*values, **kwargs)  # noqa: T201 - the purpose of this method
 
     # ---- one after another -----------------------------------------------------------------------------------------
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """What is inside runs on the main process, then on all others at once; collective.
+        """Run the code inside on the main process first, then on all others in parallel. Collective.
 
-        If it raises on the main process, the others come in all the same, and see for themselves.
+        If the code raises on the main process, the others still run it.
         """
         return self._goes_first(self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """What is inside runs on each machine's main process, then on all others at once; collective.
+        """Run the code inside on each machine's main process first, then on all others in parallel. Collective.
 
-        If it raises on a machine's main process, the others come in all the same, and see for themselves.
+        If the code raises on a machine's main process, the others still run it.
         """
         return self._goes_first(self.is_local_main_process, "local_main_process_first")
 
@@ -564,7 +570,7 @@ class ProcessCalls:
             meet()
         try:
             yield
-        except Exception:  # a process that is interrupted, or exits, leaves at once
+        except Exception:  # not BaseException: a process that is interrupted or exits does not wait for the others
             if first:
                 meet()
             raise
@@ -574,23 +580,23 @@ class ProcessCalls:
     # ---- functions that some processes run -------------------------------------------------------------------------
 
     def on_main_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on the main process; elsewhere it returns None."""
+        """Decorate a function to run on the main process only. It returns None on the others."""
         return self._on(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on each machine's main process; elsewhere it returns None."""
+        """Decorate a function to run on each machine's main process only. It returns None on the others."""
         return self._on(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on the last process; elsewhere it returns None."""
+        """Decorate a function to run on the last process only. It returns None on the others."""
         return self._on(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on process `process_index`, and wherever there is one process only."""
+        """Decorate a function to run on process `process_index` only, or on the only process of a run."""
         return self._on(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Decorator: the function runs on each machine's process `local_process_index`, or on the only process."""
+        """Decorate a function to run on each machine's process `local_process_index`, or on the only process."""
         return self._on(lambda: not self.use_distributed or self.local_process_index == local_process_index, function)
 
     def _on(self, here: Callable[[], bool], function: Function | None) -> Function:
@@ -607,16 +613,16 @@ class ProcessCalls:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's consecutive share of `inputs`, which is the same on every process; not collective.
+        """Yield this process's consecutive share of `inputs`. Not collective.
 
         Args:
             inputs: a list, tuple or other sequence, a tensor or array (by its first dimension), a `datasets.Dataset`,
-                or a dict of these, all of one length. Strings are not divided.
-            apply_padding: repeat the last element where a share is shorter, so that results can be gathered; tensors
-                are then on this process's device.
+                or a dict of these, all of one length. It must be equal on every process. Strings are not divided.
+            apply_padding: repeat the last element in shorter shares, so results can be gathered. Tensors are then on
+                this process's device.
 
         Raises:
-            LoopError: it cannot be divided, or the values of a dict differ in length.
+            LoopError: the inputs cannot be divided, or the values of a dict differ in length.
         """
         yield split(inputs, self.process_index, self.num_processes, padded_on=self.device if apply_padding else None)
 

@@ -1,4 +1,4 @@
-"""Random numbers: seed every generator that a script draws from, make processes draw alike, and keep the states."""
+"""Random numbers: seeds all generators of a script, synchronises processes, and saves and restores states."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python, NumPy and torch (all devices).
 
     Args:
-        seed: any non-negative integer; NumPy gets it modulo 2**32, which is all that it takes.
-        device_specific: add the process index, so that processes draw differently.
+        seed: any non-negative integer. NumPy only accepts less than 2**32, so it gets the seed modulo 2**32.
+        device_specific: add the process index, to make processes draw different numbers.
         deterministic: also make torch refuse operations without a deterministic implementation.
     """
     if device_specific:
-        # Before `Accelerator()` there is no process group, but the launcher has set which process this is.
+        # Before `Accelerator()`, no process group exists, but the launcher has set the rank.
         seed += process_index() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     seed_torch(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this in deterministic mode
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators: the CPU's and every device's, also of one not yet initialised."""
+    """Seed torch's generators: the CPU's and every device's, even if the device is not initialised yet."""
     torch.manual_seed(seed)
-    if "torch_xla" in sys.modules:  # which has a generator that torch does not know
+    if "torch_xla" in sys.modules:  # torch does not seed the generator of torch_xla
         sys.modules["torch_xla"].manual_seed(seed)
 
 
 def synchronize_rng_state(rng_type: str | Enum, generator: torch.Generator | None = None) -> None:
-    """Let one of torch's generators draw on every process what process 0's draws; collective.
+    """Copy the state of one of torch's generators from process 0 to every process. Collective.
 
     Args:
-        rng_type: `torch` for the CPU's, `cuda` for this process's GPU's, `generator` for the one given.
-        generator: for `generator`.
+        rng_type: `torch` for the CPU's generator, `cuda` for this process's GPU's, `generator` for the argument.
+        generator: the generator for `generator`.
 
     Raises:
-        LoopError: there is no such generator here.
+        LoopError: this process has no such generator.
     """
     kind = str(rng_type.value if isinstance(rng_type, Enum) else rng_type)
     generators: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = {
@@ -76,7 +76,7 @@ def synchronize_rng_state(rng_type: str | Enum, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Iterable[str | Enum], generator: torch.Generator | None = None) -> None:
-    """`synchronize_rng_state` for each of several."""
+    """Call `synchronize_rng_state` for each type. Collective."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
@@ -90,7 +90,7 @@ class _Generator(NamedTuple):
 _GENERATORS = (
     _Generator(random.getstate, random.setstate, random.seed),
     _Generator(np.random.get_state, np.random.set_state, lambda seed: np.random.seed(seed % 2**32)),
-    # torch.manual_seed would reseed the GPUs too
+    # `torch.manual_seed` would seed the GPUs too.
     _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
 )
 
@@ -106,7 +106,7 @@ def _restore(states: list[Any], generators: Iterable[_Generator] = _GENERATORS) 
 
 @contextmanager
 def undisturbed(own: torch.Generator | None = None) -> Iterator[None]:
-    """Python's, NumPy's and torch's global generators, and `own`, go on as if nothing had been drawn inside."""
+    """Restore Python's, NumPy's and torch's global generators, and `own`, to their states from before the context."""
     outside, then = _states(), None if own is None else own.get_state()
     try:
         yield
@@ -116,23 +116,23 @@ def undisturbed(own: torch.Generator | None = None) -> Iterator[None]:
             own.set_state(then)
 
 
-_DRAWN_TOGETHER = 1024  # batches, of those that are drawn a second time
+_DRAWN_TOGETHER = 1024  # batches per chunk when an epoch's first batches are drawn again
 
 
 class SameDraws:
-    """A context in which Python's, NumPy's and torch's global generators go on from where it was last left.
+    """A context in which Python's, NumPy's and torch's global generators continue from its previous exit.
 
-    Wherever it began with the same seed, what is drawn inside is the same; outside, the generators are as if it had
-    never been entered. A generator that the first time inside draws nothing from is left alone afterwards, since
-    exchanging NumPy's takes longer than reading a small sample.
+    Contexts with the same seed draw the same numbers inside. Outside, the generators are not affected. A generator that
+    was not used inside the first time is not exchanged afterwards, since exchanging NumPy's state takes longer than
+    reading a small sample.
 
     Args:
-        seed: where the generators begin.
+        seed: the seed of the generators at the first entry.
     """
 
     def __init__(self, seed: int) -> None:
         self._used: Sequence[_Generator] = _GENERATORS
-        self._is_known = False  # what is used: only after the first time
+        self._is_known = False  # whether the used generators are known: only after the first exit
         with undisturbed():
             for generator in _GENERATORS:
                 generator.seed(seed)
@@ -153,20 +153,20 @@ class SameDraws:
 
 
 def generator_of(source: Any) -> torch.Generator | None:
-    """The generator that a sampler or a dataset draws from, where it shows one."""
+    """Return the generator that a sampler or a dataset draws from, if it has an attribute for it."""
     own = getattr(source, "generator", None)
     return own if isinstance(own, torch.Generator) else None
 
 
 class Draws(NamedTuple):
-    """What an epoch's order is drawn from.
+    """The generator states from which an epoch's order is drawn.
 
     Attributes:
-        shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
+        shared: states of Python's, NumPy's and torch's global generators; empty if the order is not random.
         own: state of the sampler's own generator; None without one.
-        drawn: the batches that were drawn from here on, of which each may have taken something of the generators.
-        checksum: of these, or of an order that was drawn at once; None where there is none.
-        ended: whether that was all, and the sampler was asked for more.
+        drawn: the number of batches drawn since then. Each may have used the generators.
+        checksum: checksum of these batches, or of an order that was drawn in one piece; None without either.
+        ended: whether the sampler was asked for more after its last batch.
     """
 
     shared: list[Any]
@@ -177,15 +177,15 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, sampler: Any) -> Draws:
-        """As they stand now."""
+        """Record the current states."""
         own = generator_of(sampler)
         return cls(_states(), None if own is None else own.get_state())
 
     def begin(self, batches: Iterable[Any], sampler: Any) -> Iterator[Any]:
-        """The batches of `sampler`, the first ones drawn from here; all generators stay as they are.
+        """Yield the batches of `sampler`, the first ones drawn from these states. The generators' own states are kept.
 
-        torch's samplers draw all that they take of the global generators before their first batch; others do when they
-        are asked for an iterator, or now and then.
+        torch's samplers use the global generators only before their first batch. Other samplers use them when an
+        iterator is created, or at any batch.
         """
         shared, own, drawing = self.shared, self.own, generator_of(sampler)
         left, iterator = max(1, self.drawn) + self.ended if shared else 0, None

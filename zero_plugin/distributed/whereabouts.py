@@ -1,4 +1,4 @@
-"""The line of a script and its long operations, by the Python stack of its thread; the `sys.exit` that has ended it."""
+"""Finds a script's current line and long operations in its thread's stack, and the `sys.exit` that ended it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-# Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
+# Frames in these folders are not the script's: this package, torch, other installed packages, and Python itself.
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
-_INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's packages, or those of another environment on the path
 
-NO_LINE = "its end"  # where a script is that runs no line of its own
+NO_LINE = "its end"  # place of a script that runs no line of its own
 
-# What runs for long and is no sign of a mistake, by the file, or its folder, that is on the stack as long as it does.
+# Long operations that are no sign of a mistake: a file or folder on the stack during the operation, and its verb.
 _BUSY = {
     "<frozen importlib._bootstrap>": "imports",
     f"{_TORCH}utils/cpp_extension.py": "compiles",
@@ -37,9 +37,9 @@ _BUSY = {
 
 
 class Running(NamedTuple):
-    """A function that runs: its file, line and name, and what it is about.
+    """A running function: its file, line and name, and the name of the module or build that it works on.
 
-    No frame, which would keep what the function had, as a model, beyond its end.
+    It holds no frame: a frame would keep the function's objects, such as a model, alive after its end.
     """
 
     file: str
@@ -49,7 +49,7 @@ class Running(NamedTuple):
 
 
 def running_functions(thread: int) -> list[Running]:
-    """What a thread runs, the innermost function first."""
+    """Return the running functions of a thread, the innermost first."""
     found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
         found.append(Running(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, _named_in(frame)))
@@ -62,26 +62,27 @@ def _is_library(file: str) -> bool:
 
 
 def script_line(running: Iterable[Running]) -> str:
-    """`file:line` of the script: of its innermost function that is in no library."""
+    """Return `file:line` of the script's innermost function outside of libraries."""
     return next((f"{one.file}:{one.line}" for one in running if not _is_library(one.file)), NO_LINE)
 
 
 def begins_loop(running: Iterable[Running]) -> bool:
-    """Whether the script's line is a loop over a prepared loader, which makes collective calls of its own."""
+    """Return whether the script's line is a loop over a prepared loader, which makes its own collective calls."""
     own = takewhile(lambda one: _is_library(one.file), running)
     return any((one.file, one.function) == (f"{_PACKAGE}data/loader.py", "__iter__") for one in own)
 
 
 def long_operation(running: Iterable[Running]) -> str:
-    """The long operation that runs in the script's line (importing, compiling, saving, loading), or ""."""
+    """Return the long operation in the script's line (import, compilation, save or load), or ""."""
     done, name = "", ""
     for one in running:
         if not _is_library(one.file):
             if done or one.function != "<module>":
                 break
-            continue  # a module's own lines run as long as it is imported
+            continue  # the lines of a module run during its import, so look at the importing frames too
         kind = next((kind for file, kind in _BUSY.items() if file in one.file), "")
-        # The outermost operation says most; but a wait for a build's lock is no compilation, though inside of one.
+        # The outermost operation is the most informative. A wait for a build's lock is inside a compilation, but is
+        # not reported as one.
         if kind and not (done.startswith("waits") and kind == "compiles"):
             done, name = kind, ""
         if kind:
@@ -90,7 +91,7 @@ def long_operation(running: Iterable[Running]) -> str:
 
 
 def _named_in(frame: FrameType) -> str:
-    """What a frame of an import or of a build is about, by its argument `name`."""
+    """Return the name of the module or extension that a frame imports or builds, from its argument `name`."""
     code = frame.f_code
     if code.co_name not in ("_find_and_load", "_jit_compile", "load") or not _is_library(code.co_filename):
         return ""
@@ -104,7 +105,7 @@ _last_exit = ""
 class _Exit(SystemExit):
     """The SystemExit of `sys.exit`, which drops its note if the script catches it and continues.
 
-    Python frees the exception that ends a script after the script's frames are gone, and a caught one before.
+    Python frees a caught exception while the script's frames exist. It frees the one that ends the script after them.
     """
 
     def __del__(self) -> None:
@@ -116,15 +117,15 @@ class _Exit(SystemExit):
         return SystemExit, self.args
 
 
-# Tracebacks show it as Python's own.
+# Tracebacks show the class as Python's own SystemExit.
 _Exit.__module__, _Exit.__name__, _Exit.__qualname__ = "builtins", "SystemExit", "SystemExit"
 
 
 def note_exits() -> None:
-    """Have `sys.exit` note its argument and its place.
+    """Patch `sys.exit` to note its argument and its place.
 
-    Python keeps neither for what runs at the exit, where other processes are told why this one leaves them. Nothing can
-    note `raise SystemExit`, `quit()`, and a `sys.exit` that the script has imported by name.
+    Python keeps neither for exit functions, which report to the other processes why this one ends. `raise SystemExit`,
+    `quit()`, and a `sys.exit` that the script has imported by name cannot be noted.
     """
     leave = sys.exit
     if hasattr(leave, "__wrapped__"):
@@ -133,7 +134,7 @@ def note_exits() -> None:
     @functools.wraps(leave)
     def noted(status: Any = None, /) -> NoReturn:
         global _last_exit
-        if threading.current_thread() is not threading.main_thread():  # there it ends the thread, not the script
+        if threading.current_thread() is not threading.main_thread():  # `sys.exit` only ends the thread there
             leave(status)
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
@@ -149,5 +150,5 @@ def note_exits() -> None:
 
 
 def last_exit() -> str:
-    """Return the `sys.exit` that ends the script, as `sys.exit(0) at file:line`; "" if none is known."""
+    """Return the `sys.exit` that ends the script, for example `sys.exit(0) at file:line`; "" if none is known."""
     return _last_exit

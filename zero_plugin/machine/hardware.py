@@ -1,8 +1,8 @@
 """This machine's GPUs, cores, ports, memory and disks, as far as this process may use them.
 
-Everything in this package that asks for one of them asks here; torch is imported for GPUs alone. A container or a
-scheduler's job is limited by its control groups, which are read first. Each process of a run is bound to the cores of
-the memory near its GPU, or to an even share.
+This module is the package's only reader of these facts. It imports torch only for GPUs. Control groups limit a
+container or a scheduler's job, so they are read first. Each process of a run is bound to the cores near its GPU's
+memory, or to an even share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of `mountinfo`: which part of a file system is seen at which folder, its kind and its options."""
+    """A line of `mountinfo`: the mounted part of a file system, its folder, kind and options."""
 
     root: str
     folder: str
@@ -43,12 +43,12 @@ class Mount:
 
 
 def own_groups(controller: str) -> Iterator[Path]:
-    """Folders of this process' control groups, of either version, its own first, then those above it.
+    """Yield the folders of this process's control groups, of either version: its own first, then its parents.
 
-    A limit of each of them holds for this process.
+    The limits of all these groups apply to this process.
 
     Args:
-        controller: whose groups, where each controller has its own (version 1), e.g. `memory` or `cpu`.
+        controller: the controller, e.g. `memory` or `cpu`. In version 1, each controller has its own groups.
     """
     own = {}
     for line in read_text(PROC / "self" / "cgroup").splitlines():
@@ -57,13 +57,13 @@ def own_groups(controller: str) -> Iterator[Path]:
     for mount in read_mounts(PROC / "self" / "mountinfo"):
         name = {"cgroup2": "", "cgroup": controller}.get(mount.kind)
         if name in own and (name == "" or name in mount.options):
-            inside = Path(own[name])  # of a container the own group may be mounted as the root
+            inside = Path(own[name])  # in a container, the process's own group may be mounted as the root
             folder = Path(mount.folder, inside.relative_to(mount.root) if inside.is_relative_to(mount.root) else "")
             yield from (group for group in (folder, *folder.parents) if group.is_relative_to(mount.folder))
 
 
 def read_mounts(mountinfo: Path) -> Iterator[Mount]:
-    """The mounts that a file of the kernel lists, in their order; of two on one folder the later covers the earlier."""
+    """Yield the mounts of a `mountinfo` file in order. A later mount covers an earlier one on the same folder."""
     for line in read_text(mountinfo).splitlines():
         before, _, after = line.partition(" - ")
         root, folder = (word.encode().decode("unicode_escape") for word in before.split()[3:5])
@@ -72,13 +72,13 @@ def read_mounts(mountinfo: Path) -> Iterator[Mount]:
 
 
 def read_numbers(file: Path) -> dict[str, int]:
-    """A file of lines `name number`; empty where there is none."""
+    """Read a file of lines `name number`; empty if the file is missing."""
     words = (line.split() for line in read_text(file).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) == 2 and line[1].isdigit()}
 
 
 def read_text(file: Path) -> str:
-    """The text without the blanks around it; "" where there is no such file, or it may not be read."""
+    """Read a text without surrounding blanks; "" if the file is missing or may not be read."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -86,7 +86,7 @@ def read_text(file: Path) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Of a process, its state, its parent's number and more, as the kernel lists them; empty where it is gone."""
+    """Return a process's state, parent id and more, as the kernel lists them; empty if the process is gone."""
     return read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
 
 
@@ -97,7 +97,7 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA un
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs that workers would see, logical cores that they may use together, and by what a TPU is seen, "" for none."""
+    """The devices of a machine: GPUs for workers, logical cores for all of them, and the sign of a TPU, "" for none."""
 
     gpus: int
     cores: int
@@ -105,14 +105,14 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """This machine, as the launcher's own process sees it."""
+    """Return the devices that the launcher's own process can see on this machine."""
     return Machine(count_gpus(), count_cores(), find_tpu(os.environ))
 
 
 def count_gpus() -> int:
-    """GPUs that workers would see; torch is asked (and imported) only where a GPU driver is loaded.
+    """Count the GPUs that workers would see. Import torch only if a GPU driver is loaded.
 
-    torch rather than nvidia-smi: a CPU build of torch, `CUDA_VISIBLE_DEVICES` and partitioned GPUs all count.
+    torch counts them, not nvidia-smi: a CPU build of torch, `CUDA_VISIBLE_DEVICES` and partitioned GPUs all matter.
     """
     if not has_gpu_driver():
         return 0
@@ -122,27 +122,27 @@ def count_gpus() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Whether a GPU driver is loaded, which is all that can be known of GPUs without torch."""
+    """Return whether a GPU driver is loaded. Without torch, no more can be known about GPUs."""
     return any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
 
 def count_cores() -> int:
-    """Logical cores that this process may use: its affinity, cut to the least CPU quota of its control groups."""
+    """Count the logical cores for this process: its affinity, limited by the CPU quotas of its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *_quotas()]))
 
 
 def _quotas() -> Iterator[int]:
-    """Cores that the processes of each of this process' control groups may use together, rounded up to an integer."""
+    """Yield the CPU quota of each of this process's control groups, in cores, rounded up."""
     for group in own_groups("cpu"):
         of_version_1 = (read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         quota, period = (read_text(group / "cpu.max").split() or [*of_version_1])[:2]
-        if quota.isdigit() and period.isdigit():  # else "max" or -1, or no such file
+        if quota.isdigit() and period.isdigit():  # "max", -1 or a missing file means no quota
             yield -(-int(quota) // int(period))
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on TCP `port` of this machine now."""
+    """Return whether a server could listen on TCP `port` of this machine now."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
         try:
@@ -154,7 +154,7 @@ def port_is_free(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The cores of each local rank, none where nothing is to be bound, and why."""
+    """The cores of each local rank, and the reason. Without cores, no process is bound."""
 
     cores: tuple[frozenset[int], ...]
     reason: str
@@ -163,23 +163,23 @@ class Binding:
 def choose_cores(
     processes: int, gpus: tuple[str | None, ...] = (), allowed: Collection[int] | None = None, system: Path = _SYSTEM
 ) -> Binding:
-    """The cores that each process should be bound to; none if there is only one usable NUMA node.
+    """Choose the cores that each process should be bound to; none if only one NUMA node is usable.
 
-    They are those of the node of its GPU. Where these nodes are not known, and on the CPU, each process gets an even
-    share of the nodes' cores: one node, or several where there are fewer processes than nodes.
+    A process gets the cores of its GPU's node. If a node is unknown, and on the CPU, each process gets an even share of
+    the nodes: one node, or several if there are fewer processes than nodes.
 
     Args:
-        processes: on this machine.
-        gpus: the PCI address of each process's GPU, None where it is not known; empty on the CPU.
-        allowed: the cores that may be used; by default this process's affinity.
-        system: where the kernel lists nodes and devices.
+        processes: the number of processes on this machine.
+        gpus: the PCI address of each process's GPU, None if unknown; empty on the CPU.
+        allowed: the usable cores; by default this process's affinity.
+        system: the folder in which the kernel lists nodes and devices.
     """
     if not hasattr(os, "sched_setaffinity"):
-        return Binding((), "this system binds no process to cores")
+        return Binding((), "this system cannot bind processes to cores")
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = {node: cores & usable for node, cores in read_nodes(system).items() if cores & usable}
     if len(nodes) < 2:
-        return Binding((), "all cores that may be used here are equally near to the memory: one NUMA node")
+        return Binding((), "all usable cores are equally near to the memory: one NUMA node")
     near = [_node_of(gpu, system) for gpu in gpus]
     if near and all(node in nodes for node in near):
         return Binding(tuple(nodes[node] for node in near if node is not None), "the NUMA node of its GPU")
@@ -189,7 +189,7 @@ def choose_cores(
 
 
 def read_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
-    """The logical cores of each NUMA node that has any."""
+    """Return the logical cores of each NUMA node that has any."""
     nodes = {}
     for folder in (system / "devices" / "system" / "node").glob("node[0-9]*"):
         if cores := parse_cores(read_text(folder / "cpulist")):
@@ -198,12 +198,12 @@ def read_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
 
 
 def find_gpus(processes: int, environ: Mapping[str, str], driver: Path = _GPU_DRIVER) -> tuple[str | None, ...]:
-    """The PCI address of the GPU of each local rank, as NVIDIA's driver numbers them; None for what it does not list.
+    """Return the PCI address of each local rank's GPU, in the order of NVIDIA's driver; None if it is not listed.
 
     Args:
-        processes: on this machine, on one GPU each.
-        environ: `CUDA_VISIBLE_DEVICES` says which GPUs they see.
-        driver: where the driver lists its GPUs.
+        processes: the number of processes on this machine, with one GPU each.
+        environ: the environment; `CUDA_VISIBLE_DEVICES` selects the visible GPUs.
+        driver: the folder in which the driver lists its GPUs.
     """
     found = sorted(folder.name for folder in driver.glob("*:*"))
     names = environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -214,7 +214,7 @@ def find_gpus(processes: int, environ: Mapping[str, str], driver: Path = _GPU_DR
 
 
 def number_ranges(numbers: Collection[int]) -> str:
-    """Numbers, of cores or ranks, as the kernel writes those of cores: `0-3,8`."""
+    """Return numbers of cores or ranks in the kernel's list format: `0-3,8`."""
     ordered = sorted(numbers)
     firsts = [number for number in ordered if number - 1 not in numbers]
     lasts = [number for number in ordered if number + 1 not in numbers]
@@ -222,7 +222,7 @@ def number_ranges(numbers: Collection[int]) -> str:
 
 
 def _share(nodes: list[frozenset[int]], rank: int, processes: int) -> frozenset[int]:
-    """The nodes of one rank: neighbours share one, or each has several."""
+    """Return the cores of one rank's nodes: neighbouring ranks share a node, or each rank has several."""
     first = rank * len(nodes) // processes
     last = max(first + 1, (rank + 1) * len(nodes) // processes)
     return frozenset().union(*nodes[first:last])
@@ -230,7 +230,7 @@ def _share(nodes: list[frozenset[int]], rank: int, processes: int) -> frozenset[
 
 def _node_of(gpu: str | None, system: Path) -> int | None:
     number = "" if gpu is None else read_text(system / "bus" / "pci" / "devices" / gpu.lower() / "numa_node")
-    return int(number) if number.isdigit() else None  # -1: not known
+    return int(number) if number.isdigit() else None  # -1 means unknown
 
 
 def _uuid(gpu: Path) -> str:
@@ -239,7 +239,7 @@ def _uuid(gpu: Path) -> str:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """The kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
+    """Parse the kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
     cores: set[int] = set()
     for piece in text.strip().split(",") if text.strip() else ():
         first, _, last = piece.partition("-")
@@ -250,38 +250,38 @@ def parse_cores(text: str) -> frozenset[int]:
 _LOOK_S: Final = 1.0
 _STATUS: Final = Path("/proc/self/status")
 _CAP_IPC_LOCK: Final = 14  # linux/capability.h
-# Files of a control group of version 2, then 1: a limit, and what is taken; how the counts in `memory.stat` begin that
-# include the groups below it (in version 2 all do).
+# Files of a control group of version 2, then 1: the limit and the usage. Then the prefixes of the counts in
+# `memory.stat` that include the groups below (in version 2 all do): those of the lists, and of dirty pages.
 _LIMITS: Final = (
     ("memory.max", "memory.current", "", "file_"),
-    ("memory.high", "memory.current", "", "file_"),  # above it processes hardly run
+    ("memory.high", "memory.current", "", "file_"),  # above this soft limit, the kernel slows processes to a crawl
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_"),
 )
 
 
 def total_cpu_memory() -> int:
-    """Bytes that this process and its workers may have at most: the machine's, or the least limit that holds here.
+    """Return the most bytes that this process and its workers may use: the machine's memory or the smallest limit.
 
-    Limits are those of the control groups (of a container, or a scheduler's job) from this process' own up to the root,
-    and `ulimit -v`.
+    Limits are `ulimit -v` and those of the control groups (of a container or a scheduler's job), from this process's
+    own group up to the root.
     """
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
 def available_cpu_memory() -> int:
-    """Bytes that could be taken now without swapping: the kernel's estimate, or the least that a limit leaves.
+    """Return the bytes that are available now without swapping: the kernel's estimate, or the rest of a limit if less.
 
-    See `total_cpu_memory`. Of what a limit counts as taken, `_reclaimable` can be had.
+    See `total_cpu_memory` for limits. Memory that `_reclaimable` counts is available although a limit includes it.
     """
     return max(0, min([int(psutil.virtual_memory().available), *(limit - taken for limit, taken in _limits())]))
 
 
 class MemoryWatch:
-    """Looks every second, while it is entered.
+    """A context that reads the memory every second.
 
     Attributes:
-        available: bytes that could be had at the last look; None before the first.
-        resident: bytes in memory of each child of this process at the last look that found it, by process id.
+        available: available bytes at the last reading; None before the first one.
+        resident: process id of each child → its bytes in memory at the last reading that found it.
     """
 
     def __init__(self) -> None:
@@ -300,8 +300,10 @@ class MemoryWatch:
 
     @property
     def kills(self) -> int | None:
-        """Processes that the kernel has killed since for want of memory, in this container where it has a limit of
-        its own; None where the system does not count them."""
+        """Number of processes that the kernel has killed for lack of memory since this object was created.
+
+        None if the system does not count them. If this container has its own limit, only its processes count.
+        """
         now = count_memory_kills()
         return None if now is None or self._kills_before is None else now - self._kills_before
 
@@ -312,26 +314,26 @@ class MemoryWatch:
 
 
 def count_memory_kills() -> int | None:
-    """Processes that the kernel has ever killed here for want of memory; None where it does not count them."""
+    """Count the processes that the kernel has ever killed here because memory ran out; None if it does not count."""
     files = [folder / name for folder in own_groups("memory") for name in ("memory.events", "memory.oom_control")]
-    files.append(PROC / "vmstat")  # the complete machine's
+    files.append(PROC / "vmstat")  # the count of the whole machine
     counts = (read_numbers(file).get("oom_kill") for file in files)
     return next((count for count in counts if count is not None), None)
 
 
 def largest_processes(count: int) -> list[tuple[int, int, str]]:
-    """Bytes in memory, id and name of the largest processes that can be seen here, without this one; largest first."""
+    """Return bytes in memory, id and name of the largest visible processes except this one, largest first."""
     numbers = [int(entry.name) for entry in PROC.glob("[0-9]*")]
     sizes = sorted(((_resident_bytes(pid), pid) for pid in numbers if pid != os.getpid()), reverse=True)
     return [(size, pid, read_text(PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Every limit of this process' memory, and how many bytes of it are taken; no limit may be a huge number."""
+    """Yield every limit of this process's memory, and its used bytes. A huge number may stand for no limit."""
     for group in own_groups("memory"):
         for limit, taken, lists, writes in _LIMITS:
             size = read_text(group / limit)
-            if size.isdigit():  # else "max", or no such file
+            if size.isdigit():  # "max" or a missing file means no limit
                 yield int(size), int(read_text(group / taken) or 0) - _reclaimable(group, lists, writes)
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address_space != resource.RLIM_INFINITY:
@@ -339,13 +341,14 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(group: Path, lists: str, writes: str) -> int:
-    """Bytes that a control group is charged for and that the kernel frees before a process is refused memory.
+    """Return the bytes of a control group that the kernel frees before it refuses memory to a process.
 
-    These are the pages of files on its two lists for reclaim. It prefers the inactive list, but moves pages over from
-    the active one as soon as it needs them, so that both can be had, as in the kernel's own `MemAvailable`. A page that
-    was written and is not on the disk yet cannot be freed before it is, and such pages are on the same lists: they are
-    taken off. What else a group counts as `file` is on other lists: pages of tmpfs and of shared memory have no file to
-    be read from again, and are among the anonymous ones; what a process has locked is unevictable.
+    These are the file pages on its two reclaim lists. The kernel prefers the inactive list, but moves pages over from
+    the active one when needed. So both count, as in the kernel's own `MemAvailable`. Dirty pages are on the same lists,
+    but cannot be freed before they are on the disk, so they are subtracted.
+
+    Other pages that a group counts as `file` are on other lists. Pages of tmpfs and shared memory have no file to read
+    from again, and are on the anonymous lists. Locked pages are unevictable.
     """
     stat = Counter(read_numbers(group / "memory.stat"))
     on_lists = stat[f"{lists}inactive_file"] + stat[f"{lists}active_file"]
@@ -353,7 +356,7 @@ def _reclaimable(group: Path, lists: str, writes: str) -> int:
 
 
 def _children() -> list[int]:
-    """Processes that any thread of this one has started."""
+    """Return the ids of the processes that any thread of this process has started."""
     return [int(pid) for task in PROC.glob("self/task/*/children") for pid in read_text(task).split()]
 
 
@@ -363,20 +366,20 @@ def _resident_bytes(pid: int) -> int:
 
 
 def lockable_bytes() -> int | None:
-    """What a process may lock, as `ulimit -l` says; None without a limit, as for root, or CAP_IPC_LOCK."""
+    """Return the bytes that this process may lock (`ulimit -l`); None without a limit, as with CAP_IPC_LOCK or root."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    lines = read_text(_STATUS).splitlines()  # none where this is not Linux
+    lines = read_text(_STATUS).splitlines()  # empty on systems other than Linux
     held = next((line for line in lines if line.startswith("CapEff:")), "CapEff: 0")
     has_capability = int(held.split()[1], 16) >> _CAP_IPC_LOCK & 1
     return None if limit == resource.RLIM_INFINITY or has_capability else limit
 
 
 class Meter:
-    """Throughput between two readings.
+    """A meter of throughput between two readings.
 
     Args:
-        processes: how many run, each taken to be as fast as this one.
-        device: where this process computes.
+        processes: the number of processes. All are assumed to be as fast as this one.
+        device: the device on which this process computes.
     """
 
     def __init__(self, processes: int, device: torch.device) -> None:
@@ -385,7 +388,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def read(self, units: int, unit: str) -> dict[str, float]:
-        """`<unit>_per_second` since the last reading, if any `units` are given, and `memory_available_gb`."""
+        """Return `<unit>_per_second` since the last reading, if `units` is not 0, and `memory_available_gb`."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         values = {f"{unit}_per_second": units * self._processes / max(seconds, 1e-9)} if units else {}
@@ -393,17 +396,17 @@ class Meter:
 
 
 def memory_available_bytes(device: torch.device) -> int:
-    """Memory that could still be taken: of a GPU, else of the CPUs."""
+    """Return the available memory in bytes: of the GPU for a CUDA device, otherwise CPU memory."""
     if device.type == "cuda":
         import torch
 
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch's allocator
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     return available_cpu_memory()
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the memory that torch's allocator holds unused to the device.
+    """Release the unused memory of torch's allocator to the device.
 
     Args:
         garbage_collection: collect garbage first, which takes long.
@@ -412,18 +415,18 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         gc.collect()
     import torch
 
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+    torch.cuda.empty_cache()  # does nothing if CUDA was not used
 
 
-# A folder for NVMe offload: its file system, its free space, whether it takes O_DIRECT, and how fast it is.
+# Measurement of a folder for NVMe offload: file system, free space, support of O_DIRECT, and speed.
 _DISK_BLOCK: Final = 8 << 20
-_DISK_SECONDS: Final = 0.4  # each of writing and reading
+_DISK_SECONDS: Final = 0.4  # for writing, and again for reading
 _DISK_MOST: Final = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What was measured of a folder; speeds in bytes per second, None where O_DIRECT is refused."""
+    """The measurements of a folder. Speeds are in bytes per second, None if O_DIRECT is refused."""
 
     filesystem: str
     free: int
@@ -433,9 +436,9 @@ class Disk:
 
 
 def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk | None:
-    """Measure for about a second, with one file that is removed; None where no file can be made.
+    """Measure a folder for about a second, with a temporary file; None if no file can be created.
 
-    A folder that is not there yet is measured by the nearest one above it, and is not made.
+    For a missing folder, its nearest existing parent is measured. The folder is not created.
     """
     there = existing_folder(folder)
     try:
@@ -453,24 +456,24 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
 
 
 def filesystem_of(folder: Path, mounts: Path) -> str:
-    """The kind of file system that a folder is on, from the kernel's `mountinfo`."""
+    """Return the kind of a folder's file system, from the kernel's `mountinfo`."""
     above = [mount for mount in read_mounts(mounts) if folder.resolve().is_relative_to(mount.folder)]
     above.sort(
         key=lambda mount: len(mount.folder)
-    )  # of two on one folder the later stays the last: it covers the other
+    )  # the sort is stable: of two mounts on one folder, the later one covers the other and stays last
     return above[-1].kind if above else "unknown"
 
 
 def _measure(file: str, most: int) -> tuple[float, float] | None:
-    """Bytes per second of writing and of reading past the page cache; None where O_DIRECT is refused."""
+    """Measure writing and reading without the page cache, in bytes per second; None if O_DIRECT is refused."""
     if not hasattr(os, "O_DIRECT") or most < _DISK_BLOCK:
         return None
-    block = mmap.mmap(-1, _DISK_BLOCK)  # O_DIRECT wants memory at a page's border
+    block = mmap.mmap(-1, _DISK_BLOCK)  # O_DIRECT requires page-aligned memory
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
     except OSError:

@@ -1,4 +1,4 @@
-"""By which of its addresses and interfaces this machine reaches another one."""
+"""Finds the addresses and interfaces with which this machine reaches another one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Final
 
 import psutil
 
-OWN_ADDRESS: Final = "127.0.0.1"  # by which processes of one machine find each other, and nobody else finds them
-_ANY_PORT: Final = 9  # nothing is sent: connecting a datagram socket only asks for the route
+OWN_ADDRESS: Final = "127.0.0.1"  # connects the processes of one machine, and is unreachable from others
+_ANY_PORT: Final = 9  # any number works, because nothing is sent: connecting a datagram socket only finds the route
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine that `host` sees; None where that is not known.
+    """Return the address of this machine that `host` sees; None if unknown.
 
-    Many systems give their own name the loopback's address, which says nothing of the network: not known either.
+    It is also unknown if a name resolves to loopback, as many systems' own name does: this says nothing about the
+    network.
     """
     found = _resolve(host)
     if found is None or (is_loopback(host) and found[1] != host and host != "localhost"):
@@ -32,37 +33,37 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which `host` is reached, e.g. `eth0`; None where it is not known.
+    """Return the network interface that leads to `host`, e.g. `eth0`; None if unknown.
 
-    For `host` itself that is the interface that carries the address, not the loopback that the route would name.
+    If `host` is this machine, the interface is the one with the address, not the loopback interface of the route.
     """
     address = address_towards(host)
     return None if address is None else _interface_of(address)
 
 
 def network_variables(host: str, *, nccl: bool) -> dict[str, str]:
-    """The variables that make gloo, and NCCL too, use the network interface by which `host` is reached, if it is known.
+    """Return the variables that make gloo, and NCCL on request, use the interface that leads to `host`, if known.
 
-    By default gloo uses the interface of this machine's host name, which on many systems other machines cannot reach.
+    By default, gloo uses the interface of this machine's host name. On many systems, other machines cannot reach it.
     """
     interface = interface_towards(host)
     if interface is None:
         return {}
-    # without the "=", NCCL would take the name as a prefix
+    # Without the "=", NCCL would take the name as a prefix.
     return {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if nccl else {})}
 
 
 def host_of(endpoint: str) -> str:
-    """The host of `host:port`, `[address]:port` or `host`."""
+    """Return the host of `host:port`, `[address]:port` or `host`."""
     host, colon, port = endpoint.rpartition(":")
     return (host if colon and port.isdigit() else endpoint).strip("[]")
 
 
 def own_address(host: str) -> str | None:
-    """The address by which all who know this machine as `host` reach it; None where that is not sure.
+    """Return the address that every machine uses for `host`, if this machine is `host`; None if this is not certain.
 
-    Not sure are a name with several addresses, which others may try in another order, and one that leads to loopback
-    here and elsewhere to the network.
+    It is not certain for a name with several addresses, which others may try in another order. It is not certain either
+    for a name that means loopback here, but may mean a network address elsewhere.
     """
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
@@ -74,7 +75,7 @@ def own_address(host: str) -> str | None:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` names an address of this machine."""
+    """Return whether `host` names an address of this machine."""
     found = _resolve(host)
     if found is None:
         return False
@@ -88,15 +89,15 @@ def is_own_address(host: str) -> bool:
 
 
 def own_name_resolves() -> bool:
-    """Whether this machine's own name leads to an address, as seen from this machine."""
+    """Return whether this machine can resolve its own name."""
     return _resolve(socket.gethostname()) is not None
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at `port` of the one address of this machine that `host` names; 0 takes a free port.
+    """Open a socket that listens at `port` of this machine's address `host` only; port 0 takes a free port.
 
     Raises:
-        OSError: it is no address of this machine, or the port is taken.
+        OSError: `host` is not an address of this machine, or the port is taken.
     """
     found = _resolve(host)
     if found is None:
@@ -114,7 +115,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def try_to_connect(host: str, port: int, seconds: float) -> OSError | None:
-    """Why nothing that listens there can be reached, None if it can."""
+    """Try to connect to a listener. Return the error, or None on success."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except OSError as error:
@@ -123,7 +124,7 @@ def try_to_connect(host: str, port: int, seconds: float) -> OSError | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means, on every machine, that machine itself."""
+    """Return whether `host` is a loopback address, with which every machine means itself."""
     found = _resolve(host)
     return found is not None and ipaddress.ip_address(_without_scope(found[1])).is_loopback
 

@@ -1,4 +1,4 @@
-"""Builds of C++ ops: which a run loads, what they need, and locks of killed ones, on which torch waits silently."""
+"""Builds of C++ ops: the ops of a run, their tools, and locks of killed builds, for which torch waits silently."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 _CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
 _GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
-_QUIET_S: Final = 180.0  # a build that goes on elsewhere writes something within it
+_QUIET_S: Final = 180.0  # a running build on another machine writes some file within this time
 _LOOK_S: Final = 0.5
-# From this torch on a builder locks its file by the kernel, which frees it when a builder is killed. The file stays.
+# Since this torch, a builder uses a kernel lock, which the kernel releases if the builder is killed. The file stays.
 _LOCKED_BY_KERNEL: Final = "2.14"
 
 INSTALL_COMPILER: Final = "sudo apt-get install g++   (Fedora: sudo dnf install gcc-c++; conda: conda install gxx)"
@@ -42,17 +42,17 @@ _WITHOUT_OP: Final = {
         "is slower.",
     ),
     **dict.fromkeys(_GPU_OPS.values(), "torch_adam: true in optimizer.params: Adam and AdamW are then torch's own."),
-    **dict.fromkeys(("async_io", "pin_memory"), "device: cpu in place of nvme."),
+    **dict.fromkeys(("async_io", "pin_memory"), "device: cpu instead of nvme."),
 }
 
 
 def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[str]:
-    """DeepSpeed's ops that a run loads, by the names of their builders.
+    """Return the DeepSpeed ops that a run loads, by the names of their builders.
 
     Args:
-        training: the run's configuration; an open offload device may come to be any.
-        optimizer: the class or `type` of what the engine is given or builds, in small letters; None for none.
-        on_gpu: whether it computes on GPUs.
+        training: the run's configuration. An open offload device may become any device.
+        optimizer: the class or `type` of the engine's optimizer, in small letters; None without one.
+        on_gpu: whether the run computes on GPUs.
     """
     zero = training.section("zero_optimization")
     devices = list(offload_devices(training).values())
@@ -71,7 +71,7 @@ def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[s
 
 
 def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
-    """Where torch keeps the ops of this Python and this torch."""
+    """Return the folder in which torch keeps the ops of this Python and this torch."""
     if environ.get("TORCH_EXTENSIONS_DIR"):
         return _root_folder(environ)
     kind = f"cu{torch_cuda.replace('.', '')}" if torch_cuda else "cpu"
@@ -84,17 +84,17 @@ def _root_folder(environ: Mapping[str, str]) -> Path:
 
 
 def missing_builds(ops: Collection[str], folder: Path) -> list[str]:
-    """The `ops` that are not built in `folder`."""
+    """Return the `ops` that are not built in `folder`."""
     return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
 
 
 def find_libaio(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Path | None, Path | None]:
-    """The header and the library, where a compiler looks; None for one that is not there.
+    """Find the header and the library of libaio in a compiler's folders; None for a missing one.
 
     Args:
-        environ: `CPATH`, `CFLAGS` and `CONDA_PREFIX` name further folders of headers, `LIBRARY_PATH` and `LDFLAGS` of
-            libraries.
-        root: of the file system.
+        environ: the environment. `CPATH`, `CFLAGS` and `CONDA_PREFIX` name more folders for headers; `LIBRARY_PATH`,
+            `LDFLAGS` and `CONDA_PREFIX` for libraries.
+        root: the root of the file system.
     """
     headers = (folder / "libaio.h" for folder in _folders(environ, "CPATH", "CFLAGS", "-I", "include", root))
     libraries = (
@@ -118,16 +118,16 @@ def _folders(
 
 
 def describe_missing_tools(ops: Collection[str], folder: Path, environ: Mapping[str, str]) -> str | None:
-    """What building or loading `ops` lacks on this machine, and what to write to do without it; None for nothing.
+    """Describe the tools that this machine lacks to build or load `ops`, and how to do without; None if complete.
 
     Args:
-        ops: those that a run loads.
-        folder: where they are built.
-        environ: with `PATH` and `CXX`.
+        ops: the ops that a run loads.
+        folder: the folder of their builds.
+        environ: the environment, with `PATH` and `CXX`.
     """
     to_build, missing = missing_builds(ops, folder), {}
     path, compiler = environ.get("PATH", ""), environ.get("CXX", "c++")
-    if ops and shutil.which("ninja", path=path) is None:  # torch asks for it for an op that is built too
+    if ops and shutil.which("ninja", path=path) is None:  # torch needs ninja even to load a built op
         missing["ninja is not on the PATH"] = INSTALL_NINJA
     if to_build and shutil.which(shlex.split(compiler)[0], path=path) is None:
         missing[f"the C++ compiler {compiler} is not on the PATH"] = INSTALL_COMPILER
@@ -142,11 +142,10 @@ def describe_missing_tools(ops: Collection[str], folder: Path, environ: Mapping[
 
 
 def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
-    """Locks of `ops` in `folder` that no process of this machine holds, as far as that can be seen.
+    """Find locks of `ops` in `folder` that no process of this machine holds, as far as visible.
 
-    torch's builder creates `lock` in the folder of the op and keeps it open while it compiles, and also while it only
-    looks whether there is something to compile; a process that is killed then leaves the file behind. A newer torch
-    waits for no such file.
+    torch's builder creates `lock` in the op's folder. It keeps the file open while it compiles or checks whether to
+    compile. A process killed meanwhile leaves the file behind. A newer torch ignores the file.
     """
     if is_at_least("torch", _LOCKED_BY_KERNEL):
         return []
@@ -155,10 +154,10 @@ def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
 
 
 def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
-    """Raise if there is a stale lock of an op that this run loads; first wait for one that another machine may hold.
+    """Raise if an op that this run loads has a stale lock. Wait first, because another machine may hold the lock.
 
     Raises:
-        MachineError: naming the lock and the command that removes it.
+        MachineError: a lock is stale. The message names the lock and the command that removes it.
     """
     warned: list[Path] = []
     while stale := find_stale_build_locks(ops, folder):
@@ -170,13 +169,13 @@ def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
             )
         if stale != warned:
             names = ", ".join(lock.parent.name for lock in stale)
-            _log.warning("waiting for a build of %s that no process of this machine does. %s", names, advice)
+            _log.warning("waiting for a build of %s, which no process of this machine runs. %s", names, advice)
             warned = stale
         time.sleep(_LOOK_S)
 
 
 class RunningBuilds:
-    """What processes are building, so that it ends with them: a killed builder leaves its compilers and its lock."""
+    """The builds of some processes, to end with them: a killed builder leaves its compilers and its lock."""
 
     def __init__(self) -> None:
         self._compilers: set[tuple[int, Path]] = set()
@@ -194,9 +193,9 @@ class RunningBuilds:
         self._compilers |= {(process, cwd) for process in family if (cwd := _working_folder(process)) in folders}
 
     def end(self) -> None:
-        """Once the processes are gone: end what still compiles for them, and remove the locks that they left."""
+        """Kill the compilers of processes that are gone, and remove their leftover locks."""
         for process, folder in self._compilers:
-            if _working_folder(process) == folder:  # else it has ended, and another may have its number
+            if _working_folder(process) == folder:  # otherwise it has ended, and its id may be reused
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
         for lock in self._locks:
@@ -205,7 +204,7 @@ class RunningBuilds:
 
 
 def _last_change(folder: Path) -> float:
-    """When something in `folder` was last written; now, where it is gone."""
+    """Return the time of the last write in `folder`; now if it is gone."""
     times = []
     for file in (folder, *folder.iterdir()) if folder.is_dir() else ():
         with suppress(OSError):
@@ -214,16 +213,16 @@ def _last_change(folder: Path) -> float:
 
 
 def _is_open_somewhere(file: Path) -> bool:
-    """Whether a process of this machine has `file` open; True where that cannot be seen.
+    """Return whether a process of this machine has `file` open; True if unknown.
 
-    It cannot be seen without /proc, nor of a file of another user who has processes here. A builder creates its lock
-    itself, so that processes of anyone but the file's owner do not count where their files cannot be seen.
+    It is unknown without /proc, and if the file's owner has processes here whose files are not visible. Hidden files of
+    other users' processes are ignored, because a builder creates its lock itself and so owns it.
     """
     if not Path("/proc").is_dir():
         return True
     wanted = file.resolve()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process, or the file, may be gone meanwhile
+        with suppress(OSError):  # the process or the file may be gone by now
             try:
                 if any(_target(descriptor) == wanted for descriptor in (process / "fd").iterdir()):
                     return True
@@ -254,7 +253,7 @@ def _target(link: Path) -> Path | None:
 
 
 def _with_children(processes: Collection[int]) -> set[int]:
-    """These processes, and all that they have started and that has not ended."""
+    """Return these processes and all their living descendants."""
     stats = {int(folder.name): process_stat(int(folder.name)) for folder in PROC.glob("[0-9]*")}
     parents = {process: int(stat[1]) for process, stat in stats.items() if stat}
     family = set(processes)

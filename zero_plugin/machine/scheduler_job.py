@@ -1,4 +1,4 @@
-"""The variables of each launcher; the place of a task of srun or mpirun, and the machines of the job around it."""
+"""The variables of each launcher; the place of a task of srun or mpirun; and the machines of the scheduler's job."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Final
 from zero_plugin.errors import LaunchError
 from zero_plugin.machine.network import OWN_ADDRESS
 
-_SPECIAL_STEP: Final = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
-_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
+_SPECIAL_STEP: Final = 0xFFFFFFF0  # SLURM gives batch scripts and interactive shells step ids from here
+_FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems assign automatically
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables by which a kind of launcher tells a process its place; "" where it has none for a fact.
+    """The names of the variables in which a kind of launcher describes a process's place; "" for a missing one.
 
     Attributes:
         rank, world_size: index and number of processes.
         local_rank, local_size: the same on this machine.
         machine, machines: index and number of machines.
-        address, port: where rank 0 is.
-        hint: how its user gives all processes the address of rank 0.
+        address, port: address and port of rank 0.
+        hint: how a user passes the address of rank 0 to all processes.
     """
 
     rank: str = ""
@@ -40,13 +40,13 @@ class Launcher:
     hint: str = ""
 
 
-_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the best first
+_MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # they differ between jobs; the better one first
 
-# torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher and what people export themselves.
+# For torchrun, Ray, PyTorchJob, Lightning, DeepSpeed's launcher, and variables that users export themselves.
 TORCH: Final = Launcher(
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"), address="MASTER_ADDR", port="MASTER_PORT"
 )
-# Kubernetes' TrainJob and PyTorchJob: the defaults of torchrun's own flags in a container.
+# For Kubernetes' TrainJob and PyTorchJob: the defaults of torchrun's own flags in a container.
 KUBERNETES: Final = Launcher(
     *("", "", "", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 )
@@ -72,14 +72,15 @@ MPI: Final = (_OPEN_MPI, _MVAPICH, _PMI)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One process among those that a launcher started.
+    """The place of one process among those that a launcher started.
 
     Attributes:
         rank, world_size: index and number of processes.
-        local_rank, local_size: the same on this machine; None where only the others know how many are here.
-        main_address: machine of rank 0; "" where only the user knows it.
-        port: where rank 0 listens there: given, or one that all derive alike and other jobs hardly; "" if unknown.
-        launcher: whose variables say so.
+        local_rank, local_size: the same on this machine. The size is None if no variable has it.
+        main_address: the machine of rank 0; "" if only the user knows it.
+        port: the port of rank 0: given, or derived from the job, so equal for all processes and rarely another job's.
+            "" if unknown.
+        launcher: the launcher whose variables were read.
     """
 
     rank: int
@@ -92,14 +93,14 @@ class Place:
 
     @property
     def source(self) -> str:
-        """The variable that says which of the processes this is."""
+        """The variable with this process's number."""
         return self.launcher.rank or self.launcher.machine
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The place as torchrun would describe it; what `environ` says of the meeting point is kept.
+        """Return the place in torchrun's variables. An address and port in `environ` are kept.
 
         Raises:
-            LaunchError: nobody says where rank 0 is.
+            LaunchError: the address of rank 0 is unknown.
         """
         address = environ.get(TORCH.address) or self.main_address
         port = environ.get(TORCH.port) or self.port
@@ -108,14 +109,14 @@ class Place:
             raise LaunchError(
                 f"{self.source} is set, so this is one of {self.world_size} processes, but {' and '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not set: nothing says where rank 0 is.\n"
-                f"{self._how_to_say_where()} To run one process, unset {self.source} and what else describes several "
+                f"{self._how_to_say_where()} To run one process, unset {self.source} and its related variables "
                 f'(in a notebook: os.environ.pop("{self.source}")).'
             )
         read_port(port, TORCH.port if environ.get(TORCH.port) else self.launcher.port)
         return {**self.numbers(), TORCH.address: address, TORCH.port: port}
 
     def numbers(self) -> dict[str, str]:
-        """The place as torchrun would describe it, without where rank 0 is."""
+        """Return the place in torchrun's variables, without the address and port of rank 0."""
         numbers = {TORCH.rank: self.rank, TORCH.world_size: self.world_size, TORCH.local_rank: self.local_rank}
         here = {} if self.local_size is None else {TORCH.local_size: self.local_size}
         return {name: str(number) for name, number in (numbers | here).items()}
@@ -124,23 +125,24 @@ class Place:
         if self.launcher.hint:
             return f"Give all of them the machine of rank 0 ({self.launcher.hint})."
         return (
-            f"Set {TORCH.address} to the machine of rank 0 ({OWN_ADDRESS} where all are on this one) and {TORCH.port} "
-            "to a free port there, for all processes alike; or start the script with torchrun or `zero-plugin launch`."
+            f"Set {TORCH.address} to the machine of rank 0 ({OWN_ADDRESS} if all are on this one) and {TORCH.port} "
+            "to a free port there, the same for all processes. Or start the script with torchrun or `zero-plugin "
+            "launch`."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The machines of the job that a launcher runs in.
+    """The machines of the job in which a launcher runs.
 
     Attributes:
-        machines: how many.
-        machine_rank: which of them this is; None in a batch script, which runs on the first alone.
-        main_address: the first of them; "" where only the user knows it.
-        port: one that all launchers derive alike.
-        launchers_here: how many of the job's tasks run on this machine, each of them a launcher.
-        sources: the variables that say so, by what they say.
-        processes: on all machines together; None where the launcher counts them.
+        machines: the number of machines.
+        machine_rank: this machine's index; None in a batch script, which only runs on the first machine.
+        main_address: the first machine; "" if only the user knows it.
+        port: the port of rank 0, which all launchers derive from the job.
+        launchers_here: the number of the job's tasks on this machine. Each task is a launcher.
+        sources: fact → the variable that it was read from.
+        processes: the number of processes on all machines; None if the launcher counts them.
     """
 
     machines: int
@@ -153,25 +155,25 @@ class Allocation:
 
 
 def number_of(environ: Mapping[str, str], name: str) -> int:
-    """The integer that the variable holds.
+    """Return the integer value of a variable.
 
     Raises:
-        LaunchError: it holds something else.
+        LaunchError: its value is not an integer.
     """
     try:
         return int(environ[name])
     except ValueError:
         raise LaunchError(
-            f"{name}={environ[name]} is not an integer.\nA launcher sets it, to number this process among those of its "
-            f"run. Start the script with `zero-plugin launch` or torchrun; or unset {name}, to run one process."
+            f"{name}={environ[name]} is not an integer.\nA launcher sets it to this process's number in the run. Start "
+            f"the script with `zero-plugin launch` or torchrun; or unset {name}, to run one process."
         ) from None
 
 
 def read_port(text: str, name: str) -> int:
-    """The number of a port.
+    """Return the number of a port.
 
     Raises:
-        LaunchError: the variable holds something else.
+        LaunchError: the text is not the number of a port.
     """
     if text.isdigit() and 0 < int(text) < 2**16:
         return int(text)
@@ -182,10 +184,10 @@ def read_port(text: str, name: str) -> int:
 
 
 def find_task_place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place among the tasks of `mpirun` or `srun`; None if it is the only one.
+    """Find this process's place among the tasks of `mpirun` or `srun`; None if it is the only one.
 
-    mpirun inside a SLURM job starts its daemons by srun, so that its processes have the variables of both: mpirun's are
-    right. But srun itself may set PMI_RANK, without MPI_LOCALRANKID: then SLURM's are.
+    In a SLURM job, mpirun starts its daemons by srun, so its processes have the variables of both: mpirun's are right.
+    But srun itself may set PMI_RANK, without MPI_LOCALRANKID: then SLURM's are right.
     """
     by_mpi = _mpi_launcher(environ)
     if _is_srun_task(environ) and (by_mpi is None or (by_mpi is _PMI and by_mpi.local_rank not in environ)):
@@ -198,7 +200,7 @@ def find_task_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The machines that the job gives to this launcher: SLURM's, MPI's or Kubernetes'; None outside of a job."""
+    """Find the machines that a job of SLURM, MPI or Kubernetes gives to this launcher; None outside of a job."""
     if _is_srun_task(environ):
         place = _slurm_place(environ)
         sources = {"machines": _SLURM.machines, "rank": _SLURM.machine, "address": _SLURM.address}
@@ -218,7 +220,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
-    """From torchrun's flags in a container's environment; None where it is alone, or machines number themselves."""
+    """Read torchrun's flags in a container's environment; None if it is alone, or if torchrun assigns machine ranks."""
     machines, each = environ.get(KUBERNETES.machines, "1"), environ.get(KUBERNETES.local_size, "")
     if machines == "1" or not machines.isdigit() or KUBERNETES.machine not in environ:
         return None
@@ -236,7 +238,7 @@ def _allocation_in_kubernetes(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """SLURM's short form of host names in full: `n[01-03,7],login` is n01, n02, n03, n7, login."""
+    """Expand SLURM's short form of host names: `n[01-03,7],login` is n01, n02, n03, n7, login."""
     hosts = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[\]\s])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", item)  # text, numbers, text, …
@@ -255,7 +257,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this; a batch script and an interactive shell have most of SLURM's variables too."""
+    """Return whether `srun` started this. Batch scripts and interactive shells have most of SLURM's variables too."""
     step = environ.get("SLURM_STEP_ID", "")
     started = step.isdigit() and int(step) < _SPECIAL_STEP and _SLURM.rank in environ
     return started and "SLURM_PTY_PORT" not in environ
@@ -282,7 +284,10 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str], evenly: int) -> int:
-    """Tasks of this node, from `2(x3),1`: three nodes with two each, then one with one; `evenly` if it is not known."""
+    """Return the number of tasks on this node; `evenly` if unknown.
+
+    The variable's format is `2(x3),1`: three nodes with two tasks each, then one node with one.
+    """
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(_SLURM.local_size, "")):
         counts += [int(count)] * int(times or 1)
@@ -299,8 +304,8 @@ def _mpi_place(names: Launcher, environ: Mapping[str, str]) -> Place:
     local_rank = environ.get(names.local_rank) or environ.get(TORCH.local_rank) or ("0" if world == 1 else None)
     if local_rank is None:
         raise LaunchError(
-            f"{names.rank} is set but {names.local_rank} is not: nothing says which of this machine's processes this "
-            f"is.\nSet {TORCH.local_rank} for each process, or start them with `zero-plugin launch`."
+            f"{names.rank} is set but {names.local_rank} is not, so this process's number on its machine is unknown.\n"
+            f"Set {TORCH.local_rank} for each process, or start them with `zero-plugin launch`."
         )
     local_size = number_of(environ, names.local_size) if environ.get(names.local_size) else None
     alone = local_size == world

@@ -1,6 +1,6 @@
-"""Whether this machine has a TPU, found without torch and without waking it; and torch_xla's runtime for it.
+"""Detects a TPU without torch and without starting the TPU; and starts torch_xla's runtime for it.
 
-What is wrong with torch_xla or its devices is said in a sentence.
+Problems of torch_xla or its devices are described in a sentence.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from zero_plugin.config.installed import installed_version
 from zero_plugin.errors import LaunchError, MachineError
 
 PJRT_DEVICE: Final = "PJRT_DEVICE"  # selects the runtime that torch_xla loads
-_GOOGLE: Final = "0x1ae0"  # PCI vendor; as torch_xla 2.9 looks for chips, in torch_xla/_internal/tpu.py
+_GOOGLE: Final = "0x1ae0"  # PCI vendor. torch_xla 2.9 finds chips the same way, in torch_xla/_internal/tpu.py
 _CHIPS: Final = frozenset(("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"))  # v2/v3 v4 v5p v5e v6e v7x
-# A container may hide the PCI bus. Both folders of devices are others' too, so a variable has to say TPU as well.
+# A container may hide the PCI bus. Other devices use both folders too, so a variable must name a TPU as well.
 _NODES: Final = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
 _VARIABLES: Final = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "COLAB_TPU_ADDR")
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """By what a TPU is seen here, in half a sentence; "" where there is none, or where `PJRT_DEVICE` names another.
+    """Return the sign of a TPU here, in half a sentence; "" without a TPU, or if `PJRT_DEVICE` names another device.
 
     Args:
         environ: this process's environment.
@@ -56,12 +56,12 @@ _RUNTIMES: Final = ("TPU", "CPU")
 
 
 def find_version_problem(version: Callable[[str], str | None] = installed_version) -> str:
-    """What is wrong with the installed torch_xla, without importing it, and the command that fixes it; "" for nothing.
+    """Describe a problem of the installed torch_xla, with the command that fixes it; "" for none. Do not import it.
 
-    torch_xla names no torch that it needs, and is built for exactly one: of the same major and minor number.
+    torch_xla does not declare which torch it needs. It is built for the torch of the same major and minor version.
 
     Args:
-        version: the version of an installed package, None where it is missing.
+        version: returns the version of an installed package; None if it is missing.
     """
     xla, torch = version("torch_xla"), version("torch")
     if xla is None:
@@ -71,12 +71,12 @@ def find_version_problem(version: Callable[[str], str | None] = installed_versio
     wanted = ".".join(map(str, _minor(xla)))
     return (
         f"torch_xla {xla} is built for torch {wanted}, and this is torch {torch}: {_INSTALL}\n"
-        "In an environment of its own, if others need the newer torch."
+        "Use a separate environment if other packages need the newer torch."
     )
 
 
 def import_torch_xla() -> Any:
-    """The package, with its `runtime` and `core.xla_model`; nothing else in zero_plugin imports any of it.
+    """Import torch_xla, with its `runtime` and `core.xla_model`. Only this function in zero_plugin imports it.
 
     Raises:
         MachineError: it is missing, or is built for another torch than the installed one.
@@ -89,28 +89,28 @@ def import_torch_xla() -> Any:
         versions = f"torch_xla {installed_version('torch_xla')}, torch {installed_version('torch')}"
         raise MachineError(
             f"torch_xla cannot be imported ({versions}): {error}\nIt is built for one torch and for a Python with a "
-            f"shared libpython. Install the pair that belongs together: {_INSTALL}"
+            f"shared libpython. Install matching versions: {_INSTALL}"
         ) from error
 
 
 def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
     """Start the XLA runtime of this process, and return its name, `TPU` or `CPU`.
 
-    Before any `backward`: torch's autograd engine counts devices once, and crashes over those that come later.
+    Call this before any `backward`: torch's autograd engine counts devices once, and crashes on devices added later.
 
     Args:
-        environ: whether the user has chosen the CPU, to try things there.
+        environ: the environment. With `PJRT_DEVICE`, the user may choose the CPU to try things there.
 
     Raises:
-        LaunchError: it runs on something else than a TPU, which was not requested.
+        LaunchError: the runtime does not run on a TPU, and the user has not requested the CPU.
         MachineError: torch_xla or the runtime does not work here.
     """
-    asked = environ.get(PJRT_DEVICE, "")  # before the import, which sets it where it is open
+    asked = environ.get(PJRT_DEVICE, "")  # read before the import, which sets it if it is unset
     runtime = import_torch_xla().runtime
     found = str(runtime.device_type())
     if found not in _RUNTIMES or (found == "CPU" and not asked):
         runs_on = f"{PJRT_DEVICE} is {asked}" if asked else "torch_xla finds none here"
-        if not asked:  # torch_xla has set it, which a second try would take for the user's word
+        if not asked:  # torch_xla has set it, and a second try would take it for the user's choice
             os.environ.pop(PJRT_DEVICE, None)
         raise LaunchError(
             f"the run is to train on a TPU, but {runs_on}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
@@ -124,24 +124,24 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def explain_start(error: Exception) -> MachineError:
-    """What to raise where the XLA runtime has raised `error` at its start."""
+    """Return the error to raise if the start of the XLA runtime has raised `error`."""
     return MachineError(
         f"the XLA runtime does not start with {PJRT_DEVICE}={os.environ.get(PJRT_DEVICE, '')}: {error}\n"
-        f"Another process may hold the TPU, which serves one at a time; or libtpu is missing: {_INSTALL}"
+        f"Another process may hold the TPU, which serves one process at a time; or libtpu is missing: {_INSTALL}"
     )
 
 
 def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Compare the replicas that the XLA runtime sees with those that the launcher meant to start.
+    """Compare the number of replicas that the XLA runtime connects with the number that the launcher started.
 
-    Without it, processes that do not see each other train each by itself: their all-reduce does nothing, silently.
+    Without this check, unconnected processes would train separately: their all-reduce silently does nothing.
 
     Args:
         found: `torch_xla.runtime.world_size()`.
-        environ: `WORLD_SIZE` is what the launcher meant; absent where it left that to the runtime.
+        environ: the environment; `WORLD_SIZE` is the launcher's number, absent if the runtime decides.
 
     Raises:
-        LaunchError: they differ.
+        LaunchError: the numbers differ.
     """
     meant = environ.get("WORLD_SIZE", "")
     if not meant or int(meant) == found:
@@ -157,21 +157,22 @@ def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> Non
 def refuse_threads(found: int) -> None:
     """Refuse replicas that are threads of one process: they would share a process group and the state of a run.
 
-    torch_xla makes such where a process has several devices: TPU v2 and v3, and more than one with `PJRT_DEVICE=CPU`.
+    torch_xla makes threads if a process has several devices: TPU v2 and v3, and several replicas with
+    `PJRT_DEVICE=CPU`.
 
     Args:
         found: `torch_xla.runtime.world_size()`.
 
     Raises:
-        LaunchError: several replicas are threads of this process, and torch was not switched to process groups of each
-            thread's own.
+        LaunchError: several replicas are threads of this process, and torch was not switched to one process group per
+            thread.
     """
     if found == 1 or import_torch_xla().runtime.addressable_device_count() == 1:
         return
     groups = importlib.import_module("torch.distributed.distributed_c10d")
     if isinstance(groups._world, groups._World):
         raise LaunchError(
-            f"the XLA runtime runs {found} replicas of which several are threads of one process, as on TPU v2 and v3 "
+            f"the XLA runtime runs {found} replicas, and several are threads of one process, as on TPU v2 and v3 "
             f"and with {PJRT_DEVICE}=CPU. Each needs a process of its own, as on TPU v4 and newer.\n"
             "Start one replica: --num_processes 1."
         )

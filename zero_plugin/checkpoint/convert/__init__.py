@@ -1,4 +1,4 @@
-"""Checkpoints and models of other formats, to and from this package's: piece by piece, without a GPU."""
+"""Converts checkpoints and models between other formats and this package's: piece by piece, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zero_plugin.errors import CheckpointError
 
 
 def open_source(folder: Path, *, model: int | None = None, trust_pickle: bool = False) -> Source:
-    """A checkpoint of this package or of DeepSpeed, or a model folder.
+    """Open a checkpoint of this package or of DeepSpeed, or a model folder.
 
     Args:
-        folder: where it is.
-        model: which one of a checkpoint's, see `open_checkpoint`.
+        folder: the folder of the checkpoint or model.
+        model: which of a checkpoint's models, see `open_checkpoint`.
         trust_pickle: see `open_deepspeed`.
 
     Raises:
-        CheckpointError: it is none of these, or is damaged.
+        CheckpointError: the folder is none of these, or is damaged.
     """
     kind = recognise(folder)
     if kind in ("checkpoint", "several"):

@@ -1,7 +1,7 @@
 """Reads the checkpoints of DeepSpeed, stages 0 to 3: weights, fp32 master weights and optimizer states.
 
-Their files are pickles, of which only harmless classes are built, mapped into memory. At stage 0, without ZeRO, the
-file of the optimizer does not name the parameters.
+The files are pickles, which are mapped into memory; only harmless classes in them are built. At stage 0, without ZeRO,
+the optimizer's state does not name the parameters.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _EXTRA_STATE: Final = "_extra_state"
 
 
 class Record:
-    """Replaces a plain object of DeepSpeed: it has its attributes, and none of its code."""
+    """A stand-in for a plain object of DeepSpeed, with its attributes and without its code."""
 
 
-# The classes of its own that DeepSpeed puts into checkpoints, and what they are read as.
+# DeepSpeed's own classes in its checkpoints, each with the class that replaces it.
 _STAND_INS: Final[list[Any]] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     *(
@@ -51,12 +51,12 @@ _STAND_INS: Final[list[Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of one checkpoint, opened.
+    """The opened files of one checkpoint.
 
     Attributes:
-        folder: where they are.
-        models: of each rank where the model is partitioned (stage 3), else of the first alone.
-        optimizers: of each rank; empty where ZeRO is off.
+        folder: their folder.
+        models: the model files of all ranks if the model is partitioned (stage 3), otherwise of rank 0 only.
+        optimizers: the optimizer files of all ranks; empty without ZeRO.
     """
 
     folder: Path
@@ -64,16 +64,16 @@ class _Files:
     optimizers: tuple[Mapping[str, Any], ...]
 
 
-_Piece: TypeAlias = tuple[int, slice]  # a rank, and where in its flat buffer a part of one parameter is
+_Piece: TypeAlias = tuple[int, slice]  # a rank, and the slice of its flat buffer that holds a part of one parameter
 
 
 @dataclass(slots=True)
 class _TrainedGroup:
-    """What one parameter group holds.
+    """The contents of one parameter group.
 
     Attributes:
-        settings: as DeepSpeed has them: `lr`, `betas`, …
-        tensors: (kind, parameter) → what the optimizer steps, the master weight, and each state that is a tensor.
+        settings: DeepSpeed's settings of the group: `lr`, `betas`, …
+        tensors: (kind, parameter) → the master weight (which the optimizer steps), and each state that is a tensor.
         scalars: parameter → state that is a number → its value.
     """
 
@@ -83,7 +83,7 @@ class _TrainedGroup:
 
     @property
     def parameters(self) -> list[str]:
-        """Their names."""
+        """Names of the group's parameters."""
         return [name for kind, name in self.tensors if kind == MASTER_WEIGHT]
 
     def add(
@@ -94,7 +94,7 @@ class _TrainedGroup:
         states: Sequence[Mapping[str, Any]],
         pieces: Sequence[_Piece],
     ) -> None:
-        """Add a parameter: of each rank its flat buffer, and that buffer's states."""
+        """Add a parameter from each rank's flat buffer and that buffer's states."""
         self.tensors[MASTER_WEIGHT, name] = _join_pieces(name, shape, flats, pieces)
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.ndim:
@@ -105,14 +105,14 @@ class _TrainedGroup:
 
 
 def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
-    """A checkpoint of `save_checkpoint`: the folder, or the one that its `latest` tag names.
+    """Open a checkpoint of `save_checkpoint`: the folder itself, or the folder that its `latest` tag names.
 
     Args:
-        folder: of the checkpoint.
-        trust_pickle: read classes that are not known to be harmless, which may run code.
+        folder: the checkpoint's folder.
+        trust_pickle: also read classes that are not known to be harmless. They may run code.
 
     Raises:
-        CheckpointError: it is none, is damaged, holds other classes, or was split otherwise than by ZeRO.
+        CheckpointError: no checkpoint is there; or it is damaged, holds other classes, or was not split by ZeRO alone.
     """
     found = find_deepspeed(folder)
     if found is None:
@@ -120,14 +120,14 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
     files = _open_files(found, trust_pickle=trust_pickle)
     model, optimizers = files.models[0], files.optimizers
     if not isinstance(model.get("module"), Mapping):
-        raise CheckpointError(f"{found} has no module in its model file: it is not of DeepSpeed's save_checkpoint.")
+        raise CheckpointError(f"{found} has no module in its model file. DeepSpeed's save_checkpoint did not write it.")
     notes: list[str] = []
     groups = _trained_groups(files) if optimizers else plain_groups(model, notes)
-    # The tied names that DeepSpeed has recorded, and those of tensors that share memory in the file.
+    # Tied names come from tensors that share memory in the file, and from DeepSpeed's own record.
     tied = {**names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
     return Source(
         folder=found,
-        model_class="model",  # DeepSpeed keeps no name of it
+        model_class="model",  # DeepSpeed does not record the class's name
         tensors=_tensors(files, groups, tied),
         tied=tied,
         origin={
@@ -158,7 +158,7 @@ def _tensors(files: _Files, groups: Iterable[_TrainedGroup], tied: Mapping[str, 
                 tensors[WEIGHT, name] = tensors.pop((MASTER_WEIGHT, name))
             elif weight.numel() == math.prod(master_weight.shape):
                 tensors[WEIGHT, name] = Stored.of(weight)
-            else:  # partitioned, and not here
+            else:  # the file has no more than a part of the weight (stage 3)
                 tensors[WEIGHT, name] = master_weight.cast(weight.dtype)
     frozen = files.models[0].get("frozen_param_shapes") or {}
     for name, tensor in module.items():
@@ -167,7 +167,7 @@ def _tensors(files: _Files, groups: Iterable[_TrainedGroup], tied: Mapping[str, 
         shape = tuple(frozen.get(name, tensor.shape))
         if tensor.numel() == math.prod(shape):
             tensors[WEIGHT, name] = Stored.of(tensor)
-        else:  # frozen, at stage 3
+        else:  # a frozen parameter at stage 3: each rank's file has one fragment
             [(_, _, pieces)] = _equal_pieces({name: shape}, len(files.models))
             fragments = [model["frozen_param_fragments"][name] for model in files.models]
             tensors[WEIGHT, name] = _join_pieces(name, shape, fragments, pieces)
@@ -194,11 +194,11 @@ def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, A
 
 
 def _algorithm(settings: Mapping[str, Any], config: Any) -> str | None:
-    """The optimizer's name as in `algorithm_of`; None if it is unknown, as for a CPU kernel that the script built."""
+    """Return the optimizer's name as in `algorithm_of`. None if unknown, as for a CPU kernel that the script built."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if section:
         name = str(section["type"]).lower()
-        decoupled = section.get("params", {}).get("adam_w_mode", True)  # DeepSpeed's Adam is AdamW but for this
+        decoupled = section.get("params", {}).get("adam_w_mode", True)  # DeepSpeed's Adam is AdamW unless this is off
         return "adamw" if name == "adam" and decoupled else name
     if "decoupled_weight_decay" in settings:
         return "adamw" if settings["decoupled_weight_decay"] else "adam"
@@ -207,7 +207,7 @@ def _algorithm(settings: Mapping[str, Any], config: Any) -> str | None:
 
 def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
     if "last_overflow_iter" not in scaler:
-        return {}  # a fixed one, or none
+        return {}  # a fixed loss scale, or none
     return {
         "value": float(scaler["cur_scale"]),
         "good_steps": scaler["cur_iter"] - scaler["last_overflow_iter"] - 1,
@@ -216,9 +216,9 @@ def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A learning-rate scheduler's state, for the torch one that replaces one of DeepSpeed's."""
+    """Return a learning-rate scheduler's state for the torch scheduler that replaces DeepSpeed's."""
     if "last_batch_iteration" in state and "last_epoch" not in state:
-        return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
+        return {"last_epoch": state["last_batch_iteration"] + 1}  # DeepSpeed counts from -1, torch from 0
     return dict(state)
 
 
@@ -226,21 +226,23 @@ def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
     """Open all files of a checkpoint.
 
     Raises:
-        CheckpointError: one is missing or damaged, or holds what is not read; or the model was split otherwise than by
-            ZeRO.
+        CheckpointError: a file is missing or damaged, or its contents are not supported; or the model was split by
+            something other than ZeRO.
     """
     names = sorted(path.name for path in folder.iterdir())
     if any(name.startswith("layer_") for name in names):
-        raise CheckpointError(f"{folder} is of a pipeline or of DeepSpeed's experts (layer_*): that is not imported.")
+        raise CheckpointError(
+            f"{folder} is from pipeline parallelism or DeepSpeed's experts (layer_*), which cannot be imported."
+        )
     if (folder / "offloaded_tensors").is_dir():
         raise CheckpointError(
-            f"{folder} keeps optimizer states in offloaded_tensors/, as NVMe offload left them: that is not imported."
+            f"{folder} has optimizer states in offloaded_tensors/, written by NVMe offload. They cannot be imported."
         )
     models = {match[1] or "0": match for name in names if (match := _MODEL_FILE.fullmatch(name))}
     optimizers = {match[1]: match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     split = {match[2] for match in (*models.values(), *optimizers.values())} - {"00"}
     if split:
-        raise CheckpointError(f"{folder} is of a model split by tensor parallelism (mp_rank_{split.pop()}).")
+        raise CheckpointError(f"{folder} is from a model that was split by tensor parallelism (mp_rank_{split.pop()}).")
 
     def opened(found: Mapping[str, re.Match[str]], what: str) -> tuple[Mapping[str, Any], ...]:
         for rank in range(len(found)):
@@ -253,43 +255,43 @@ def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
 
 
 def _open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
-    """What `torch.save` wrote, its tensors mapped from the file.
+    """Read a file of `torch.save`, with its tensors mapped from the file.
 
     Args:
-        path: of the file.
-        trust_pickle: build whatever classes it names, which may run any code that it holds.
+        path: the file.
+        trust_pickle: build all classes that the file names. This may run any code in the file.
 
     Raises:
-        CheckpointError: it is damaged, or names other classes than tensors, containers and DeepSpeed's own.
+        CheckpointError: the file is damaged, or names classes other than tensors, containers and DeepSpeed's own.
     """
     try:
         with torch.serialization.safe_globals([*NUMPY_CLASSES, *_STAND_INS]):
             unknown = [] if trust_pickle else torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
             if unknown:
                 names = ", ".join(sorted(unknown))
-                raise CheckpointError(f"{path} is a pickle that names {names}; reading it may run any code.\n{_TRUST}")
+                raise CheckpointError(f"{path} is a pickle that names {names}. Reading it may run any code.\n{_TRUST}")
             content = torch.load(str(path), "cpu", mmap=True, weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
         why = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{path} is a pickle that cannot be read without running what it says ({why}).\n{_TRUST}"
+            f"{path} is a pickle that cannot be read without running its code ({why}).\n{_TRUST}"
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict: it is not DeepSpeed's.")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict. DeepSpeed did not write it.")
     return content
 
 
 def _trained_groups(files: _Files) -> list[_TrainedGroup]:
-    """The parameter groups of a checkpoint with ZeRO.
+    """Read the parameter groups of a checkpoint with ZeRO.
 
-    At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
-    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with an equal partition of one parameter
-    after another (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
+    At stages 1 and 2, a flat buffer holds a group's parameters one after another and is cut into equal parts, one for
+    each rank. At stage 3, each rank has a flat buffer for each sub-group, which holds an equal partition of every
+    parameter (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
 
     Raises:
-        CheckpointError: files of ranks are missing, or do not make complete parameters.
+        CheckpointError: files of some ranks are missing, or their parts do not add up to complete parameters.
     """
     saved = [file["optimizer_state_dict"] for file in files.optimizers]
     counts = saved[0].get("partition_count", len(saved))
@@ -327,9 +329,9 @@ def _flat_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> list[_Tra
 def _in_order(
     shapes: Mapping[str, Any], paddings: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
-    """Parameters one after another in a buffer that is cut into equal parts, of which the last ones may be shorter.
+    """Locate parameters that follow each other in a buffer cut into equal parts. The last parts may be shorter.
 
-    The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
+    The slice mappings in the files cannot be used: they ignore the parameter order of `round_robin_gradients`.
     """
     begin = 0
     for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0)), strict=False):
@@ -347,7 +349,7 @@ def _in_order(
 def _as_mapped(
     mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
-    """Parameters where each rank's file says that they are."""
+    """Locate parameters by the slice mappings in each rank's file."""
     for name in dict.fromkeys(name for mapping in mappings for name in mapping):
         found = [(rank, mapping[name]) for rank, mapping in enumerate(mappings) if name in mapping]
         pieces = [(rank, slice(part.start, part.start + part.numel)) for rank, part in found]
@@ -367,7 +369,7 @@ def _partitioned_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> li
 
 
 def _equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
-    """Parameters one after another, of each an equal piece in the buffer of every rank; the last ones are padded."""
+    """Locate parameters that are split equally over the buffers of all ranks. The last pieces are padded."""
     offset = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
@@ -378,14 +380,14 @@ def _equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[
 
 
 def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """States by index, and groups; DeepSpeed's elastic form has the states alone."""
+    """Return states by index, and groups. DeepSpeed's elastic form has only the states."""
     if isinstance(saved, list):
         return dict(enumerate(saved)), [{} for _ in saved]
     return saved["state"], saved["param_groups"]
 
 
 def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[_Piece]) -> Stored:
-    """The unpartitioned tensor; raises CheckpointError where elements are missing."""
+    """Return the unpartitioned tensor. Raise CheckpointError if elements are missing."""
     parts = tuple(flats[rank].detach().reshape(-1)[where] for rank, where in pieces)
     found, wanted = sum(part.numel() for part in parts), math.prod(shape)
     if found != wanted:
@@ -394,31 +396,31 @@ def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pie
 
 
 def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[_TrainedGroup]:
-    """The parameter groups; none, and a note, where nobody can tell which states are whose.
+    """Return the parameter groups; none, with a note, if the states cannot be assigned to parameters.
 
     Args:
         model: the content of the model's file.
-        notes: what could not be read is added.
+        notes: gets a note for each part that cannot be read.
     """
     saved = model.get("optimizer")
     if not saved:
-        notes.append("there is no optimizer in it")
+        notes.append("the checkpoint has no optimizer")
         return []
     parameters = _parameters(model)
     if named := [str(key) for key in saved.get("state", ()) if not isinstance(key, int)]:
-        notes.append(f"what the optimizer keeps under names in its state: {', '.join(named)}")
+        notes.append(f"the optimizer's named states: {', '.join(named)}")
     has_copies = "fp32_groups_flat" in saved or "fp32_groups" in saved
     groups = _copied_groups(saved, parameters) if has_copies else _torch_groups(saved, parameters)
     if groups is None:
         notes.append(
-            "the optimizer's states: without ZeRO, DeepSpeed stores them without the parameters' names, and equal "
-            "shapes in several groups, or beside frozen ones, leave open which are whose"
+            "the optimizer's states: without ZeRO, DeepSpeed stores them without the parameters' names; several groups "
+            "or frozen parameters have equal shapes, so the states cannot be assigned"
         )
     return groups or []
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What may be trained, in the model's order, each shared tensor once."""
+    """Return the tensors that may be trained, in the model's order, each shared tensor once."""
     buffers = set(model.get("buffer_names") or ())
     found = {
         name: tensor
@@ -430,7 +432,7 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
-    """A torch optimizer's own state: the weights that it steps are the module's."""
+    """Read the groups of a plain torch optimizer, which steps the module's own weights."""
     indices = [index for settings in saved["param_groups"] for index in settings["params"]]
     shapes = {index: _shape_of(saved["state"].get(index, {})) for index in indices}
     names = _names_by_shape(saved["param_groups"], shapes, parameters)
@@ -454,10 +456,10 @@ def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
 def _names_by_shape(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, torch.Size | None], parameters: Mapping[str, Tensor]
 ) -> dict[int, str] | None:
-    """The parameter of each index: by name where torch was given names, else by place where that is certain.
+    """Return the parameter of each index: by name if the state has names, otherwise by position; None if ambiguous.
 
-    It is where there is one group of all parameters, or where a shape occurs in one group only, as often as in the
-    model.
+    The position is certain if one group holds all parameters. It is also certain if each shape occurs in one group
+    only, as often as in the model.
     """
     if all("param_names" in group for group in groups):
         return {
@@ -477,7 +479,10 @@ def _names_by_shape(
 
 
 def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
-    """32-bit copies: one flat buffer for each group, or one of each parameter. Rounded, they tell whose they are."""
+    """Read groups from fp32 copies: one flat buffer for each group, or one copy for each parameter.
+
+    The copies have no names. Rounded to the weights' dtype, a copy equals its parameter, which identifies it.
+    """
     base = saved["optimizer_state_dict"]
     left = dict(parameters)
     groups = []

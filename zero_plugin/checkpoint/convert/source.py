@@ -1,6 +1,6 @@
-"""What a conversion reads, whatever its format: unpartitioned tensors by name, and what was recorded beside them.
+"""The source of a conversion, in one form for all formats: unpartitioned tensors by name, and recorded states.
 
-Also here: this package's own checkpoints, and model folders, as such.
+This module also opens this package's own checkpoints and model folders as sources.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zero_plugin.tensors.safetensors_files import Place, read_model_folder
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One unpartitioned tensor, as it is in files.
+    """One unpartitioned tensor in files.
 
     Attributes:
-        shape: of the unpartitioned tensor.
-        dtype: what it is read as, whatever it is stored as.
-        parts: 1-D, one after another the flattened tensor; they are mapped files, so that none is in memory.
+        shape: the shape of the unpartitioned tensor.
+        dtype: the dtype to read it as. The stored dtype may differ.
+        parts: 1-D tensors that form the flattened tensor when joined. They are mapped files and take no memory.
     """
 
     shape: tuple[int, ...]
@@ -44,20 +44,20 @@ class Stored:
 
     @staticmethod
     def of(tensor: Tensor) -> Stored:
-        """A tensor of a mapped file."""
+        """Return a tensor of a mapped file as `Stored`."""
         return Stored(tuple(tensor.shape), tensor.dtype, (tensor.detach().reshape(-1),))
 
     @property
     def size(self) -> int:
-        """Bytes, as read."""
+        """Bytes in the dtype that it is read as."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> Stored:
-        """The same tensor, read as another floating-point dtype; integers and booleans keep their dtype."""
+        """Return the same tensor, read as another floating-point dtype. Integers and booleans keep their dtype."""
         return replace(self, dtype=dtype) if self.dtype.is_floating_point else self
 
     def unpartitioned(self) -> Tensor:
-        """The tensor, with no more behind it than its own elements; mapped, where that is possible."""
+        """Return the tensor in a storage of exactly its size. It is mapped from the file if that is possible."""
         flat = (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)).to(self.dtype)
         is_alone = flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
         return (flat if is_alone else flat.clone()).view(self.shape)
@@ -68,15 +68,15 @@ class Source:
     """A checkpoint or a model to convert.
 
     Attributes:
-        folder: where it is; what configures the model goes along from here.
+        folder: its folder. The model's configuration files are copied from here.
         model_class: name of the model's class.
         tensors: (kind, name) → tensor; kinds as in `Fragment`.
         tied: name → the weight whose tensor it shares.
         optimizer: the record of `describe_training`; None for weights alone.
-        extra_states: of modules that have such.
-        scheduler_states: of each learning-rate scheduler.
-        origin: what it is, for the manifest of what is written.
-        notes: what is in it and cannot be converted, a sentence each.
+        extra_states: the extra states of modules.
+        scheduler_states: the state of each learning-rate scheduler.
+        origin: facts about the source, for the manifest of the converted checkpoint.
+        notes: a sentence for each part that cannot be converted.
     """
 
     folder: Path
@@ -90,11 +90,11 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     def weights(self, dtype: torch.dtype | None) -> dict[str, Stored]:
-        """The model's weights and buffers by name.
+        """Return the model's weights and buffers by name.
 
         Args:
-            dtype: of floating ones, taken from the fp32 master weights where the weights are of another type; None: as
-                they are.
+            dtype: dtype for floating tensors. Weights of another dtype are converted from their fp32 master weights.
+                None keeps the stored dtypes.
         """
         found = {name: stored for (kind, name), stored in self.tensors.items() if kind == WEIGHT}
         if dtype is None:
@@ -106,37 +106,37 @@ class Source:
         }
 
     def bytes_to_write(self, dtype: torch.dtype | None, *, weights_only: bool) -> int:
-        """The size of all tensors, or of the weights in `dtype`, for a progress bar."""
+        """Return the size of all tensors, or of the weights in `dtype`, for a progress bar."""
         stored = self.weights(dtype).values() if weights_only else self.tensors.values()
         return sum(tensor.size for tensor in stored)
 
 
 def map_tensor(folder: Path, place: Place, files: dict[str, Any]) -> Stored:
-    """A tensor of a safetensors file.
+    """Map a tensor of a safetensors file.
 
     Args:
-        folder: that the place is below.
-        place: where it is.
-        files: those mapped so far.
+        folder: the folder that `place.file` is relative to.
+        place: the tensor's place.
+        files: the files mapped so far; a new one is added.
     """
     if place.file not in files:
-        # Copy-on-write, for torch warns of memory that cannot be written.
+        # Copy-on-write ("c"), because torch warns about read-only memory.
         files[place.file] = np.memmap(folder / place.file, np.uint8, "c")
     raw = torch.from_numpy(files[place.file][place.start : place.start + place.size])
     if place.start % place.dtype.itemsize:
-        raw = raw.clone()  # of another writer, who does not align
+        raw = raw.clone()  # another library wrote the file without alignment
     return Stored(place.shape, place.dtype, (raw.view(place.dtype),))
 
 
 def open_checkpoint(folder: Path, model: int | None = None) -> Source:
-    """One model of a checkpoint; of a folder of several checkpoints, of the newest complete one.
+    """Open one model of a checkpoint. If a folder has several checkpoints, open the newest complete one.
 
     Args:
-        folder: of the checkpoint, or of several.
-        model: which one, from 0 in the order of `prepare`; None where there is one alone.
+        folder: the folder of one checkpoint or of several.
+        model: its index in the order of `prepare`, from 0; None if the checkpoint has only one model.
 
     Raises:
-        CheckpointError: nothing complete is there, or the checkpoint has several models and none was named.
+        CheckpointError: no complete checkpoint is there, or it has several models and none was named.
     """
     folder, damages = choose_checkpoint(folder)
     manifest = read_manifest(folder)
@@ -167,10 +167,10 @@ def open_checkpoint(folder: Path, model: int | None = None) -> Source:
 
 
 def open_model(folder: Path) -> Source:
-    """The weights of a model folder.
+    """Open the weights of a model folder.
 
     Raises:
-        CheckpointError: it has none, or a file is missing or damaged.
+        CheckpointError: the folder has no weights, or a file is missing or damaged.
     """
     model = read_model_folder(folder)
     files: dict[str, Any] = {}

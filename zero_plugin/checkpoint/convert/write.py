@@ -1,6 +1,6 @@
-"""Writes what a conversion has read: aside, with enough room, and under its name when it is complete.
+"""Writes the result of a conversion: into a draft first, which gets the final name when it is complete.
 
-It becomes a Hugging Face model folder, one safetensors file, a checkpoint of this package, from which `load_state`
+The result is a Hugging Face model folder, one safetensors file, a checkpoint of this package, from which `load_state`
 resumes, or DeepSpeed's universal checkpoint, which its engine loads with `checkpoint: {load_universal: true}`.
 """
 
@@ -30,12 +30,12 @@ from zero_plugin.tensors.safetensors_files import SINGLE_NAME
 
 Progress = Callable[[int], None]  # called with the number of bytes written since its last call
 
-_SMALL_BYTES: Final = 2**24  # on the disk, for what is not tensors
+_SMALL_BYTES: Final = 2**24  # disk space for everything except tensors
 _ENDLESS: Final = 2**63
-_ORIGIN_KEYS: Final = ("versions", "processes")  # of a source's origin, which the manifest has at its top level too
-_MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # which DeepSpeed's stages 0 to 2 look for
+_ORIGIN_KEYS: Final = ("versions", "processes")  # keys of a source's origin that the manifest also has at its top level
+_MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # the name that DeepSpeed's stages 0 to 2 look for
 _MODEL_FILE_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-# What goes along with a model's weights: configuration and tokenizer.
+# Files that are copied along with a model's weights: configuration and tokenizer.
 _CONFIGURATION: Final = (
     "config.json",
     "generation_config.json",
@@ -52,15 +52,15 @@ _CONFIGURATION: Final = (
 
 @contextmanager
 def new_folder(target: Path, tensor_bytes: int, *, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `target` to write into, which becomes `target` at the end, or is removed where that fails.
+    """Make a draft folder next to `target`. It becomes `target` at the end, or is removed on failure.
 
     Args:
         target: the folder to make.
-        tensor_bytes: how much is going to be written.
-        overwrite: replace a checkpoint or model that is there. A folder of anything else is never replaced.
+        tensor_bytes: how many bytes of tensors the caller is going to write.
+        overwrite: replace an existing checkpoint or model. Folders with other contents are never replaced.
 
     Raises:
-        CheckpointError: `target` is there, its disk has too little room, or cannot be written.
+        CheckpointError: `target` exists, its disk has too little space, or it cannot be written.
     """
     refuse_existing(target, overwrite=overwrite)
     draft = open_draft(target, tensor_bytes + _SMALL_BYTES)
@@ -79,7 +79,7 @@ def new_folder(target: Path, tensor_bytes: int, *, overwrite: bool) -> Iterator[
 
 
 def refuse_existing(target: Path, *, overwrite: bool) -> None:
-    """See `new_folder`; of a file, anything may be replaced."""
+    """Raise the error of `new_folder` for an existing target. With `overwrite`, any file may be replaced."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -97,7 +97,7 @@ def _plan(source: Source, tensors: Mapping[tuple[str, str], Stored], max_shard_b
 
 
 def _write_tensors(draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress) -> str:
-    """Make the tensor files; no more than a staging buffer of them is ever in memory. Returns as `write_fragments`."""
+    """Write the tensor files, with no more than a staging buffer in memory. Return the text of `write_fragments`."""
 
     def fragments() -> Iterator[Fragment]:
         for key, place in layout.places.items():
@@ -111,7 +111,7 @@ def _write_tensors(draft: Path, layout: Layout, tensors: Mapping[tuple[str, str]
 
 
 def copy_configuration(source: Path, draft: Path) -> None:
-    """Copy what configures a model and its tokenizer, where there is such."""
+    """Copy the configuration files of a model and its tokenizer, if any."""
     found = sorted({path for pattern in _CONFIGURATION for path in source.glob(pattern) if path.is_file()})
     for path in found:
         shutil.copyfile(path, draft / path.name)
@@ -126,13 +126,13 @@ def write_model(
     overwrite: bool,
     progress: Progress,
 ) -> None:
-    """Write a folder for `from_pretrained`: weights, and the configuration that is beside those of the source.
+    """Write a folder for `from_pretrained`: the weights and the source's configuration files.
 
     Args:
-        source: what to write.
+        source: the source.
         target: the folder.
-        dtype: of the floating weights; 32-bit ones are the fp32 master weights. None: as they are.
-        max_shard_bytes: of a weight file.
+        dtype: dtype for floating weights; fp32 takes the fp32 master weights. None keeps the stored dtypes.
+        max_shard_bytes: the largest size of a weight file.
         overwrite: see `new_folder`.
         progress: called with the number of bytes written since its last call.
 
@@ -151,7 +151,7 @@ def write_model(
 def write_single_file(
     source: Source, target: Path, *, dtype: torch.dtype | None, overwrite: bool, progress: Progress
 ) -> None:
-    """Write all weights into one safetensors file; arguments and errors as of `write_model`."""
+    """Write all weights into one safetensors file. See `write_model` for arguments and errors."""
     if target.suffix != ".safetensors" or target.is_dir():
         raise CheckpointError(f"{target} is to be one file.\nGive it a name that ends with .safetensors.")
     refuse_existing(target, overwrite=overwrite)
@@ -172,10 +172,10 @@ def _name_dtype(config: Path, name: str) -> None:
 def write_checkpoint(
     source: Source, target: Path, *, max_shard_bytes: int, overwrite: bool, progress: Progress
 ) -> None:
-    """Write a checkpoint of one model, complete or not at all.
+    """Write a checkpoint of one model. On failure, nothing is left.
 
-    It contains no random states, DataLoader states or registered objects, since the other formats have none;
-    `load_state` logs that.
+    The checkpoint contains no random states, DataLoader states or registered objects, since the other formats have
+    none. `load_state` logs that.
 
     Args:
         source: the model and its states.
@@ -212,23 +212,23 @@ def write_checkpoint(
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
     """Write `latest_universal` and the folder that it names, for every ZeRO stage and number of processes.
 
-    Of each trained parameter there is a folder with its 32-bit value and states (DeepSpeed,
+    Each trained parameter has a folder with its fp32 value and states (DeepSpeed,
     `checkpoint/universal_checkpoint.py` and `runtime/zero/stage3.py`, `load_hp_checkpoint_state`). DeepSpeed reads
-    nothing else of the model: the frozen weights and buffers are, under `module`, in the file of the counters.
+    no other tensors. Frozen weights and buffers are in the file with the counters, under `module`.
 
     Args:
-        source: what to write; with an optimizer.
-        target: what `engine.load_checkpoint` is given.
+        source: the source; it must have an optimizer.
+        target: the folder for `engine.load_checkpoint`.
         overwrite: see `new_folder`.
         progress: called with the number of bytes written since its last call.
 
     Raises:
-        CheckpointError: there is no optimizer in it; also see `new_folder`.
+        CheckpointError: the source has no optimizer; also see `new_folder`.
     """
     record = source.optimizer
     if record is None or not record["groups"]:
         raise CheckpointError(
-            f"{source.folder} holds no optimizer, and DeepSpeed's universal checkpoints are for going on with one.\n"
+            f"{source.folder} holds no optimizer, and DeepSpeed's universal checkpoints need one.\n"
             "Export the weights with --to hf."
         )
     trained = _by_parameter(source, record)
@@ -268,20 +268,20 @@ def _by_parameter(source: Source, record: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _optimizer_state(record: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
-    """The content of `optimizer_state.pt` in a universal checkpoint."""
+    """Return the content of `optimizer_state.pt` in a universal checkpoint."""
     groups = [{**group["settings"], "params": [index]} for index, group in enumerate(record["groups"])]
     step = torch.tensor(float(max(steps.values(), default=record["applied_steps"])))
     return {
         "ds_version": version("deepspeed"),
-        "param_groups": groups,  # stages 1 and 2 take these
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},  # and stage 3 these
+        "param_groups": groups,  # stages 1 and 2 read these
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},  # stage 3 reads these
     }
 
 
 def _counters(source: Source, record: Mapping[str, Any]) -> dict[str, Any]:
     scheduler = dict(source.scheduler_states[0]) if source.scheduler_states else None
     if scheduler is not None and "last_epoch" in scheduler:
-        scheduler.setdefault("last_batch_iteration", scheduler["last_epoch"] - 1)  # DeepSpeed's own count from -1
+        scheduler.setdefault("last_batch_iteration", scheduler["last_epoch"] - 1)  # DeepSpeed counts from -1
     return {
         "global_steps": record["applied_steps"],
         "skipped_steps": 0,
@@ -295,17 +295,17 @@ def _counters(source: Source, record: Mapping[str, Any]) -> dict[str, Any]:
 def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str, Stored]) -> None:
     if others:
         source.notes.append(
-            f"{len(others)} frozen weights and buffers: DeepSpeed reads none from such a checkpoint. Load them with "
-            f"model.load_state_dict(torch.load('{_MODEL_FILE}')['module'], strict=False)"
+            f"{len(others)} frozen weights and buffers: DeepSpeed reads none from a universal checkpoint. Load them "
+            f"with model.load_state_dict(torch.load('{_MODEL_FILE}')['module'], strict=False)"
         )
     if len(source.scheduler_states) > 1:
         source.notes.append(f"{len(source.scheduler_states) - 1} more schedules: an engine has one")
     if any((record.get("further_states") or {}).values()):
-        source.notes.append("what the optimizer keeps in its state beside tensors and numbers of parameters")
+        source.notes.append("entries of the optimizer's state that are not tensors or numbers of parameters")
     if record["loss_scale"]:
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:
         source.notes.append(
-            "several parameter groups at stage 3: DeepSpeed gives all the first one's settings and one step count, "
-            "which trains differently; stages 1 and 2 keep them apart"
+            "several parameter groups at stage 3: DeepSpeed gives all groups the first group's settings and one step "
+            "count, which trains differently; stages 1 and 2 keep the groups separate"
         )
