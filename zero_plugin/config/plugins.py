@@ -21,7 +21,7 @@ from typing import Any, Final
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import lay_document, overlay_code
-from zero_plugin.config.keys import BATCH, SHORT_FIELDS, TRAINING
+from zero_plugin.config.keys import BATCH, TRAINING
 from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settings
 from zero_plugin.config.read import document_from_mapping, parse_file
 from zero_plugin.config.schema import deepspeed_default
@@ -31,6 +31,12 @@ from zero_plugin.errors import ConfigError, Problem
 _WHERE: Final = "DeepSpeedPlugin(…)"
 # What scripts look up whether or not it was written.
 _ALWAYS_SHOWN: Final = dict.fromkeys((key.name for key in BATCH), "auto")
+# By field: its key, and what is shown if nobody wrote that.
+_FIELDS: Final = {
+    key.field: (key.name, "auto" if key.filled_by == "loop" else (deepspeed_default(key.path) or (None,))[0])
+    for key in TRAINING
+    if key.field
+}
 
 
 class HfDeepSpeedConfig:
@@ -186,7 +192,7 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._refuse_without_meaning()
-        given = {name: getattr(self, name) for name in (*SHORT_FIELDS, "zero3_init_flag")}
+        given = {name: getattr(self, name) for name in (*_FIELDS, "zero3_init_flag")}
         given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
         training = {name: value for name, value in given.items() if value is not None}
         if self.hf_ds_config not in (None, "none"):
@@ -259,10 +265,8 @@ class DeepSpeedPlugin:
         config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}
         self.deepspeed_config.clear()
         self.deepspeed_config.update(config)
-        for key in TRAINING:
-            if key.field:
-                absent = ("auto",) if key.filled_by == "loop" else deepspeed_default(key.path) or (None,)
-                setattr(self, key.field, self.get_value(key.name, *absent))
+        for field, (name, absent) in _FIELDS.items():
+            setattr(self, field, self.get_value(name, absent))
         flag = document.launch.value("zero3_init_flag")
         self.zero3_init_flag = self.zero_stage == 3 if flag in (None, AUTO) else flag
         self._shown = copy.deepcopy(config)

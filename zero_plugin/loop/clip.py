@@ -36,7 +36,8 @@ def clip_norm(run: Run, prepared: Prepared, parameters: Any, max_norm: float, no
         found = _select(training, given)
         if found is None:
             continue
-        _refuse_other_norm(training.resolved, max_norm)
+        if training.window.typed_clipping not in (None, max_norm) and max_norm != math.inf:
+            _refuse_other_norm(training.resolved, max_norm)
         only = None if found is ALL else given
         return clip(training.window, training.session, max_norm, norm_type=norm_type, only=only)
     if not trained and run.strategy.optimizer_may_follow:
@@ -152,13 +153,11 @@ def _refuse_several(trained: Sequence[Training], given: Sequence[Tensor]) -> Non
 
 
 def _refuse_other_norm(resolved: Resolved, max_norm: float) -> None:
-    """Refuse to clip at another norm than the user has typed. An infinite norm only measures."""
     entry = resolved.tree.entries[CLIPPING.path]
-    if entry.origin.typed_by_user and entry.value not in (None, max_norm) and max_norm != math.inf:
-        where = f"clip_grad_norm_(max_norm={max_norm})"
-        message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
-        fix = "Write the same value in both, or auto in the file."
-        raise ConfigError([Problem(where, CLIPPING.name, message, fix)])
+    where = f"clip_grad_norm_(max_norm={max_norm})"
+    message = f"{max_norm} in code, but {entry.value} at {entry.origin.where}"
+    fix = "Write the same value in both, or auto in the file."
+    raise ConfigError([Problem(where, CLIPPING.name, message, fix)])
 
 
 def _complete_waiting(prepared: Prepared) -> bool:

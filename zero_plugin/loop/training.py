@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
+from zero_plugin.config.keys import CLIPPING
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved, SchedulerFacts, SchedulerSection
@@ -135,12 +136,12 @@ class Training:
         """
         progress = LoaderProgress(ends_windows=run.options.accumulation.sync_with_dataloader)
         self.window = Window(self.resolved.accumulation, progress)
-        self.window.clipping = self.resolved.clipping or inf
         assert self.session.optimizer is not None, "the session has just been given one"
         optimizer = AcceleratedOptimizer(self.session.optimizer) if held is None else held
         optimizer.run_in(self.window, self.session)
         self.session.follow_zero_grad(optimizer.zero_grad)
         self.given_optimizer, self.optimizer = pair.optimizer, optimizer
+        self._follow(self.facts, self.resolved)
         if self.prediction is not None:
             memory_check.watch_memory(self.session, optimizer, self.prediction)
         for scheduler in optimizer.schedulers:  # those of earlier `prepare` calls
@@ -257,7 +258,9 @@ class Training:
     def _follow(self, facts: Facts, resolved: Resolved) -> None:
         self.facts, self.resolved = facts, resolved
         if self.optimizer is not None:  # the window of other models is not their own
+            entry = resolved.tree.entries[CLIPPING.path]
             self.window.clipping = resolved.clipping or inf
+            self.window.typed_clipping = entry.value if entry.origin.typed_by_user else None
 
     @property
     def _counts_processes(self) -> bool:

@@ -129,6 +129,7 @@ class Window:
         phase: the state of the gradients.
         measured: what is known of COMPLETE gradients.
         clipping: the configured norm at which steps clip; infinite for no clipping.
+        typed_clipping: the same as a user has typed it; None if that is open, and the script may choose.
         completed_by: the last call of the script that needs the gradients COMPLETE.
         keeps_gradients: whether the gradients of the last step are still in `p.grad`, because the script has not called
             zero_grad(). None after a step, until the next backward shows it (under ZeRO, never).
@@ -146,6 +147,7 @@ class Window:
         self.phase = Phase.EMPTY
         self.measured = Measured()
         self.clipping = inf
+        self.typed_clipping: float | None = None
         self.completed_by = CLIP_NORM
         self.keeps_gradients: bool | None = False
         self.in_context = False
