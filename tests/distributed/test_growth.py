@@ -14,7 +14,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.distributed import joining
-from zero_plugin.distributed.collective_check import Call, CollectiveCheck, Patience, Waiting, publish
+from zero_plugin.distributed.collective_check import CollectiveCheck, Patience
+from zero_plugin.distributed.mismatch import Call, Waiting
+from zero_plugin.distributed.rank_progress import publish
 
 WORLDS = (2, 8, 64, 256, pytest.param(1024, marks=pytest.mark.campaign))
 

@@ -14,17 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from zero_plugin.distributed import collective_check as agreement
-from zero_plugin.distributed.collective_check import (
-    Call,
-    CollectiveCheck,
-    Finding,
-    Patience,
-    RankProgress,
-    begin_progress,
-    find_mismatch,
-    publish,
-    read_progress,
-)
+from zero_plugin.distributed.collective_check import CollectiveCheck, Patience
+from zero_plugin.distributed.mismatch import Call, Finding, find_mismatch
+from zero_plugin.distributed.rank_progress import RankProgress, begin_progress, publish, read_progress
 
 
 @pytest.fixture

@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.distributed import collective_check
-from zero_plugin.distributed.collective_check import (
-    Call,
-    Patience,
-    RankProgress,
-    Waiting,
-    begin_progress,
-    describe_late,
-    find_mismatch,
-)
+from zero_plugin.distributed.collective_check import Patience
+from zero_plugin.distributed.mismatch import Call, Waiting, describe_late, find_mismatch
+from zero_plugin.distributed.rank_progress import RankProgress, begin_progress
 from zero_plugin.distributed.whereabouts import last_exit, note_exits, running_functions
 
 CALL = Call(number=5, name="gather", passes=2)

@@ -1,6 +1,7 @@
 """Checks that all ranks make the same collective calls, names the ranks that do not, and ends a run that is stuck.
 
-First comes the progress that each rank publishes, then the rule that judges it, then the watching thread.
+`rank_progress.py` has what each rank publishes, `mismatch.py` the rule that judges it. This module has the watching
+thread, and the decorator of collective calls.
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ import atexit
 import functools
 import json
 import logging
-import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.joining import STORE_VISITS, has_agent_store
+from zero_plugin.distributed.mismatch import (
+    Call,
+    Finding,
+    Waiting,
+    describe_late,
+    find_mismatch,
+    show_ranks,
+)
 from zero_plugin.distributed.process_end import end_process, is_at_exit, run_in_threads
+from zero_plugin.distributed.rank_progress import RankProgress, begin_progress, publish, read_progress
 from zero_plugin.distributed.whereabouts import (
     NO_LINE,
     begins_loop,
@@ -37,256 +44,11 @@ from zero_plugin.distributed.whereabouts import (
     script_line,
 )
 from zero_plugin.errors import LoopError, of_lost_peer
-from zero_plugin.machine.hardware import number_ranges, process_stat
 
 _log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# ---- each rank's published progress ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class RankProgress:
-    """The published progress of one process. Its statements on calls, passes and the end of the process stay true.
-
-    Attributes:
-        beat: the number of publications. If it does not change, the other values are out of date.
-        calls: the number of collective calls that the process has entered.
-        call: the name of the last entered call; "" for none.
-        left: the number of collective calls that the process has left.
-        passes: the number of parts of the training that need all processes, entered since the last call.
-        line: the current line of the script, as `file:line`.
-        since: the seconds spent in that line.
-        busy: the import, compilation or save in progress there; "" for none.
-        quiet: the seconds since the last import, compilation or save.
-        machine: the machine on which `pid` is valid.
-        pid: the process id.
-        ended: whether the process has ended together with all other processes.
-        gone: whether the process has ended without the others.
-        failed: whether the process has ended with an error.
-        end: what the script did before end_training(), as ", after …"; "" if the script called it directly.
-    """
-
-    beat: int = 0
-    calls: int = 0
-    call: str = ""
-    left: int = 0
-    passes: int = 0
-    line: str = ""
-    since: float = 0.0
-    busy: str = ""
-    quiet: float = float("inf")
-    machine: str = ""
-    pid: int = 0
-    ended: bool = False
-    gone: bool = False
-    failed: bool = False
-    end: str = ""
-
-    @property
-    def last_call(self) -> str:
-        """The last call, as text for messages."""
-        return f"{self.call}()" if self.call else "none"
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process certainly makes no more calls, although the run has not ended for all processes."""
-        return self.gone or (not self.ended and self.process_state == "gone")
-
-    @property
-    def process_state(self) -> str:
-        """`gone`, `stopped` or `alive`; "" if not known for sure, for example on another machine."""
-        if not self.pid or self.machine != _machine():
-            return ""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return "gone"
-        except OSError:  # the process belongs to another user
-            return "alive"
-        letter = (process_stat(self.pid) or [""])[0]
-        return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
-
-
-def begin_progress() -> RankProgress:
-    """Return this process's progress before its first call."""
-    return RankProgress(machine=_machine(), pid=os.getpid())
-
-
-def publish(store: Any, rank: int, progress: RankProgress) -> None:
-    """Publish this process's progress in the store for the other processes."""
-    store.set(f"at/{rank}", json.dumps(asdict(progress)))
-
-
-def read_progress(store: Any, ranks: Sequence[int]) -> dict[int, RankProgress]:
-    """Read the published progress of other processes. A process that has not published has the default progress."""
-    keys = [f"at/{rank}" for rank in ranks]
-    if store.check(keys):
-        found = store.multi_get(keys)
-    else:  # `multi_get` would wait for missing keys
-        found = [store.get(key) if store.check([key]) else b"{}" for key in keys]
-    return {rank: RankProgress(**json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
-
-
-@functools.cache
-def _machine() -> str:
-    """Return a name for this process-id namespace. Processes with the same name can see each other's ids."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # not Linux
-        parts += [
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            str(Path("/proc/self/ns/pid").readlink()),
-        ]
-    return " ".join(parts)
-
-
-# ---- the rule --------------------------------------------------------------------------------------------------------
-
-SAME_ORDER: Final = "Both calls are collective: every process has to make the same collective calls in the same order."
-_SHOWN: Final = 4  # late processes in a warning
-_SILENT_S: Final = 5.0  # silence of a process that a message mentions
-
-
-class Call(NamedTuple):
-    """One collective call that a process has entered.
-
-    Attributes:
-        number: the number of collective calls so far, including this one.
-        name: its name in messages.
-        passes: the passes that the process had begun since the previous call.
-    """
-
-    number: int
-    name: str
-    passes: int
-
-
-class Finding(NamedTuple):
-    """A message about a mismatch with another process, or its end.
-
-    Attributes:
-        text: the message.
-        lost_peer: see `ZeroPluginError`.
-    """
-
-    text: str
-    lost_peer: bool = False
-
-    def error(self) -> LoopError:
-        """Return the error to raise in the script."""
-        error = LoopError(self.text)
-        error.lost_peer = self.lost_peer
-        return error
-
-
-def find_mismatch(call: Call, others: Mapping[int, RankProgress], *, in_loop: bool = False) -> Finding | None:
-    """Find a process that can never reach `call`. Return None if all processes have reached it or still may.
-
-    A process can never reach the call in three cases. It has ended before. Its call of the same number has another
-    name. Or it has begun a pass before that call which this process has not begun, and which needs this process.
-
-    Args:
-        call: the call of this process.
-        others: the other processes' progress by rank.
-        in_loop: whether a loop over a prepared loader made the call, and not the script itself.
-    """
-    # A process that failed reports it, perhaps because of one that ended without a report. Name the latter first.
-    for rank, progress in sorted(others.items(), key=lambda one: one[1].failed):
-        if progress.calls == call.number and progress.call != call.name:
-            line = "" if progress.gone else f" ({progress.line})"
-            return Finding(f"process {rank} is in {progress.call}(){line}{progress.end}.\n{SAME_ORDER}")
-        if progress.left < call.number and progress.is_gone:
-            how = "failed" if progress.failed else "ended"
-            seen = f" It was last seen at {progress.line}." if progress.line else ""
-            return Finding(
-                f"process {rank} has {how}; its last such call was {progress.last_call}.{seen}\n"
-                f"{call.name}() is collective: every process has to call it.",
-                lost_peer=True,
-            )
-        if progress.calls == call.number - 1 and progress.passes > call.passes:
-            goes_on = "still trains" if call.name == "end_training" else "continued"
-            return Finding(
-                f"process {rank} did not come: it {goes_on}, and needs this process at {progress.line}.\n"
-                f"{_advise(call.name, in_loop=in_loop)}"
-            )
-    return None
-
-
-def _advise(call: str, *, in_loop: bool) -> str:
-    """Return advice for a call that not all processes make."""
-    if call == "end_training":
-        return "Every process has to take the same number of steps, and to call end_training()."
-    if in_loop:
-        return (
-            f"{call}() is a part of the loop over a prepared loader, which is collective. Every process has to begin "
-            "the same loops, and to take the same number of steps. To leave a loop by `break` on all of them, use "
-            "accelerator.set_trigger() and check_trigger()."
-        )
-    return (
-        f"{call}() is collective: call it on every process, not under `if accelerator.is_main_process:`. Put only work "
-        "of the main process alone there."
-    )
-
-
-class Waiting:
-    """The time that this process has waited in a call, and its observations of the others meanwhile.
-
-    Args:
-        call: the call.
-        warns_at: seconds of another process's quiet after which a warning names it.
-    """
-
-    def __init__(self, call: Call, warns_at: float) -> None:
-        self.call = call
-        self.seconds = 0.0
-        self.looks = 0
-        self.warns_at = warns_at
-        self._heard: dict[int, tuple[int, float]] = {}  # rank → last beat, and `seconds` when it was first seen
-
-    def silence_of(self, rank: int, progress: RankProgress) -> float:
-        """Return the seconds in which the process is known to have published nothing."""
-        beat, heard = self._heard.get(rank, (-1, 0.0))
-        if beat != progress.beat:
-            heard = self.seconds
-            self._heard[rank] = (progress.beat, heard)
-        return self.seconds - heard
-
-
-def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple[str, float]:
-    """Describe the processes that have not reached the call. Also return their longest quiet time in seconds.
-
-    Quiet time is time without import, build or save.
-    """
-    late = {rank: progress for rank, progress in others.items() if progress.calls < waiting.call.number}
-    silences = {rank: waiting.silence_of(rank, progress) for rank, progress in late.items()}
-    places = [_whereabouts(rank, progress, silences[rank]) for rank, progress in late.items()]
-    more = [f"and {len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
-    quiet = max((min(waiting.seconds, s.quiet + silences[rank]) for rank, s in late.items()), default=0.0)
-    return "; ".join([*places[:_SHOWN], *more]), quiet
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return the processes as text for the beginning of a sentence."""
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {number_ranges(ranks)}"
-
-
-def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
-    if not progress.pid:
-        return f"process {rank} has not reported its place yet"
-    where = f"process {rank} is at {progress.line} for {progress.since:.0f} s"
-    state = progress.process_state
-    if state == "stopped":
-        where += " (its process is stopped)"
-    elif silence > _SILENT_S:
-        where += f" (silent for {silence:.0f} s{', though its process is alive' if state == 'alive' else ''})"
-    elif progress.busy:
-        where += f", where it {progress.busy}"
-    return f"{where}; its last such call was {progress.last_call}"
-
-
-# ---- the watch -------------------------------------------------------------------------------------------------------
 
 _KNOWN: Final = 64  # largest run in which each process reads the others' ids early, before it waits for any of them
 _ENDING_S: Final = 0.5  # a process's connections close first and make others fail; the process itself ends a bit later
@@ -526,7 +288,7 @@ class CollectiveCheck:
         """Return a sentence that names ended processes other than the store's holder; "" if there are none."""
         others = [rank for rank in gone if rank or has_agent_store()]
         has = "has" if len(others) == 1 else "have"
-        return f" On this machine {_ranks(others)} {has} ended too." if others else ""
+        return f" On this machine {show_ranks(others)} {has} ended too." if others else ""
 
     def describe_lost(self, seconds: float) -> str:
         """Return a message that names the lost process, for a script that failed because of it; "" if none is lost.
@@ -553,7 +315,7 @@ class CollectiveCheck:
         if not first:
             return ""
         has = "has" if len(first) == 1 else "have"
-        ended = f"{_ranks(first)} {has} ended, and process {self._rank} failed by that"
+        ended = f"{show_ranks(first)} {has} ended, and process {self._rank} failed by that"
         seen = {rank: self._others[rank] for rank in first}
         places = "; ".join(f"process {r} was last seen at {p.line or 'its start'}{p.end}" for r, p in seen.items())
         return f"{ended}: {places}."

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.distributed.collective_check import SAME_ORDER, collective, pass_together
+from zero_plugin.distributed.collective_check import collective, pass_together
 from zero_plugin.distributed.messages import once
+from zero_plugin.distributed.mismatch import SAME_ORDER
 from zero_plugin.errors import CheckpointError, DamagedError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
