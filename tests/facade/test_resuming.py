@@ -234,7 +234,7 @@ def test_what_a_launch_before_has_saved(
     make().run(range(1), save_after=3)
     launch("second", 0)
     assert make(BEGINS_ANEW).accelerator.resume() is None
-    assert "training starts from the beginning, since an earlier launch" in capfd.readouterr().err
+    assert "training starts from the beginning: an earlier launch" in capfd.readouterr().err
     launch("second", 1)
     assert make(BEGINS_ANEW).accelerator.resume() is None
     assert "no checkpoint of this run" in capfd.readouterr().err
