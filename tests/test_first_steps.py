@@ -98,7 +98,7 @@ def test_a_parameter_is_unfrozen() -> None:
     for _ in range(20):
         loop.backward()
     loop.models[0][0].requires_grad_(True)
-    with pytest.raises(LoopError, match="were frozen in prepare\(\), or were added later"):
+    with pytest.raises(LoopError, match=r"were frozen in prepare\(\), or were added later"):
         loop.backward()
     loop.models[0][0].requires_grad_(False)
     assert not loop.backward()
@@ -141,7 +141,7 @@ def test_a_layer_is_replaced() -> None:
     """As by resize_token_embeddings after prepare(): it is not the model that was prepared."""
     loop = Loop()
     loop.models[0][1] = nn.Linear(1, 1)
-    with pytest.raises(LoopError, match="of the Sequential that were frozen in prepare\(\), or were added later"):
+    with pytest.raises(LoopError, match=r"of the Sequential that were frozen in prepare\(\), or were added later"):
         loop.backward()
 
 
