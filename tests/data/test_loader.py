@@ -278,7 +278,7 @@ def test_a_length_that_changes_in_the_epoch_is_an_error() -> None:
         data.step = 0
         loader = alone(DataLoader(data, batch_size=2))
         data.step = step
-        with pytest.raises(LoopError, match=f"gives {found} batches than the"):
+        with pytest.raises(LoopError, match=f"gives {found} batches than its length"):
             list(loader)
 
 
@@ -323,7 +323,7 @@ def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: 
     assert capsys.readouterr().err == ""
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
-    drawn = "zero_plugin: warning: Own: while gradients accumulate, a batch is drawn before"
+    drawn = "zero_plugin: warning: Own: while gradients accumulate, each batch is drawn before"
     assert capsys.readouterr().err.count(drawn) == 1
 
 
