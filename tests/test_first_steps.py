@@ -220,7 +220,7 @@ def test_what_is_put_into_a_model_is_looked_at_at_once(change: str) -> None:
     else:
         model.append(nn.Sequential(nn.Identity(), nn.Linear(1, 1)))
     for _ in range(2):
-        with pytest.raises(LoopError, match="added since"):
+        with pytest.raises(LoopError, match="added later"):
             loop.backward()
 
 

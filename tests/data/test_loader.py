@@ -571,7 +571,7 @@ def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.Captur
     ("loader", "message"),
     [
         (lambda: [1, 2], "found a list"),
-        (lambda: skip_first_batches(DataLoader(Stream(4)), 1), "skips batches already"),
+        (lambda: skip_first_batches(DataLoader(Stream(4)), 1), "already skips batches"),
         (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 2, 1)), "part 1 of 2"),
         (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 3, 0)), "part 0 of 3"),
         (lambda: DataLoader(Numbers(4), in_order=False), "in_order=True"),

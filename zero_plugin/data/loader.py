@@ -439,7 +439,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             return None
 
     def _read(self, skip: int) -> Iterator[Portion]:
-        """Yield the wrapped loader's batches after the first `skip`, with counts; skipped map-style data is not read."""
+        """Yield the wrapped loader's batches after the first `skip`, with counts. Skipping reads no map-style data."""
         base, shard, point = self.base_dataloader, self._shard, self._point
         let_threads_settle(base.num_workers)
         if shard is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zero_plugin.loop.state import AcceleratorState
 
 
-_ENDED: Final = "this optimizer is closed: end_training() or free_memory() was called"
+_ENDED: Final = "this optimizer's training has ended (end_training() or free_memory() was called)"
 
 
 class AcceleratedOptimizer(Optimizer):

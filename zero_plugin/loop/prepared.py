@@ -232,9 +232,9 @@ class Prepared:
                 self._hold(o)
             if not any(o is known for known in self.optimizers):
                 raise LoopError(
-                    "prepare() got an optimizer that another Accelerator has prepared, or that end_training() or "
-                    "free_memory() has closed.\nBuild model and optimizer again and prepare these, or continue with "
-                    "the Accelerator that prepared them."
+                    "prepare() got an optimizer that another Accelerator has prepared, or whose training has ended "
+                    "(end_training() or free_memory() was called).\nBuild model and optimizer again and prepare these, "
+                    "or continue with the Accelerator that prepared them."
                 )
             return True
         if isinstance(o, AcceleratedScheduler) or any(o is model for model in self.models):

@@ -228,7 +228,7 @@ class AcceleratorState(_SharedState):
     def _named_plugins(self, name: str) -> Mapping[str, Any]:
         plugins = self.deepspeed_plugins or {}
         if name not in plugins:
-            raise LoopError(f"no DeepSpeed plugin is named {name!r}. Existing plugins: {', '.join(plugins) or 'none'}.")
+            raise LoopError(f"no DeepSpeed plugin {name!r} exists. Existing plugins: {', '.join(plugins) or 'none'}.")
         return plugins
 
     def __repr__(self) -> str:
