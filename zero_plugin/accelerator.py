@@ -1,4 +1,4 @@
-"""The public API: `Accelerator` reads the configuration, prepares what a loop uses, and trains it."""
+"""The public API: `Accelerator` reads the configuration, prepares the objects of a training loop, and trains them."""
 
 from __future__ import annotations
 
@@ -882,8 +882,8 @@ class Accelerator:
                 training dtype. Buffers keep their dtype.
 
         Raises:
-            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or there is no tensor
-                to write.
+            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or the model has no
+                tensor to write.
             CheckpointError: a process cannot write, or `dtype` needs fp32 master weights that are not accessible.
             ConfigError: `max_shard_size` or `dtype` is invalid.
         """

@@ -99,7 +99,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             if first is None:
                 first = map_tensors(Tensor.clone, cut_rows(step, slice(0, sharing.world)))
             part, rest = divmod(samples, sharing.world)
-            if rest and sharing.even:
+            if rest and sharing.even:  # append enough copies of the epoch's first samples for one more row per process
                 step = join_rows([step, *[first] * -(-(sharing.world - rest) // (count_rows(first) or 1))])
                 part, rest = part + 1, 0
             elif part == 0:

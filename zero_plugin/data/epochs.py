@@ -50,6 +50,7 @@ class Epochs:
         self.current = self.current + 1 if self.chosen is None else self.chosen
         if self.chosen is None:
             for part, seen in zip(self._parts, self._seen, strict=False):
+                # If the part's `epoch` has changed since the last start, the user has set it: leave it.
                 if seen is not None and _epoch_of(part) == seen:
                     part.set_epoch(self.current)
         self.chosen = None

@@ -348,6 +348,7 @@ def draw_alike(sampler: Any, order: Order | None, state: Tensor | None) -> Order
         sampler: this process's own sampler.
         order, state: the result of `draw_here` on process 0; None if its sampler is not `is_drawn_at_once`.
     """
+    # A state of zeros means that process 0 has none: every process must take part in the broadcast.
     agreed = broadcast(torch.zeros_like(torch.default_generator.get_state()) if state is None else state)
     if not agreed.any():
         return None

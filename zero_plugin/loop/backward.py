@@ -189,6 +189,7 @@ def begin(window: Window, session: Session, loss: Tensor, *, ends_window: bool) 
         raise window_errors.failed_gradients()
     is_first = window.phase in (Phase.EMPTY, Phase.APPLIED)
     if window.keeps_gradients is None and window.phase is Phase.APPLIED:
+        # Gradients that are still in `p.grad` show that the script has not called zero_grad() since the step.
         window.keeps_gradients = session.drop_applied()
     session.open_backward(loss, ends_window=ends_window, is_first=is_first)
     return is_first

@@ -97,7 +97,7 @@ class Checkpoints:
         """Write a checkpoint; see `Accelerator.save_state`."""
         _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self._project
-        self._run.background.wait()
+        self._run.background.wait()  # the previous save must be complete, or its error raised, before this one starts
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         self._warn_of_losses()
@@ -108,7 +108,7 @@ class Checkpoints:
             check_weights_to_save(session)
         shard_bytes = require_bytes("save_state(max_shard_size=…)", max_shard_size)
         layouts = save.plan_layouts(sessions, shard_bytes)
-        save.agree_on(layouts)
+        save.agree_on(layouts)  # each process writes at offsets that it computes itself
         draft = Path(on_main(lambda: self._open_draft(target, layouts)))
         opened = save.OpenCheckpoint(target, draft, layouts, not project.automatic_checkpoint_naming, keep)
         with opened.removed_on_failure(SCRIPT):
@@ -121,7 +121,7 @@ class Checkpoints:
             opened.write(map(session_fragments, sessions), SCRIPT)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
-        if not in_background:
+        if not in_background:  # the background thread rotates when its checkpoint is complete
             opened.rotate(SCRIPT)
         return target
 

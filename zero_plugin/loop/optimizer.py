@@ -194,7 +194,7 @@ class AcceleratedOptimizer(Optimizer):
         if session.optimizer is None:
             raise LoopError(_ENDED)
         if self._uncounted is not None:
-            self.settle()
+            self.settle()  # the previous step: the counts below must include it
         kept = None
         if window.keeps_gradients is not False and isinstance(session, Session):
             kept = describe_kept_gradients(window)

@@ -125,9 +125,10 @@ class Run(ProcessCalls):
         self.sequence: SequenceGroup | None = None
         self._loading = ExitStack()  # how transformers constructs models during the run
         self._prepared: Callable[[], Prepared | None] = lambda: None
-        self._cpu_bytes = available_cpu_memory()
+        self._cpu_bytes = available_cpu_memory()  # before the script loads a model
+        # First of the collective calls: the others depend on the configuration, which may differ between processes.
         check_same_run(configurations.document, self.processes)
-        self._share_samples()
+        self._share_samples()  # before its effect on `data_parallel_size` is read below
         self.meter = Meter(self.processes.data_parallel_size, self.device)
         self._keep_global_batch()
         self._use(configurations.document)

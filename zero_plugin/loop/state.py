@@ -252,6 +252,7 @@ def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> 
     """
     run = accelerator._run
     processes, device, distributed_type = run.processes, run.device, run.distributed_type
+    # PartialState first: AcceleratorState gets a copy of its state.
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
     shown = weakref.ref(accelerator)
     AcceleratorState._shared_state.update(PartialState._shared_state, _run=shown, _newest_run=run)

@@ -40,7 +40,7 @@ def share_divisor(windows: Sequence[WindowOf]) -> int:
     """
     if len({window.next_divisor for window, _ in windows}) > 1:
         for window, session in windows:
-            if window.next_divisor != window.steps:
+            if window.next_divisor != window.steps:  # its epoch ends within the window
                 _divide_by(window.steps, window, session)
     return windows[0][0].next_divisor
 

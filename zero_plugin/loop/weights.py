@@ -289,7 +289,7 @@ class Weights:
     def _initialize(self, module: nn.Module, names: Collection[str]) -> None:
         if names:
             for fragment in self._run.strategy.fragments_to_fill(module, names):
-                fragment.values.fill_(torch.nan)
+                fragment.values.fill_(torch.nan)  # `initialize_tensors` finds tensors that no initializer has written
             initialize_tensors(module, names, self._run.strategy.gathered_tensors)
 
 

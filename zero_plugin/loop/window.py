@@ -351,6 +351,8 @@ class Window:
 
     def _is_end(self, batches: int, *, is_counted: bool) -> bool:
         progress = self._progress
+        # The divisor is the planned size. An epoch may be longer than `len(loader)`: while a loop runs, only its last
+        # batch or `most` micro-batches end the window.
         if batches >= self.own.most or (batches >= self.own.divisor and not progress.is_running):
             return True
         return progress.is_last if is_counted else progress.next_is_last
