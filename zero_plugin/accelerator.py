@@ -326,7 +326,7 @@ class Accelerator:
 
     @property
     def resolved(self) -> Resolved | None:
-        """The resolved configuration of the last prepared model; None before the first `prepare`."""
+        """The resolved configuration of the last prepared model; None before the first one."""
         return self._prepared.resolved
 
     @property
@@ -728,7 +728,7 @@ class Accelerator:
 
         Processes that run out of batches join the collective operations of the others until all have finished.
         Prepared loaders have the same number of batches on every process: use this for loaders that were not prepared.
-        A warning is logged if the context has no effect, for example under ZeRO.
+        The context warns if it has no effect, for example under ZeRO.
 
         Args:
             joinables: prepared models.

@@ -95,7 +95,7 @@ class BatchSamplerShard(_AroundBatchSampler):
     with process 0's random state would see. The other processes' seeds do not matter. All processes have the same
     number of batches: the rest of an incomplete last step is left out.
 
-    Your own sampler only needs torch's contract. This example yields the longest samples first:
+    Your own sampler only needs torch's contract. Example, with the longest samples first:
 
         class LongestFirst(Sampler):
             def __init__(self, lengths):

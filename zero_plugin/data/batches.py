@@ -286,5 +286,5 @@ def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:
     if samples is not None and rows not in (samples, loader.batch_size):
         raise LoopError(
             f"gather_for_metrics: found {what}, but the batch holds {samples} samples. Pass one row per sample: "
-            "repeated samples are then cut off. Use gather() for other values."
+            "repeated samples are then cut off. For other values use gather()."
         )

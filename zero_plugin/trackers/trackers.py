@@ -43,7 +43,7 @@ class GeneralTracker:
     """An experiment tracker. Subclass this class for your own tracker.
 
     A subclass has a `name`, a `requires_logging_directory` (True if the tracker writes files), and a `tracker`: the
-    object that it writes to. This example keeps all values in a list:
+    object that it writes to. Example, with all values in a list:
 
         class Memory(GeneralTracker):
             name = "memory"
