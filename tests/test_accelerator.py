@@ -149,7 +149,7 @@ loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
 text = pickle.dumps({"accelerator": accelerator})
 assert pickle.loads(text)["accelerator"] is accelerator
 accelerator.state._reset_state()
-with pytest.raises(LoopError, match="there is none"):
+with pytest.raises(LoopError, match="none exists"):
     pickle.loads(text)
 """)
     assert done.returncode == 0, done.stderr

@@ -158,7 +158,7 @@ def test_a_step_used_what_turned_out_to_be_a_shorter_window() -> None:
             with two.window:
                 run_backward([one, two], [], losses([one, two], 1))
             two.optimizer.step()
-    with pytest.raises(LoopError, match=r"has 2 micro-batches, but .* as if it had 3"):
+    with pytest.raises(LoopError, match=r"has 2 micro-batches, but .* as though it had 3"):
         one.optimizer.step()
 
 

@@ -53,7 +53,7 @@ def test_weights_are_averaged_every_few_steps(rank: int, world: int, folder: Pat
         torch.testing.assert_close(plain.weight.item(), last, rtol=1e-5, atol=1e-6)
         with listening() as said:
             accelerator.save_state(folder / f"saved-{enabled}")
-        own_states = "each process has an optimizer state of its own"
+        own_states = "each process has its own optimizer state"
         assert any(own_states in line for line in said) == (enabled and world > 1 and rank == 0)
         accelerator.free_memory()
     with pytest.raises(LoopError, match="local_sgd_steps is 0"):

@@ -134,7 +134,7 @@ ONE_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
         (51, "processes", False, "Write scheduler_counts: steps into the config"),
         (51, "steps", False, None),
         (51, "steps", True, None),
-        (99, "steps", True, "3 epochs of the loader as it was before prepare(), 33 batches"),
+        (99, "steps", True, "3 epochs of the loader before prepare(), 33 batches"),
         (99, "steps", False, "Write scheduler_counts: processes into the config"),
         (33 * 17, "processes", False, None),
         (33 * 17, "steps", False, None),

@@ -80,7 +80,7 @@ def test_an_accelerator_state_is_of_an_accelerator() -> None:
     assert is_initialized()
     assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
     assert AcceleratorState(mixed_precision="bf16", cpu=True).dynamo_plugin.backend == "NO"
-    with pytest.raises(LoopError, match=r"AcceleratorState\(mixed_precision='fp16'\): .* configured differently"):
+    with pytest.raises(LoopError, match=r"AcceleratorState\(mixed_precision='fp16'\) .* configured differently"):
         AcceleratorState("fp16")
     assert not GradientState().is_xla_gradients_synced
     assert AcceleratorState().device == torch.device("cpu")

@@ -344,7 +344,7 @@ def test_what_is_logged_after_the_end_is_an_error(tmp_path: Path) -> None:
     """It names the trackers, which are closed; without any, log does nothing before the end or after."""
     accelerator = run("jsonl", tmp_path)
     accelerator.end_training()
-    said = r"came after end_training\(\), which has closed the trackers \(jsonl\). Nothing was written.\nCall"
+    said = r"was called after end_training\(\), which has closed the trackers \(jsonl\). Nothing was written.\nCall"
     with pytest.raises(LoopError, match=rf"log\(\) {said} log\(\) before"):
         accelerator.log({"after": 1}, step=999)
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""The public API: `Accelerator` reads the configuration, prepares what a loop uses, and trains it."""
+"""The public API: `Accelerator` reads the configuration, prepares the objects of a training loop, and trains them."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ T = TypeVar("T")
 
 
 class Accelerator:
-    """Trains models with ZeRO 0-3, DDP or on one device, as configured, with the same training loop for all of them.
+    """A trainer for ZeRO 0-3, DDP or one device: the configuration selects one, the training loop stays the same.
 
-    The configuration is read from the launcher or from `config`; without either it is empty. Arguments in code fill
-    what the configuration leaves open. An argument that contradicts an explicit value of the configuration, or that
-    cannot be honoured, is an error.
+    The configuration comes from the launcher or from `config`; without either it is empty. Arguments in code set the
+    values that the configuration leaves open. An argument is an error if it contradicts an explicit value of the
+    configuration, or cannot be applied.
 
         accelerator = Accelerator(gradient_accumulation_steps=4)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -97,12 +97,12 @@ class Accelerator:
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: the batch size of a DataLoader is that of all processes together, not that of each process.
+        split_batches: the batch size of a DataLoader counts the samples of all processes together, not of each process.
         mixed_precision: `no`, `fp16`, `bf16`, or `auto` for the precision that suits the device.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU even if a GPU is available.
         dataloader_config: how DataLoaders are sharded over the processes.
-        deepspeed_plugin: a DeepSpeed configuration in code, or a dict of several by name, of which
+        deepspeed_plugin: a DeepSpeed configuration in code, or a dict of several by name;
             `state.select_deepspeed_plugin(name)` selects one.
         fsdp_plugin, torch_tp_plugin, megatron_lm_plugin: not supported; the error says what to write instead.
         rng_types: the random number generators that are synchronized over the processes at the start of each epoch:
@@ -111,25 +111,25 @@ class Accelerator:
         project_dir: the folder of the run.
         project_config: where the run writes its checkpoints and logs.
         gradient_accumulation_plugin: how gradients are accumulated.
-        step_scheduler_with_optimizer: a prepared learning-rate scheduler advances only with applied optimizer steps;
-            if False, at every call of its `step()`.
+        step_scheduler_with_optimizer: advance a prepared learning-rate scheduler only with applied optimizer steps; if
+            False, at every call of its `step()`.
         kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.handlers`.
-        dynamo_backend, dynamo_plugin: compile models, given the name of the backend or all arguments.
+        dynamo_backend, dynamo_plugin: compile models, with the name of the backend or with all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
-        parallelism_config: how many processes share each sample (`sp_size`), as `sequence_parallel_size` of the
-            configuration says too.
+        parallelism_config: how many processes share each sample (`sp_size`); the configuration's key for this is
+            `sequence_parallel_size`.
         config: path of a launch YAML or a DeepSpeed JSON file, or a dict with the content of either.
-        even_batches: fill up the last batches of an epoch with samples from its beginning, so that every process has
-            full batches.
+        even_batches: fill up the last batches of an epoch with samples from its beginning: every process has full
+            batches.
         shard_iterable: `auto` shards an iterable dataset unless it is known to shard itself; `never` assumes that
             every iterable dataset already yields different samples in each process and worker.
-        strategy: the class of a strategy of your own, instead of DDP or one device; see docs/own-strategy.md.
+        strategy: the class of your own strategy, instead of DDP or one device; see docs/own-strategy.md.
 
     Attributes:
-        log_with: the configured trackers: classes of the known ones, and the script's own objects.
+        log_with: the configured trackers: classes of the built-in ones, and the script's own objects.
         state, gradient_state: Accelerate's state objects, for scripts that read them.
-        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that read them: a prepared model takes
-            complete samples and gives complete results, also where processes share them, and there is no fp8.
+        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that read them. A prepared model takes
+            complete samples and returns complete results, even if processes share samples; fp8 is not supported.
         is_fsdp2, is_composable_parallelism_enabled, has_lomo_optimizer: False, for the same reason.
         should_save_model: True, for libraries that read it.
 
@@ -266,51 +266,51 @@ class Accelerator:
         self._run.wait_for_everyone()
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """`print` on local rank 0 of every machine."""
+        """Print on local rank 0 of every machine."""
         self._run.print(*values, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Context manager: the block runs on the main process first, then on all others at once; collective.
+        """Return a context manager whose block runs on the main process first, then on all others; collective.
 
-        If the block raises on the main process, the others still run it.
+        If the block raises on the main process, the others still run the block.
         """
         return self._run.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Context manager: the block runs on local rank 0 of each machine first, then on the others; collective.
+        """Return a context manager whose block runs on each machine's local rank 0 first, then on others; collective.
 
-        If the block raises on local rank 0, the others still run it.
+        If the block raises on local rank 0, the others still run the block.
         """
         return self._run.local_main_process_first()
 
     def on_main_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on the main process; elsewhere it returns None."""
+        """Decorate a function to run on the main process; on other processes it returns None."""
         return self._run.on_main_process(function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on local rank 0 of each machine; elsewhere it returns None."""
+        """Decorate a function to run on local rank 0 of each machine; on other processes it returns None."""
         return self._run.on_local_main_process(function)
 
     def on_last_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on the last process; elsewhere it returns None."""
+        """Decorate a function to run on the last process; on other processes it returns None."""
         return self._run.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on global rank `process_index`, or on the only process."""
+        """Decorate a function to run on global rank `process_index`, or on the only process."""
         return self._run.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Decorator: the function runs on local rank `local_process_index` of each machine, or on the only process."""
+        """Decorate a function to run on each machine's local rank `local_process_index`, or on the only process."""
         return self._run.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Context manager that gives this process its contiguous part of `inputs`; not collective.
+        """Return a context manager that yields this process's contiguous part of `inputs`; not collective.
 
         Args:
             inputs: the same on every process: a list, tuple or other sequence, a tensor or array (split along its first
                 dimension), a `datasets.Dataset`, or a dict of these, all of the same length. Strings are not split.
-            apply_padding: repeat the last element where a part is shorter than the others, so that results can be
-                gathered; tensors are then moved to this process's device.
+            apply_padding: repeat the last element if a part is shorter than the others, to let the script gather
+                results; tensors are then moved to this process's device.
 
         Raises:
             LoopError: `inputs` cannot be split, or the values of a dict differ in length.
@@ -326,7 +326,7 @@ class Accelerator:
 
     @property
     def resolved(self) -> Resolved | None:
-        """The resolved configuration of the model that was prepared last; None before any was."""
+        """The resolved configuration of the last prepared model; None before the first one."""
         return self._prepared.resolved
 
     @property
@@ -340,7 +340,7 @@ class Accelerator:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How `prepare` shards DataLoaders over the processes."""
+        """The settings by which `prepare` shards DataLoaders over the processes."""
         return self._run.options.loading
 
     @dataloader_config.setter
@@ -349,7 +349,7 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """Whether the batch size of a DataLoader is that of all processes together."""
+        """Whether the batch size of a DataLoader counts the samples of all processes together."""
         return self._run.options.loading.split_batches
 
     @property
@@ -378,7 +378,7 @@ class Accelerator:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether, after `load_state`, loaders continue inside the interrupted epoch by themselves."""
+        """Whether loaders automatically continue inside the interrupted epoch after `load_state`."""
         return self._run.options.loading.use_stateful_dataloader
 
     @property
@@ -392,7 +392,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_plugin(self) -> GradientAccumulationPlugin:
-        """How gradients are accumulated."""
+        """The settings of gradient accumulation."""
         return self._run.options.accumulation
 
     @property
@@ -406,7 +406,7 @@ class Accelerator:
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where the run writes its checkpoints and logs."""
+        """The folders that the run writes checkpoints and logs to, and how it names checkpoints."""
         return self._run.options.project
 
     @property
@@ -468,7 +468,7 @@ class Accelerator:
         return self._run.options.handlers.profile
 
     def maybe_context_parallel(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """A context manager that does nothing: sequences are not split over processes."""
+        """Return a context manager that does nothing: it exists for scripts that call Accelerate's."""
         return nullcontext()
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
@@ -491,8 +491,8 @@ class Accelerator:
 
         Args:
             *objects: in any order.
-            device_placement: one value for each object: whether the model, or the batches of the loader, are moved to
-                this process's device; None takes the value given to `Accelerator`.
+            device_placement: one value for each object: whether to move the model, or the loader's batches, to this
+                process's device; None takes the value given to `Accelerator`.
 
         Returns:
             The prepared objects, in the order of `objects`; a single object is returned without a tuple.
@@ -517,34 +517,34 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`prepare` for one model; collective.
+        """Prepare one model; collective.
 
         Args:
             model: its optimizer may be prepared later, except under ZeRO.
             device_placement: False leaves the model on its current device.
-            evaluation_mode: the model is never trained, so that no memory is allocated for its gradients.
+            evaluation_mode: the model is never trained: no memory is allocated for its gradients.
         """
         not_moved = {id(model)} if self._stays(device_placement) else set()
         prepared: nn.Module = self._prepared.prepare((model,), not_moved, only_evaluates=evaluation_mode)[0]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:  # noqa: ARG002
-        """`prepare` for one optimizer; collective. `device_placement` has no effect: states follow the parameters."""
+        """Prepare one optimizer; collective. `device_placement` has no effect: states follow the parameters."""
         prepared: AcceleratedOptimizer = self._prepared.prepare((optimizer,), set())[0]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """`prepare` for one learning-rate scheduler; collective."""
+        """Prepare one learning-rate scheduler; collective."""
         prepared: AcceleratedScheduler = self._prepared.prepare((scheduler,), set())[0]
         return prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: SliceFunction | None = None
     ) -> DataLoaderAdapter:
-        """`prepare` for one DataLoader: a loader that yields this process's part of the data.
+        """Prepare one DataLoader: the returned loader yields this process's part of the data.
 
         Args:
-            data_loader: over a map-style or an iterable dataset. One that is already prepared is returned unchanged.
+            data_loader: over a map-style or an iterable dataset. A prepared loader is returned unchanged.
             device_placement: move batches to this process's device; None takes the value given to `Accelerator`.
             slice_fn_for_dispatch: splits a batch over the processes under `dispatch_batches`; see
                 `DataLoaderDispatcher`.
@@ -557,19 +557,18 @@ class Accelerator:
         )
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader over the same data that skips this process's first `num_batches` batches of every epoch."""
+        """Return a loader over the same data that skips this process's first `num_batches` batches of every epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a module in `model` was distributed over several devices by `device_map`."""
+        """Check whether a `device_map` has distributed a module in `model` over several devices."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything that is prepared and its memory, so that another model can be prepared.
+        """Release all prepared objects and their memory, to make room for another model.
 
-        A checkpoint that is being written in the background is still completed. Nothing is gathered: at stage 3 the
-        user's module stays partitioned, with parameters of shape (0,). Read it inside `whole_weights`, or prepare it
-        again.
+        A background save still completes its checkpoint. Nothing is gathered: at stage 3 the user's module stays
+        partitioned, with parameters of shape (0,). Read it inside `whole_weights`, or prepare it again.
 
             model, optimizer = accelerator.free_memory(model, optimizer)  # also drops the script's own references
 
@@ -595,12 +594,12 @@ class Accelerator:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step. A new value takes effect at the next accumulation window.
 
-        If the run was restarted with smaller micro-batches because memory ran out, each batch of the loader is split
-        into several micro-batches, and this number is multiplied accordingly.
+        If memory ran out and the run was restarted with smaller micro-batches, each batch of the loader is split into
+        several micro-batches, and this number is multiplied accordingly.
 
         Raises:
-            ConfigError: the value that is set contradicts the configuration file or a flag.
-            LaunchError: the run has lost processes, and the value cannot be divided among those that are left.
+            ConfigError: the new value contradicts the configuration file or a flag.
+            LaunchError: the run has lost processes, and the remaining ones cannot divide the new value.
         """
         return self._prepared.window.steps
 
@@ -610,12 +609,13 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last of its accumulation window, so that `optimizer.step()` acts.
+        """Whether the current micro-batch is the last of its accumulation window: only then `optimizer.step()` acts.
 
-        With several models it refers to the model that was passed to `accumulate`, or that the last `backward` reached.
+        With several models, the value refers to the model that was passed to `accumulate`, or that the last `backward`
+        reached.
 
-        A loop may set it instead of calling `accumulate`: to False before a micro-batch that does not end the window,
-        and to True before the one that does.
+        A loop may set this property instead of calling `accumulate`: to True before the micro-batch that ends the
+        window, to False before the others.
         """
         return self._prepared.window.ends_here
 
@@ -624,7 +624,7 @@ class Accelerator:
         self._accumulation.decide_windows(ends)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context manager for one micro-batch: `optimizer.step()` acts only in the last one of an accumulation window.
+        """Return a context manager for one micro-batch; `optimizer.step()` acts only in the last one of a window.
 
             with accelerator.accumulate(model):
                 accelerator.backward(loss)
@@ -632,7 +632,7 @@ class Accelerator:
                 optimizer.zero_grad()
 
         Args:
-            *models: the models that this micro-batch trains; by default all that have an optimizer. Models without an
+            *models: the models that this micro-batch trains; by default all models with an optimizer. Models without an
                 optimizer may be passed too.
 
         Raises:
@@ -644,7 +644,7 @@ class Accelerator:
         """Compute the gradients of `loss`, divided by the number of micro-batches in the accumulation window.
 
         Gradients accumulate in every prepared model that the loss depends on, until its optimizer's `step` or
-        `zero_grad`, as in plain PyTorch. If no model was prepared with its optimizer, it is torch's own backward, which
+        `zero_grad`, as in plain PyTorch. If no model was prepared with its optimizer, torch's own backward runs, which
         is logged once.
 
         Args:
@@ -653,19 +653,19 @@ class Accelerator:
 
         Raises:
             LoopError: `loss` is not a scalar tensor with a graph; gradients were computed by `loss.backward()`; the
-                loss depends on parameters of a module that is not prepared, or on no prepared model; or it depends on
-                several models while gradients are accumulated without `accumulate`.
+                loss depends on parameters of a module that is not prepared, or on no prepared model; or the loss
+                depends on several models while gradients accumulate without `accumulate`.
         """
         backward.backward(self._run, self._prepared, loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the next optimizer step by their global norm; collective.
 
-        Before the last micro-batch of an accumulation window the gradients are not complete: then nothing is clipped
-        and nan is returned.
+        Before the last micro-batch of an accumulation window the gradients are not complete: nothing is clipped, and
+        the call returns nan.
 
         Args:
-            parameters: those of one prepared model.
+            parameters: the parameters of one prepared model.
             max_norm: the largest norm; `inf` only measures the norm.
             norm_type: the order of the norm; under ZeRO only 2.
 
@@ -685,19 +685,19 @@ class Accelerator:
         Before the last micro-batch of an accumulation window nothing happens.
 
         Args:
-            parameters: those of prepared models.
+            parameters: the parameters of prepared models.
             clip_value: the largest magnitude of an element.
 
         Raises:
-            LoopError: under ZeRO, where gradients are partitioned.
+            LoopError: under ZeRO, because gradients are partitioned.
         """
         clip.clip_values(self._run, self._prepared, parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the next step's gradients by the loss scale of fp16, before the script reads or changes them.
+        """Divide the next step's gradients by the fp16 loss scale, before the script reads or changes them.
 
-        `clip_grad_norm_` and `clip_grad_value_` do this themselves. Without a loss scale nothing happens, nor under
-        ZeRO, where scripts cannot read the gradients.
+        `clip_grad_norm_` and `clip_grad_value_` do this themselves. The call has no effect without a loss scale, or
+        under ZeRO: there scripts cannot read the gradients.
 
         Args:
             optimizer: a prepared optimizer or a list of them; None for all.
@@ -710,11 +710,11 @@ class Accelerator:
         return any(t.optimizer is not None and t.optimizer.step_was_skipped for t in self._prepared.trained)
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Context manager: backwards inside do not average gradients, where the strategy supports that."""
+        """Return a context manager in which backwards do not average gradients, if the strategy supports that."""
         return self._accumulation.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context manager: the next backward averages gradients, even if the forward ran inside `no_sync`.
+        """Return a context manager: the next backward averages gradients, even if the forward ran inside `no_sync`.
 
         Args:
             model: a prepared model.
@@ -724,11 +724,11 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Context manager for DDP where processes have different numbers of batches; it enters torch's `Join`.
+        """Return a context manager for DDP with different numbers of batches per process; it enters torch's `Join`.
 
         Processes that run out of batches join the collective operations of the others until all have finished.
-        Prepared loaders have the same number of batches everywhere, so this is for loaders that were not prepared. It
-        warns where it has no effect, as under ZeRO.
+        Prepared loaders have the same number of batches on every process: use this for loaders that were not prepared.
+        The context warns if it has no effect, for example under ZeRO.
 
         Args:
             joinables: prepared models.
@@ -737,7 +737,7 @@ class Accelerator:
         return self._accumulation.join_uneven_inputs(joinables, even_batches)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
-        """Not supported: LOMO updates weights during the backward, without averaging, accumulation or clipping.
+        """Refuse LOMO: it updates weights during the backward, without averaging, accumulation or clipping.
 
         Raises:
             LoopError: always.
@@ -748,7 +748,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `fp16` or `bf16`; before `prepare`, the precision that a model would be prepared with now."""
+        """`no`, `fp16` or `bf16`; before `prepare`, the precision that `prepare` would choose now."""
         return self._run.expected_precision() if self.resolved is None else self.resolved.precision
 
     @property
@@ -762,10 +762,10 @@ class Accelerator:
         return LossScaler(self._prepared) if self.mixed_precision == "fp16" else None
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """Context manager: operations inside run under `torch.autocast` in the run's 16-bit dtype.
+        """Return a context manager in which operations run under `torch.autocast` in the run's 16-bit dtype.
 
-        Prepared models do this themselves. Under ZeRO nothing changes: weights are in the 16-bit dtype, the outputs of
-        a model are fp32, and what the script computes from them stays fp32.
+        Prepared models do this themselves. Under ZeRO the context has no effect: weights are in the 16-bit dtype, a
+        model's outputs are fp32, and the script computes with them in fp32.
 
         Args:
             autocast_handler: the arguments for this context; None takes those from `kwargs_handlers`.
@@ -773,11 +773,13 @@ class Accelerator:
         return self._run.strategy.autocast(self.mixed_precision, autocast_handler or self.autocast_handler)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
-        """Context manager that runs `torch.profiler.profile`; with a schedule, call `step()` after each training step.
+        """Return a context manager that profiles with `torch.profiler.profile`.
+
+        With a schedule, call `step()` of the profiler after each training step.
 
         Args:
-            profile_handler: the arguments for this context; None takes those from `kwargs_handlers`. If it has an
-                `output_trace_dir`, each process writes a Chrome trace `profile_<rank>.json` into it.
+            profile_handler: the arguments for this context; None takes those from `kwargs_handlers`. If
+                `output_trace_dir` is set, each process writes a Chrome trace `profile_<rank>.json` into that folder.
         """
         return self._run.profile(profile_handler or self.profile_handler or ProfileKwargs())
 
@@ -795,7 +797,7 @@ class Accelerator:
         return collectives.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """The `sum`, `mean` or `max` of each tensor over all processes, times `scale`; `none` only multiplies."""
+        """Reduce each tensor over all processes by `sum`, `mean` or `max`, times `scale`; `none` only multiplies."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -803,11 +805,11 @@ class Accelerator:
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """The tensors of rank `from_process` on every process; shapes and dtypes must be the same on all processes."""
+        """Return the tensors of rank `from_process` on every process; shapes and dtypes must agree on all processes."""
         return collectives.broadcast(tensor, from_process)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` in a loop over a prepared loader, without the samples that were repeated to fill up batches."""
+        """Gather in a loop over a prepared loader, without the samples that were repeated to fill up batches."""
         return gather_for_metrics(input_data, RUNNING.current, use_gather_object)
 
     def set_trigger(self) -> None:
@@ -815,7 +817,7 @@ class Accelerator:
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check; collective."""
+        """Check whether any process has called `set_trigger` since the last check; collective."""
         if triggered := any_process(self._triggered):
             self._triggered = False
         return triggered
@@ -825,14 +827,14 @@ class Accelerator:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module inside a prepared model.
+        """Return the user's own module inside a prepared model.
 
         Nothing is gathered: at stage 3 its parameters are partitioned, of shape (0,). Read them inside `whole_weights`.
 
         Args:
-            model: a prepared model, or one that the user wrapped.
-            keep_fp32_wrapper: keep the forward under autocast. If False, a copy of the module is returned that shares
-                its weights, has the unmodified forward of its class, and can be pickled.
+            model: a prepared model, or a model that the user wrapped.
+            keep_fp32_wrapper: keep the forward under autocast. If False, return a copy of the module that shares its
+                weights, has the unmodified forward of its class, and can be pickled.
             keep_torch_compile: return the compiled module if the user compiled it.
         """
         return self._weights.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
@@ -840,12 +842,12 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:  # noqa: ARG002
         """Collect the unpartitioned weights and buffers in CPU memory; collective.
 
-        Tensors have the dtype of the model's parameters, not that of fp32 master weights. For a model with PEFT
-        adapters only the adapters and other trained parameters are collected.
+        Tensors have the dtype of the model's parameters, not of the fp32 master weights. For a model with PEFT adapters
+        only the adapters and other trained parameters are collected.
 
         Args:
             model: a prepared model, or any other.
-            unwrap: without effect: a prepared model's names are those of the user's module.
+            unwrap: has no effect: names are always the names in the user's module.
 
         Returns:
             The state dict on the main process, None on all others, with every strategy.
@@ -866,22 +868,22 @@ class Accelerator:
 
         The folder of a transformers model can be loaded with `from_pretrained`. For a model with PEFT adapters only the
         adapters are written, in PEFT's layout. The file `resolved_config.json` records how the model was trained: every
-        value of the configuration and its origin. If an error occurs, a model that was in the folder before is kept.
+        value of the configuration and its origin. If an error occurs, the previous model in the folder is kept.
 
         Args:
             model: a prepared model, or any other.
             save_directory: the folder; it is created if it does not exist.
             max_shard_size: the largest size of one file, e.g. `5GB`.
             safe_serialization: must be True.
-            trainable_only: write only parameters with `requires_grad`, without configuration files. They can be loaded
-                into the model that they were trained from: `load_weights(model, folder, strict=False)`.
+            trainable_only: write only parameters with `requires_grad`, without configuration files. Load them into the
+                base model by `load_weights(model, folder, strict=False)`.
             dtype: the dtype of floating-point parameters in the files: `fp32`, `bf16`, `fp16` or a `torch.dtype`. They
-                are converted from the fp32 master weights, so that `fp32` writes those exactly. None writes each
-                parameter in the dtype that it is trained in. Buffers keep their dtype.
+                are converted from the fp32 master weights: `fp32` writes these exactly. None keeps each parameter's
+                training dtype. Buffers keep their dtype.
 
         Raises:
-            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or there is no tensor
-                to write.
+            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; or the model has no
+                tensor to write.
             CheckpointError: a process cannot write, or `dtype` needs fp32 master weights that are not accessible.
             ConfigError: `max_shard_size` or `dtype` is invalid.
         """
@@ -890,19 +892,19 @@ class Accelerator:
         )
 
     def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context manager: weights of models can be read and written as in plain PyTorch; collective.
+        """Return a context manager to read and write weights of models as in plain PyTorch; collective.
 
         Use it to average weights (EMA, mean teacher), to clip them, or to call `load_state_dict` between steps. Under
-        ZeRO the optimizer continues from what was written. At stage 3 the parameters are unpartitioned inside, on every
-        process, and what rank 0 wrote is kept; every process must write the same values. Before `prepare`, use it at
-        stage 3 for a model that was built partitioned: to group its parameters by `p.ndim`, to count or initialize
+        ZeRO the optimizer continues from the written values. At stage 3 the parameters are unpartitioned inside, on
+        every process, and rank 0's values are kept; every process must write the same values. Before `prepare`, use it
+        at stage 3 for a model that was built partitioned: to group its parameters by `p.ndim`, to count or initialize
         them.
 
             with accelerator.whole_weights(model):
                 ema.update(model.parameters())
 
         Args:
-            *models: prepared models, or models that are partitioned and not prepared; on others it has no effect.
+            *models: prepared models, or partitioned models that are not prepared. Other models stay as they are.
 
         Raises:
             LoopError: a model's weights are offloaded to NVMe.
@@ -910,7 +912,7 @@ class Accelerator:
         return self._weights.whole_weights(*models)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """`torch.save` on the main process only.
+        """Save an object with `torch.save` on the main process only.
 
         Args:
             obj: the object to save.
@@ -919,25 +921,25 @@ class Accelerator:
                 names is written once.
 
         Raises:
-            LoopError: a tensor is partitioned, so that no process has all of it.
+            LoopError: a tensor is partitioned: no process has all of it.
         """
         self._weights.save_object(obj, f, safe_serialization)
 
     def init_model(
         self, weights: str | os.PathLike[str] | None = None, *, strict: bool = True
     ) -> AbstractContextManager[list[WeightsReport]]:
-        """Context manager to construct a model without ever holding all of it in one process, at ZeRO stage 3.
+        """Return a context manager to construct a model; at ZeRO stage 3 no process ever holds all of the model.
 
         Without `weights` the model gets the same initial values as outside. With `weights` its parameters are
-        constructed on the meta device, without memory, and are read from the files when the context ends: at ZeRO stage
-        3 each process reads its partition, otherwise each process reads the complete model directly to its device.
+        constructed on the meta device, without memory, and are read from the files when the context ends. At ZeRO stage
+        3 each process then reads its partition; otherwise each process reads the complete model directly to its device.
         Buffers are always computed.
 
             with accelerator.init_model(weights="folder"):
                 model = MyModel(config)
 
         transformers' `from_pretrained` and `from_config` do not need this context after `Accelerator()`, unless the
-        configuration says `zero3_init_flag: false`. `from_config` then draws other random values than outside.
+        configuration has `zero3_init_flag: false`. `from_config` then draws other random values than outside.
 
         Args:
             weights: a folder of safetensors (from transformers, `save_model` or `save_state`), or one file. Every
@@ -962,13 +964,13 @@ class Accelerator:
 
         Args:
             model: prepared or not; its parameters may be on the meta device.
-            weights: a folder of safetensors (from transformers, `save_model` or `save_state`), or one file. The names
-                must be those of the model; for transformers' older names and other layouts use `from_pretrained`.
-            strict: every tensor of the model and of the files must have a counterpart. If False, the others are left
+            weights: a folder of safetensors (from transformers, `save_model` or `save_state`), or one file. Its names
+                must be the model's; for transformers' older names and other layouts use `from_pretrained`.
+            strict: every tensor of the model and of the files must have a counterpart. If False, other tensors are left
                 unchanged, or initialized if they are on the meta device, which is logged.
 
         Returns:
-            Which tensors were loaded, missing, unexpected, or had another shape.
+            A report: which tensors were loaded, missing, unexpected, or had another shape.
 
         Raises:
             CheckpointError: on every process: names or shapes do not match (all are listed, and nothing was written),
@@ -991,13 +993,13 @@ class Accelerator:
     ) -> Path:
         """Write a checkpoint that training can resume from with any strategy and number of processes; collective.
 
-        It holds models, optimizers, learning-rate schedulers, loss scale, counters, the random states of all processes,
-        the positions of the loaders, and registered objects; see docs/checkpoints.md. The folder appears only
-        when the checkpoint is complete.
+        The checkpoint holds models, optimizers, learning-rate schedulers, loss scale, counters, the random states of
+        all processes, the positions of the loaders, and registered objects; see docs/checkpoints.md. The folder appears
+        only when the checkpoint is complete.
 
-        With `asynchronous` the call returns as soon as everything that a script may change is copied to CPU memory. The
-        optimizer states and fp32 master weights are copied during the next forward and backward, before the next step;
-        then a thread writes the copy while training continues. The next `save_state` or `load_state`, `wait_for_save`,
+        With `asynchronous` the call returns once everything that a script may change is copied to CPU memory. The
+        optimizer states and fp32 master weights are copied during the next forward and backward, before the next step.
+        Then a thread writes the copy while training continues. The next `save_state` or `load_state`, `wait_for_save`,
         `end_training` and the exit of the process wait until the checkpoint is complete. Each process keeps the memory
         of its copy for the next checkpoint, until `free_memory` or `end_training`.
 
@@ -1005,20 +1007,20 @@ class Accelerator:
             output_dir: the folder. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is ignored, and the
                 folder is `project_dir/checkpoints/checkpoint_<iteration>`, with the next number that is not in use.
             safe_serialization: has no effect: files are always safetensors and JSON.
-            total_limit: when the checkpoint is complete, remove the oldest checkpoints of this run whose names differ
-                only in the number, so that this many are left. None takes `ProjectConfiguration(total_limit=…)` if
-                names are automatic. A launch, its restarts, and launches that resume from its newest checkpoint are one
-                run.
+            total_limit: the number of checkpoints to keep. When the new one is complete, the oldest checkpoints of this
+                run whose names differ only in the number are removed. None takes `ProjectConfiguration(total_limit=…)`
+                if names are automatic. A launch, its restarts, and launches that resume from its newest checkpoint are
+                one run.
             max_shard_size: the largest size of a weight file, e.g. `5GB`.
-            asynchronous: write the checkpoint in the background. If the copy does not fit into the memory of a machine,
-                this is logged, and the checkpoint is written before the call returns.
+            asynchronous: write the checkpoint in the background. If the copy does not fit into a machine's memory, this
+                is logged, and the checkpoint is written before the call returns.
             **options: refused; Accelerate passes them to DeepSpeed.
 
         Returns:
             The folder of the checkpoint; with `asynchronous` it does not exist yet.
 
         Raises:
-            CheckpointError: on every process: the checkpoint cannot be written, and nothing else has changed; or the
+            CheckpointError: on every process: the checkpoint cannot be written, and older ones are unchanged; or the
                 previous one failed in the background, and this one is not started.
             TypeError: `options` are given.
         """
@@ -1055,29 +1057,29 @@ class Accelerator:
         """Load a checkpoint of `save_state`, written with any strategy and number of processes; collective.
 
         Loaders repeat the sample order of the interrupted epoch from its first batch; use
-        `skip_first_batches(loader, report.batches[i])` to continue where it stopped. With
-        `DataLoaderConfiguration(use_stateful_dataloader=True)` they continue there by themselves.
+        `skip_first_batches(loader, report.batches[i])` to continue after the last batch that was trained. With
+        `DataLoaderConfiguration(use_stateful_dataloader=True)` they continue there automatically.
 
         Args:
-            input_dir: a checkpoint, or a folder of `checkpoint_<number>` folders, of which the newest complete one is
-                loaded, preferably one of this run. None takes `project_dir/checkpoints` if names are automatic.
+            input_dir: a checkpoint, or a folder of `checkpoint_<number>` folders: the newest complete one is loaded,
+                preferably of this run. None takes `project_dir/checkpoints` if names are automatic.
             load_kwargs: accepted for compatibility, and ignored.
-            strict: tensors that only the model or only the checkpoint has are an error.
+            strict: raise an error if only the model or only the checkpoint has a tensor.
             weights_only: load only the weights of the models.
-            verify: compare all that is read with its checksums, while it is read. The newest of several that is damaged
-                is passed over, which is logged.
-            map_location: `cpu` or `on_device`, accepted for compatibility: tensors are read to the device that they
-                are used on.
+            verify: compare the files with their checksums while they are read. In a folder of several checkpoints, a
+                damaged one is skipped, which is logged, and the one before it is loaded.
+            map_location: `cpu` or `on_device`, accepted for compatibility: tensors are always read to the device that
+                uses them.
             **options: refused; Accelerate passes them to DeepSpeed.
 
         Returns:
             A report of what was restored and what was not.
 
         Raises:
-            CheckpointError: the checkpoint does not match what is prepared; or a save in the background failed, and
+            CheckpointError: the checkpoint does not match the prepared objects; or a save in the background failed, and
                 nothing was loaded.
-            DamagedError: a CheckpointError too: the checkpoint is damaged, or all of several are. The error names the
-                newest complete one before it, and the model may have parts of what is damaged.
+            DamagedError: a CheckpointError: the checkpoint, or every checkpoint of the folder, is damaged. The error
+                names the newest complete one before it. The model may hold parts of the damaged one.
         """
         return self._checkpoints.load(
             input_dir,
@@ -1089,14 +1091,14 @@ class Accelerator:
         )
 
     def resume(self, folder: str | os.PathLike[str] | None = None, *, verify: bool = True) -> LoadReport | None:
-        """Load the newest complete checkpoint, if there is one; collective, after `prepare`.
+        """Load the newest complete checkpoint, if one exists; collective, after `prepare`.
 
         After a restart by the launcher (`--max_restarts`, or smaller micro-batches after memory ran out) only the run's
         own checkpoints are considered. At its first start a run resumes from the newest checkpoint of any run in the
         folder, which is logged; with `auto_resume: false` in the configuration it starts from the beginning. With
         `--auto_resume` (`auto_resume: true`) it is an error to train without having called this.
 
-        Loaders continue inside the interrupted epoch by themselves:
+        Loaders automatically continue inside the interrupted epoch:
 
             resumed = accelerator.resume()
             for epoch in range(resumed.epochs[0] if resumed else 0, epochs):
@@ -1112,12 +1114,12 @@ class Accelerator:
             A report of what was restored; None if training starts from the beginning.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or do not match what is prepared.
+            CheckpointError: all checkpoints are damaged, or do not match the prepared objects.
         """
         return self._checkpoints.resume(folder, verify=verify)
 
     def stop_requested(self) -> bool:
-        """Whether any process has received SIGTERM, which job schedulers send; the same on every process; collective.
+        """Check whether any process has received SIGTERM, which job schedulers send; collective, the same on all.
 
         After the first call SIGTERM no longer ends this process: the loop must call this after each step, save and
         exit. The launcher waits `--grace_period` seconds for that, and returns 143.
@@ -1127,12 +1129,12 @@ class Accelerator:
                 break
 
         Raises:
-            LoopError: the first call is not in the main thread, so that no signal handler can be installed.
+            LoopError: the first call is not in the main thread: Python installs signal handlers only there.
         """
         return self._run.stop_requested()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save these objects in checkpoints too, by their `state_dict()` and `load_state_dict()`.
+        """Add objects to checkpoints, by their `state_dict()` and `load_state_dict()`.
 
         The state of the main process is saved, and loaded on every process.
 
@@ -1146,9 +1148,9 @@ class Accelerator:
 
         Args:
             hook: receives the user's modules of all prepared models; their unpartitioned weights (on the main process;
-                empty dicts on the others); and the folder of the checkpoint, into which it may write files. Weights
-                that it removes from the list on the main process are not written by `save_state`. `state_dict()` of a
-                module works there at stage 3 too, and so does `save_pretrained`.
+                empty dicts on the others); and the folder of the checkpoint. The hook may write files into that folder.
+                `save_state` does not write weights that the hook removes from the list on the main process. A module's
+                `state_dict()` and `save_pretrained` work in the hook at stage 3 too.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
@@ -1156,9 +1158,9 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every process before `load_state` reads.
 
         Args:
-            hook: receives the user's modules of all prepared models and the folder of the checkpoint. The weights of a
-                model that it removes from the list are not loaded by `load_state`. `load_state_dict()` of a module
-                works in it at stage 3 too, called on every process; `state_dict()` has names and shapes there.
+            hook: receives the user's modules of all prepared models and the folder of the checkpoint. `load_state` does
+                not load the weights of a model that the hook removes from the list. At stage 3, `load_state_dict()` of
+                a module works in the hook if every process calls it; `state_dict()` has names and shapes only.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 
@@ -1186,14 +1188,16 @@ class Accelerator:
         self._run.trackers.start(self.log_with, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The started tracker of that name; if no tracker is started, and on other processes, one that does nothing.
+        """Return the started tracker of that name.
+
+        Without started trackers, and on other processes, return a tracker that does nothing.
 
         Args:
             name: e.g. `wandb`.
             unwrap: return the library's own object, e.g. wandb's run, instead of the tracker.
 
         Raises:
-            LoopError: other trackers are started, but none of that name; or end_training() has closed them.
+            LoopError: other trackers are started, but none of that name; or end_training() has closed the trackers.
         """
         return self._run.trackers.find(name, unwrap=unwrap)
 
@@ -1204,7 +1208,7 @@ class Accelerator:
 
         Args:
             values: numbers, strings or dicts of numbers by name; tensors and arrays are converted to numbers.
-            step: the step that they belong to.
+            step: the step of these values.
             log_kwargs: further arguments for the `log` method of each tracker.
 
         Raises:
@@ -1213,7 +1217,7 @@ class Accelerator:
         self._run.trackers.log(values, step, log_kwargs or {})
 
     def metrics(self, units: int = 0, unit: str = "tokens") -> dict[str, float]:
-        """Measurements of the last optimizer step, for `log`; not collective.
+        """Return measurements of the last optimizer step, for `log`; not collective.
 
         Args:
             units: how many units, e.g. tokens, this process has computed since the last call; 0 for no throughput.
@@ -1221,18 +1225,18 @@ class Accelerator:
 
         Returns:
             `lr` (of the first parameter group); `grad_norm` (before clipping) if it was computed; under fp16
-            `loss_scale`, and `skipped_steps` since the last applied step; `tokens_per_second` of all processes, if all
-            are as fast as this one; `memory_available_gb` of the GPU or the machine. With several models, all but the
-            first have their index appended to the names, as in `lr_1`.
+            `loss_scale`, and `skipped_steps` since the last applied step; `tokens_per_second` of all processes,
+            estimated from this one; `memory_available_gb` of the GPU or the machine. With several models, the names of
+            the second and later models end with the model's index, as in `lr_1`.
         """
         return self._prepared.measure() | self._run.meter.read(units, unit)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Close trackers, models and the process group; collective. It also runs at the exit of the process.
+        """Close trackers, models and the process group; collective. Also runs at the exit of the process.
 
-        If something cannot be closed, the rest is still closed, and the exception is raised at the end.
+        If closing one of them fails, the rest is still closed, and the exception is raised at the end.
 
         Raises:
             CheckpointError: a save in the background failed; everything was closed nevertheless.

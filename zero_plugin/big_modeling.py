@@ -1,4 +1,4 @@
-"""Models that no device holds, by Accelerate's name for the module."""
+"""Models that no single device holds, under Accelerate's name for their module."""
 
 from zero_plugin.big_models.dispatch import cpu_offload as cpu_offload
 from zero_plugin.big_models.dispatch import cpu_offload_with_hook as cpu_offload_with_hook

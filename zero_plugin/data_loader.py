@@ -1,4 +1,4 @@
-"""The loaders by Accelerate's names, for scripts that share their data by hand."""
+"""The loaders under Accelerate's names, for scripts that shard their data by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero_plugin.distributed import collectives
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that a loader's batches are made of; None where there is none, as over a stream."""
+    """Return the sampler of a loader's batches; None if the loader has no sampler, as over a stream."""
     return getattr(batches_of(dataloader), "sampler", None)
 
 
@@ -48,29 +48,29 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoaderAdapter:
-    """This process's part of a DataLoader; collective. `Accelerator.prepare` does the same with fewer arguments.
+    """Return a loader of this process's part; collective. `Accelerator.prepare` does the same with fewer arguments.
 
     Args:
-        dataloader: it stays as it is.
-        device: where batches go if `put_on_device`.
-        num_processes: processes that share the data; None takes all of the run.
-        process_index: this process among them; None takes its place in the run.
-        split_batches: the loader's batch size is that of all processes together.
-        put_on_device: False leaves batches where the loader makes them.
+        dataloader: not changed.
+        device: the device of batches if `put_on_device`.
+        num_processes: the number of processes that share the data; None takes all processes of the run.
+        process_index: this process's index among them; None takes its rank in the run.
+        split_batches: the loader's batch size counts the samples of all processes together.
+        put_on_device: False leaves batches on the device that the loader creates them on.
         rng_types: `torch`, `cuda`, `generator`: random states that every process gets from process 0 at the start of
             each epoch.
         dispatch_batches: process 0 reads for all, and sends the others their parts.
-        even_batches: complete the last step with the epoch's first samples, so that every process has a full batch.
-        slice_fn_for_dispatch: divides what process 0 sends; see `DataLoaderDispatcher`.
-        use_seedable_sampler: shuffle by `SeedableRandomSampler`, where torch's RandomSampler would.
+        even_batches: complete the last step with the epoch's first samples: every process has a full batch.
+        slice_fn_for_dispatch: divides the batches that process 0 sends; see `DataLoaderDispatcher`.
+        use_seedable_sampler: shuffle by `SeedableRandomSampler` instead of torch's RandomSampler.
         data_seed: its seed; None takes torch's current one.
         non_blocking: do not wait for batches to be copied to the device.
-        use_stateful_dataloader: no difference: `state_dict` is always there.
-        torch_device_mesh: None, or of data parallelism alone.
+        use_stateful_dataloader: has no effect: `state_dict` is always available.
+        torch_device_mesh: None, or a mesh of data parallelism only.
 
     Raises:
-        LoopError: see `prepare_loader`; or a mesh of more than data parallelism.
-        ConfigError: `split_batches` without a batch size that `num_processes` divides.
+        LoopError: see `prepare_loader`; or the mesh has more than data parallelism.
+        ConfigError: `split_batches` is set, and `num_processes` does not divide the batch size.
     """
     del use_stateful_dataloader
     refuse_mesh(torch_device_mesh)

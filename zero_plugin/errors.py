@@ -1,13 +1,15 @@
 """The one exception tree.
 
-ZeroPluginError
-├── ConfigError         what the user wrote in a file, a flag or code cannot run; lists every problem found
-├── LaunchError         the launcher could not start or keep the workers
-├── MachineError        this machine lacks something the run needs (a compiler, libaio, a stale build lock)
-├── StrategyError       the requested strategy cannot run here
-├── LoopError           the training loop calls the layer in an order that has no meaning
-└── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
-    └── DamagedError    it is damaged: what was read differs from what was written
+All errors that this package raises on purpose are in one tree:
+
+    ZeroPluginError
+    ├── ConfigError         a value in a file, a flag or code is invalid; lists every problem found
+    ├── LaunchError         the launcher could not start or keep the workers
+    ├── MachineError        this machine cannot run it: no compiler, no libaio, or a stale build lock
+    ├── StrategyError       the requested strategy cannot run here
+    ├── LoopError           the training loop uses this package in a way that has no meaning
+    └── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
+        └── DamagedError    a checkpoint is damaged: its contents differ from what was written
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ from typing import Any, Final, Literal, TypeVar
 Severity = Literal["error", "warning", "note"]
 
 _PLACE: Final = re.compile(r"(.+):(\d+):(\d+)", re.DOTALL)
-# Control characters but newline and tab, marks that turn the direction of a text, other line ends, unpaired surrogates.
+# Control characters except newline and tab, marks that change text direction, other line ends, unpaired surrogates.
 _NOT_SHOWN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""A text of a file or a peer as it can be shown: what would steer a terminal is escaped, as `\u001b`.
+    r"""Return a text of a file or a peer with control characters escaped, as `\u001b`, to protect the terminal.
 
-    Such an escape has the same meaning in JSON, YAML, Python, and in `$'…'` of a shell.
+    The escape has the same meaning in JSON, YAML, Python, and in `$'…'` of a shell.
     """
     return _NOT_SHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class ZeroPluginError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error that this package raises on purpose.
 
     Attributes:
-        exit_code: what the command line exits with.
-        lost_peer: whether the error only says that another process does not answer, has ended or has failed.
-        repeats: the message of another process's error that this one repeats; None for an error of its own.
+        exit_code: the exit status of the command line.
+        lost_peer: whether the error only reports that another process does not answer, has ended or has failed.
+        repeats: the message of another process's error that this error repeats; None for this process's own error.
     """
 
     exit_code = 1
@@ -60,13 +62,13 @@ class Problem:
 
     Attributes:
         where: `file:line:column`, a flag such as `--zero_stage`, or a call such as `Accelerator(mixed_precision=…)`.
-        key: the dotted path of the key, e.g. `zero_optimization.stage`; empty if the problem concerns all of the file.
+        key: the dotted path of the key, e.g. `zero_optimization.stage`; empty if the problem concerns the entire file.
         message: what is wrong, with the value that was found.
         fix: what is legal or what to write; empty for a note only.
-        value: what was found there, as text; empty where no single value is meant.
-        severity: `error`: the run would not start, or not be what is written. `warning`: it runs, but something written
-            has no effect, is read as another value than it looks like, or will be refused by a coming release.
-            `note`: information, never a reason to fail.
+        value: the value that was found, as text; empty if the problem does not concern a single value.
+        severity: `error`: the run would not start, or would differ from its configuration. `warning`: the run starts,
+            but a setting has no effect, is read as another value than it looks like, or will be an error in a later
+            release. `note`: information, never a reason to fail.
         rename: the key to write instead of the last part of `key`, if no other key is meant; otherwise "".
     """
 
@@ -80,20 +82,20 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """Where and what, in one line; a flag says by itself which key it sets."""
+        """Where and what, in one line. The key is left out for a flag, which already names it."""
         return f"{self.where}: {self.message if self.where.startswith('--') else self.finding}"
 
     @property
     def finding(self) -> str:
-        """Key, value where the message does not show it, and message."""
+        """Key, value if the message does not show it, and message."""
         value = re.escape(self.value.strip('"'))
-        is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", self.message)  # a word of its own: 1024 shows no 4
+        is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", self.message)  # as a separate word: 1024 does not show 4
         shown = "" if is_shown or not value else f" = {self.value}"
         return f"{self.key}{shown}: {self.message}" if self.key else self.message
 
     @property
     def remark(self) -> str:
-        """What is logged of a finding that does not stop a run: a warning with its fix, a note without."""
+        """The log line of a finding that does not stop a run: a warning with its fix, a note without."""
         return str(self) if self.severity == "warning" else self.headline
 
     @property
@@ -110,13 +112,13 @@ E = TypeVar("E", bound=ZeroPluginError)
 
 
 def of_lost_peer(error: E) -> E:
-    """Mark an error as one that only says that another process does not answer; the launcher looks for that one."""
+    """Mark an error as the mere consequence of a lost peer: the launcher looks for the error of that peer instead."""
     error.lost_peer = True
     return error
 
 
 class ConfigError(ZeroPluginError, ValueError):
-    """Every problem found in the configuration, at once; a ValueError too, as scripts written for Accelerate expect."""
+    """All problems in the configuration, together; also a ValueError, as scripts written for Accelerate expect."""
 
     exit_code = 2
 
@@ -146,17 +148,17 @@ class StrategyError(ZeroPluginError):
 
 
 class LoopError(ZeroPluginError):
-    """The training loop calls the layer in an order that has no meaning; the message shows the right one."""
+    """The training loop uses this package in a way that has no meaning; the message shows the right way."""
 
 
 class CheckpointError(ZeroPluginError):
     """A checkpoint cannot be written, is damaged, or does not fit this run; the message names the file or tensor."""
 
-    exit_code = 2  # the commands that meet it were named the wrong folder
+    exit_code = 2  # an error of usage: the command got the wrong folder
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged: what was read of it is not what was written."""
+    """A checkpoint is damaged: its contents differ from what was written."""
 
 
 # ---- errors of other libraries ---------------------------------------------------------------------------------------
@@ -164,19 +166,19 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    r"""An error of another library that only its text tells from others. Files that meet such errors list them.
+    r"""An error of another library that only its text identifies. Files that handle these errors list them as rows.
 
         _TOO_LARGE = Foreign(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.")
 
     Attributes:
         pattern: a regular expression that is found in the error's text.
-        source: a file of the installed release that has the text, below `site-packages`; empty if Python makes the
-            text, the operating system, or a release for GPUs.
+        source: a file of the installed release that has the text, below `site-packages`; empty if the text comes from
+            Python, the operating system, or a release for GPUs.
         clearer: the text of a clearer error, with the names of facts in braces; or a function of the facts that returns
-            it. The text of the foreign error is `error`.
+            the text. The fact `error` is the foreign error.
         kinds: the classes of the error.
-        raised_in: the beginning of the name of the module whose code raises it. Code in C++ is in no module: then the
-            name is that of the module that calls it.
+        raised_in: the beginning of the name of the module that raises the error. C++ code has no Python module: the
+            name is then the calling module's.
         becomes: the class of the clearer error.
     """
 
@@ -188,7 +190,7 @@ class Foreign:
     becomes: type[ZeroPluginError] = LoopError
 
     def find(self, error: BaseException) -> re.Match[str] | None:
-        """Return where the pattern is found in the text of an error; None if it is another error."""
+        """Return the match of the pattern in the text of an error; None if this is another error."""
         if not isinstance(error, self.kinds):
             return None
         *_, module = "", *(str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__))
@@ -196,12 +198,12 @@ class Foreign:
 
 
 def raise_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -> None:
-    """Raise a clearer error instead of another library's; return if no row is found in it.
+    """Raise a clearer error instead of another library's; return if no row matches.
 
     Args:
         error: the error.
-        rows: the errors that can be meant; the first counts.
-        facts: what the texts and functions of the rows need.
+        rows: the candidates; the first that matches is used.
+        facts: values for the texts and functions of the rows.
     """
     for row in rows:
         if row.find(error):
@@ -210,20 +212,21 @@ def raise_clearer(error: BaseException, rows: Iterable[Foreign], **facts: Any) -
 
 
 _LOST: Final = "Timed out waiting|Connection closed by peer|Connection reset by peer|Socket closed"
-# Errors of gloo, which have no class of their own. Libraries that speak to a server may raise the same texts.
+# Errors of gloo, which have no class of their own. Libraries that talk to a server may raise the same texts: the first
+# row therefore requires the word gloo, the second a traceback that ends in torch or DeepSpeed.
 OF_LOST_PEER: Final = (
     Foreign(f"(?s)(?=.*gloo).*({_LOST})", "torch/lib/libtorch_cpu.so"),
     Foreign(_LOST, "torch/lib/libtorch_cpu.so", raised_in=("torch.", "deepspeed.")),
 )
 
 
-# ---- how one of them ends a program ----------------------------------------------------------------------------------
+# ---- how an error of this package ends a program ---------------------------------------------------------------------
 
 
 def end_at_user_line(before: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook that shows an error of this package up to the user's own line, which it is about.
+    """Return an excepthook that ends the traceback of this package's errors at the user's own line.
 
-    Every other exception, a defect of this package's among them, is shown with all of its frames.
+    All other exceptions, including defects of this package, are shown with all of their frames.
 
     Args:
         before: the hook that prints.
@@ -243,7 +246,7 @@ def end_at_user_line(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_own_end(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames of this package that it ends with; all of it if there are no others."""
+    """Return `trace` without this package's frames at its end; all frames if they are all this package's."""
     frames = []
     while trace is not None:
         frames.append(trace)

@@ -1,4 +1,4 @@
-"""Hooks around a module's forward, by Accelerate's name for the module."""
+"""Hooks around a module's forward, under Accelerate's name for their module."""
 
 from zero_plugin.big_models.dispatch import CpuOffload as CpuOffload
 from zero_plugin.big_models.dispatch import UserCpuOffloadHook as UserCpuOffloadHook

@@ -1,4 +1,4 @@
-"""Local SGD: each process steps by its own gradients, and the weights are averaged every few steps."""
+"""Local SGD: each process steps with its own gradients; the weights are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A context around the loop: inside, backwards stay local, and `step` averages the weights over the processes.
+    """A context around the loop: backwards do not average gradients, and `step` averages the weights every few steps.
 
-    Local SGD is that of Stich, "Local SGD Converges Fast and Communicates Little" (2019). Optimizer states and buffers
-    stay each process's own. Leaving the context averages once more, so that all processes go on alike.
+    The algorithm is from Stich, "Local SGD Converges Fast and Communicates Little" (2019). Optimizer states and buffers
+    stay local to each process. Leaving the context averages once more: all processes continue with the same weights.
 
     Args:
-        accelerator: the one that prepared `model`.
-        model: what `prepare` returned.
+        accelerator: the `Accelerator` that prepared `model`.
+        model: the model that `prepare` returned.
         local_sgd_steps: calls of `step` from one average to the next, at least 1.
-        enabled: False makes it an ordinary loop, as one process is anyway.
+        enabled: False makes this an ordinary loop. One process always has an ordinary loop.
 
     Raises:
-        LoopError: the model is not prepared; or under DeepSpeed, whose processes share one optimizer; or processes
+        LoopError: the model is not prepared; the run uses DeepSpeed, whose processes share one optimizer; processes
             share samples; or `local_sgd_steps` is below 1.
     """
 
@@ -41,13 +41,13 @@ class LocalSGD:
             raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
         if not training.session.unpartitioned_gradients:
             raise LoopError(
-                "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
-                "Launch without DeepSpeed, or leave LocalSGD out."
+                "LocalSGD does not work under DeepSpeed: processes share one optimizer and cannot step separately.\n"
+                "Launch without DeepSpeed, or remove LocalSGD."
             )
         if enabled and (sharing := accelerator._run.processes.shared_by) > 1:
             raise LoopError(
-                f"LocalSGD with {SEQUENCE_KEY} {sharing}: each process has the gradients of a part of its samples, and "
-                f"cannot step by them alone.\nWrite {SEQUENCE_KEY}: 1, or leave LocalSGD out."
+                f"LocalSGD with {SEQUENCE_KEY} {sharing}: each process has the gradients of only a part of its samples "
+                f"and cannot step with them alone.\nWrite {SEQUENCE_KEY}: 1, or remove LocalSGD."
             )
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
@@ -67,11 +67,11 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._local.close()
-        if self.enabled and kind is None:  # where one process failed, the others are not there to average with
+        if self.enabled and kind is None:  # after an error the other processes may never reach this collective call
             self._average()
 
     def step(self) -> None:
-        """Count one batch; every `local_sgd_steps`-th averages the weights, on all processes."""
+        """Count one batch; every `local_sgd_steps`-th call averages the weights over all processes."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -1,4 +1,4 @@
-"""A logger that knows its process: a line from the main process only, from all, or from all in order."""
+"""A logger for several processes: a line comes from the main process only, from all, or from all in order."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ else:
 
 
 class MultiProcessAdapter(_Adapter):
-    """Python's logger with two more arguments in each call; lines begin with the process's rank.
+    """Python's logger with two more arguments in each call; each line begins with the rank.
 
     * `main_process_only=True`: the line comes from the main process only; with False from every process.
-    * `in_order=False`: with True the line comes from every process, one after another; collective, also on a process
-      whose level leaves the line out.
+    * `in_order=False`: with True the line comes from every process, one after another; collective, even on a process
+      whose level drops the line.
 
     Raises:
-        LoopError: a line is logged before the processes have been started.
+        LoopError: a line is logged before the process group is started.
     """
 
     def __init__(self, logger: logging.Logger, extra: dict[str, Any] | None = None) -> None:
         super().__init__(logger, extra or {})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The line with this process's rank before it."""
+        """Return the line with this process's rank before it."""
         msg, kwargs = super().process(msg, kwargs)
         kwargs.setdefault("stacklevel", 2)  # the caller's file and line, not this one's
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
@@ -43,8 +43,8 @@ class MultiProcessAdapter(_Adapter):
         """Log `msg % args`; `main_process_only` has no effect with `in_order`."""
         if not PartialState._shared_state:
             raise LoopError(
-                f"the logger {self.logger.name!r} is used before the processes have been started.\n"
-                "Write accelerator = Accelerator(), or PartialState() where there is none, before the first line."
+                f"the logger {self.logger.name!r} is used before the process group is started.\n"
+                "Write accelerator = Accelerator(), or PartialState() without an Accelerator, before the first line."
             )
         state = PartialState()
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
@@ -59,19 +59,19 @@ class MultiProcessAdapter(_Adapter):
             state.wait_for_everyone()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """`warning`, the first time that it is called with this message and these arguments."""
+        """Log a warning the first time that this method gets this message and these arguments."""
         call = repr((msg, args, sorted(kwargs.items(), key=lambda item: item[0])))
         if once(self, call):
             self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Python's logger of that name, with `main_process_only` and `in_order` in each call, and `warning_once`.
+    """Return Python's logger of that name, with `main_process_only` and `in_order` in each call, and `warning_once`.
 
     Args:
-        name: of the logger, e.g. `__name__`.
-        log_level: for this logger and the root one, e.g. `INFO`; by default what `ACCELERATE_LOG_LEVEL` says, else
-            both stay as they are.
+        name: the name of the logger, e.g. `__name__`.
+        log_level: the level of this logger and of the root logger, e.g. `INFO`. None takes `ACCELERATE_LOG_LEVEL`;
+            without that variable both levels stay as they are.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")

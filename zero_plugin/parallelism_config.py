@@ -1,3 +1,3 @@
-"""`ParallelismConfig`, at the place where scripts import it from Accelerate."""
+"""`ParallelismConfig` under Accelerate's name for its module."""
 
 from zero_plugin.config.parallelism import ParallelismConfig as ParallelismConfig

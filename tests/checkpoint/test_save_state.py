@@ -288,7 +288,7 @@ def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> Non
     training.accelerator.register_for_checkpointing(Holder({}))
     training.steps(training.loader, 1)
     before = [p.clone() for p in training.model.parameters()]
-    with pytest.raises(CheckpointError, match=r"1 registered objects \(Holder\), here 2"):
+    with pytest.raises(CheckpointError, match=r"1 registered objects \(Holder\), and 2 are registered here"):
         training.accelerator.load_state(folder)
     assert all(map(torch.equal, before, training.model.parameters())), "what does not fit is refused first"
 

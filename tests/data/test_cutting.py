@@ -106,7 +106,7 @@ def test_a_seedable_sampler_shuffles_as_before() -> None:
 
 def test_what_cannot_be_cut() -> None:
     """A loader that trains is refused; one for evaluation keeps its batches."""
-    with pytest.raises(LoopError, match="batch_size=6, which cannot be cut so"):
+    with pytest.raises(LoopError, match="batch_size=6, which cannot be cut"):
         cut_batches(shuffled(6), 4)
     with pytest.raises(LoopError, match="a multiple of 8"):
         cut_batches(shuffled(12), 4, split_among=2)

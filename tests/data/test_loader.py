@@ -278,7 +278,7 @@ def test_a_length_that_changes_in_the_epoch_is_an_error() -> None:
         data.step = 0
         loader = alone(DataLoader(data, batch_size=2))
         data.step = step
-        with pytest.raises(LoopError, match=f"gives {found} batches than the"):
+        with pytest.raises(LoopError, match=f"gives {found} batches than its length"):
             list(loader)
 
 
@@ -323,7 +323,7 @@ def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: 
     assert capsys.readouterr().err == ""
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
-    drawn = "zero_plugin: warning: Own: while gradients accumulate, a batch is drawn before"
+    drawn = "zero_plugin: warning: Own: while gradients accumulate, each batch is drawn before"
     assert capsys.readouterr().err.count(drawn) == 1
 
 
@@ -571,7 +571,7 @@ def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.Captur
     ("loader", "message"),
     [
         (lambda: [1, 2], "found a list"),
-        (lambda: skip_first_batches(DataLoader(Stream(4)), 1), "skips batches already"),
+        (lambda: skip_first_batches(DataLoader(Stream(4)), 1), "already skips batches"),
         (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 2, 1)), "part 1 of 2"),
         (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 3, 0)), "part 0 of 3"),
         (lambda: DataLoader(Numbers(4), in_order=False), "in_order=True"),

@@ -295,7 +295,7 @@ def test_a_distributed_sampler_is_left_to_it() -> None:
 @in_processes(2, 3)
 def test_data_cut_up_by_hand_is_refused() -> None:
     """Datasets of different length are an error that says to give each process the complete one."""
-    with pytest.raises(LoopError, match="give each of them the complete one"):
+    with pytest.raises(LoopError, match="give each process the complete dataset"):
         prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
 
 

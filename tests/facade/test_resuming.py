@@ -234,7 +234,7 @@ def test_what_a_launch_before_has_saved(
     make().run(range(1), save_after=3)
     launch("second", 0)
     assert make(BEGINS_ANEW).accelerator.resume() is None
-    assert "training starts from the beginning, since an earlier launch" in capfd.readouterr().err
+    assert "training starts from the beginning: an earlier launch" in capfd.readouterr().err
     launch("second", 1)
     assert make(BEGINS_ANEW).accelerator.resume() is None
     assert "no checkpoint of this run" in capfd.readouterr().err
@@ -609,7 +609,7 @@ def test_another_scheduler_goes_on_at_the_saved_count_with_its_own_rates(tmp_pat
     report, rates = _train_with_schedule(another, 4, load=tmp_path)
     _, expected = _train_with_schedule(another, 10)
     assert rates == pytest.approx(expected[6:], abs=1e-9)
-    assert f"the state of StepLR: {kind} is here in its place" in "\n".join(report.not_restored)
+    assert f"the state of StepLR: {kind} replaces it here" in "\n".join(report.not_restored)
 
 
 @pytest.mark.parametrize("kind", ["another class", "fewer parts"])
@@ -631,7 +631,7 @@ def test_a_scheduler_that_cannot_take_the_saved_state_is_an_error(tmp_path: Path
 
     _train_with_schedule(saved, 3, save=tmp_path)
     with pytest.raises(
-        CheckpointError, match=rf"state of a {names[0]}, which the {names[1]} .*does not take"
+        CheckpointError, match=rf"state of a {names[0]}, but the {names[1]} .*does not accept"
     ) as caught:
         _train_with_schedule(loaded, 0, load=tmp_path)
     assert "weights_only=True" in str(caught.value)

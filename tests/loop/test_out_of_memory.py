@@ -199,4 +199,4 @@ def test_a_script_without_a_launcher(tmp_path: Path) -> None:
     trace, told = done.stderr.split("CPU memory ran out on rank 0, in ")
     assert "DefaultCPUAllocator" in trace
     assert told.startswith("the forward, at micro-batch 4")
-    assert "`zero-plugin launch` restarts it" in told
+    assert "`zero-plugin launch` restarts the run" in told

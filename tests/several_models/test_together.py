@@ -576,7 +576,7 @@ def test_what_prepare_refuses(path: str) -> None:
         both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
         raised(LoopError, "several models (Sequential and Linear)", by=lambda: accelerator.prepare(one, two, both))
         raised(LoopError, "two optimizers", by=lambda: accelerator.prepare(one, _sgd(one), _sgd(one)))
-        raised(LoopError, "of which 2 of 2", by=lambda: accelerator.prepare(one, _sgd(nn.Linear(1, 1))))
+        raised(LoopError, "2 parameters (of 2)", by=lambda: accelerator.prepare(one, _sgd(nn.Linear(1, 1))))
         raised(LoopError, "twice", by=lambda: accelerator.prepare(one, one))
         raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one, one[0]))
         spread: Any = nn.Linear(4, 4)

@@ -54,7 +54,7 @@ def test_back_in_the_same_run(path: str, folder: Path) -> None:
         accelerator.backward(loss_of(model, own_batch(9)))  # gradients that wait are dropped
         with listening() as messages:
             accelerator.load_state(folder / "2")
-        assert not accelerator.is_main_process or any("the step applies nothing" in message for message in messages)
+        assert not accelerator.is_main_process or any("the step has no effect" in message for message in messages)
         assert accelerator.sync_gradients  # as before the first micro-batch
         again = [take_step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
         assert again == second

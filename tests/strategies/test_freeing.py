@@ -54,7 +54,7 @@ def test_a_dropped_accelerator_is_freed(path: str) -> None:
             del accelerator
             _collect()
             assert {name: o() for name, o in found.items() if o() is not None} == {}
-            raised(LoopError, "there is none", by=newest_accelerator)
+            raised(LoopError, "none exists", by=newest_accelerator)
         for step in range(2):
             second.backward(loss_of(model, own_batch(step)))
             optimizer.step()

@@ -313,7 +313,7 @@ def test_prepare_refuses(path: str) -> None:
         raised(LoopError, "two optimizers", by=lambda: accelerator.prepare(first, sgd, other))
         raised(LoopError, "was not prepared", by=lambda: accelerator.prepare(DummyScheduler(dummy)))
         strange = torch.optim.SGD(second.parameters(), lr=0.1)
-        raised(LoopError, "4 of 4 parameters", by=lambda: accelerator.prepare(first, strange))
+        raised(LoopError, "4 parameters (of 4)", by=lambda: accelerator.prepare(first, strange))
         loader = torch.utils.data.DataLoader(torch.zeros(16, 8), batch_size=4)
         model, optimizer, loader, schedule = accelerator.prepare(first, sgd, loader, schedule)
         prepared = (model, optimizer, loader, schedule)

@@ -114,7 +114,7 @@ def test_a_layer_is_replaced(path: str) -> None:
                 optimizer.zero_grad()
             change(net)
             for _ in range(2):
-                raised(LoopError, "added since", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
+                raised(LoopError, "added later", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
 
 
 @on_paths(*LOOP, daily="zero0")

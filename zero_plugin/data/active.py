@@ -1,4 +1,4 @@
-"""Which loaders' loops are running in this process, and which of them ends accumulation windows."""
+"""The running loops over loaders in this process, and the loop that ends accumulation windows."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from zero_plugin.distributed.messages import once
 from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
-_WARNED_AFTER = 3  # micro-batches, when it is known which loops run side by side
-_ENCLOSING = 2  # micro-batches in a row that had none of a loop's batches: it is around another loop
+_WARNED_AFTER = 3  # micro-batches; by then it is known which loops run side by side
+_ENCLOSING = 2  # a loop that advances in none of so many micro-batches in a row is around another loop
 
 
 class DataLoaderStateMixin:
-    """What a loader tells of the loop that runs over it.
+    """The state of the loop that runs over a loader.
 
     Attributes:
-        batch_size: samples per process and batch; None where batches have no common size.
+        batch_size: samples per process and batch; None if batches have no common size.
         end_of_dataloader: whether the current batch is the epoch's last, on all processes.
-        remainder: samples in the epoch's last step, over all processes, known at that step at the latest; 0 may
-            mean a full one, -1 for one that is not known or, where it is incomplete, is left out.
+        remainder: samples in the epoch's last step, over all processes; known in that step at the latest. 0 may mean a
+            full step. -1 means unknown, or that an incomplete last step is dropped.
         position: index of the current batch in the loop; -1 before the first.
-        batches_left: batches to come in this epoch after the current one; None where that is not known.
-        batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
+        batches_left: batches in this epoch after the current one; None if unknown.
+        batch_samples: samples in the current batch, including repeated ones; None if not counted.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
-        repeats_unseen: name of what shares the samples and may repeat some; None where repeats are known.
-        epoch_length: batches of a complete epoch; None if it is not known.
-        loop: number of the loop that runs, or ran last.
-        trains: whether a micro-batch of a training was computed in it.
+        repeats_unseen: the class name of a sampler that may repeat samples without reporting it; None if repeats are
+            known.
+        epoch_length: batches of a complete epoch; None if unknown.
+        loop: number of the running loop, or of the last one.
+        trains: whether the loop has computed a micro-batch of a training.
     """
 
     batch_size: int | None = None
@@ -46,11 +47,11 @@ class DataLoaderStateMixin:
 
     @property
     def batches_left(self) -> int | None:
-        """Batches to come in this epoch after the current one; None where that is not known before the last one."""
+        """Batches in this epoch after the current one; None if unknown before the last one."""
         return 0 if self.end_of_dataloader else None
 
     def reset(self) -> None:
-        """No batch of an epoch was seen."""
+        """Return to the state before the first batch of an epoch."""
         self.end_of_dataloader, self.position = False, -1
         loader: Any = self
         try:
@@ -59,13 +60,13 @@ class DataLoaderStateMixin:
             self.remainder = -1
 
     def begin(self) -> None:
-        """A loop over the loader begins."""
+        """Note that a loop over the loader begins."""
         self.trains = False
         self.reset()
         RUNNING.enter(self)
 
     def end(self) -> None:
-        """A loop over the loader has ended."""
+        """Note that a loop over the loader has ended."""
         RUNNING.leave(self)
 
 
@@ -73,8 +74,8 @@ class ActiveLoaders:
     """The loaders whose loops are running, innermost last.
 
     Attributes:
-        loaders: them.
-        batches: that all loops have had.
+        loaders: the loaders.
+        batches: the number of batches that all loops have had.
     """
 
     def __init__(self) -> None:
@@ -87,12 +88,12 @@ class ActiveLoaders:
         return self.loaders[-1] if self.loaders else None
 
     def enter(self, loader: DataLoaderStateMixin) -> None:
-        """A loop over `loader` begins."""
+        """Add the loader of a loop that begins."""
         loader.loop = next(_LOOPS)
         self.loaders.append(loader)
 
     def leave(self, loader: DataLoaderStateMixin) -> None:
-        """A loop over `loader` has ended; loops need not end in the order of their nesting."""
+        """Remove the loader of a loop that has ended; loops may end in any order, not only innermost first."""
         newest = max((index for index, active in enumerate(self.loaders) if active is loader), default=None)
         if newest is not None:
             del self.loaders[newest]
@@ -103,13 +104,13 @@ RUNNING = ActiveLoaders()
 
 @dataclass
 class _Seen:
-    """What the micro-batches of a window have had of a loop.
+    """A loop as seen by the micro-batches so far.
 
     Attributes:
-        position: of the loop's last batch, at the last micro-batch.
-        ahead: batches that the loop had fetched then beyond the one of that micro-batch.
-        rests: micro-batches in a row since then that had none of it.
-        encloses: whether the loop proved to be around another one, whose batches make the micro-batches.
+        position: the loop's position at the last micro-batch that had a batch of the loop.
+        ahead: batches that the loop had fetched by then, beyond that micro-batch's own.
+        rests: micro-batches in a row since then without a batch of the loop.
+        encloses: whether the loop turned out to be around another loop, whose batches make the micro-batches.
     """
 
     position: int = -1
@@ -118,35 +119,37 @@ class _Seen:
     encloses: bool = False
 
 
-_UNSEEN = _Seen()  # of a loop that no micro-batch has seen; no code changes it
+_UNSEEN = _Seen()  # for loops that no micro-batch has seen; no code changes this object
 
 
 class LoaderProgress:
-    """Where a window's micro-batches are in the running loops over prepared loaders, of which one ends windows.
+    """The position of a window's micro-batches in the running loops over prepared loaders.
 
-    Where several loaders are iterated side by side, as a short one that is begun again and again beside a long one, it
-    is the longest; with unknown or equal lengths the one begun first. A loop around another one is left out.
+    One loop, the leader, ends windows. If several loaders are iterated side by side, for example a short one that is
+    restarted alongside a long one, the longest leads; with unknown or equal lengths, the first one begun. A loop around
+    another loop never leads.
 
     Args:
         ends_windows: whether a loader's end ends a window at all.
         running: the loops of this process.
 
     Attributes:
-        is_own: whether the last micro-batch has its own batch of some loop, or there is none to have one of.
+        is_own: whether the last micro-batch has its own batch of some loop, or no loop could give it one.
     """
 
     def __init__(self, *, ends_windows: bool = True, running: ActiveLoaders = RUNNING) -> None:
         self.is_own = True
         self._running = running
         self._ends_windows = ends_windows
-        # By the loop's number. One that runs already is around what is to come, or was left by an error whose traceback
-        # keeps it alive.
+        # By the loop's number. A loop that already runs is around the coming loops, or an error has left it and its
+        # traceback keeps it alive.
         self._seen = {loader.loop: _Seen(loader.position, encloses=True) for loader in running.loaders}
         self._leader: DataLoaderStateMixin | None = None  # at the last micro-batch
-        self._fetches_ahead = False  # whether its loop is known to compute what it fetches ahead, not to skip it
-        self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
-        self._was_left = False  # whether the leader's loop has begun again since the micro-batch before
-        self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
+        # Whether the leader's loop fetches several batches, then computes them all. Otherwise it may skip them.
+        self._fetches_ahead = False
+        self._dropped = 0  # dropped micro-batches; the loop may compute them again without fetching new batches
+        self._was_left = False  # whether the leader's loop has begun again since the previous micro-batch
+        self._side_by_side = 0  # micro-batches in a row in which the running loops have different lengths
 
     @property
     def is_running(self) -> bool:
@@ -155,10 +158,10 @@ class LoaderProgress:
 
     @property
     def left(self) -> int | None:
-        """Micro-batches of the epoch after the current one; None if that is not known.
+        """Micro-batches of the epoch after the current one; None if unknown.
 
-        It is not known either in the first window of a loop that fetches several batches before it computes them,
-        since the loop may also skip them.
+        The number is also unknown in the first window of a loop that fetches several batches before it computes them,
+        because the loop may also skip them.
         """
         leader = self._find_leader()
         ahead = 0 if leader is None else self._of(leader).ahead
@@ -175,15 +178,15 @@ class LoaderProgress:
 
     @property
     def next_is_last(self) -> bool:
-        """`is_last` of the next micro-batch, whose batch was fetched, before it is counted."""
+        """Whether the next micro-batch, whose batch was already fetched, is the epoch's last; before it is counted."""
         leader = self._find_leader()
         return leader is not None and leader.end_of_dataloader and not all(self._look_ahead(leader))
 
     def advance(self, *, accumulates: bool) -> None:
-        """Go on to the next micro-batch.
+        """Advance to the next micro-batch.
 
         Args:
-            accumulates: whether a window has several micro-batches, so that their ends matter.
+            accumulates: whether a window has several micro-batches; only then its end matters.
         """
         loaders, leader = self._running.loaders, self._find_leader()
         self._was_left = leader is not None and leader is self._leader and leader.loop not in self._seen
@@ -212,11 +215,11 @@ class LoaderProgress:
             self._warn_of_others(self._beside(loaders))
 
     def repeat(self, micro_batches: int) -> None:
-        """So many micro-batches were dropped, and may be computed again without fetching others."""
+        """Note dropped micro-batches: the loop may compute them again without fetching new batches."""
         self._dropped += micro_batches
 
     def warn_if_left(self, micro_batches: int, size: int) -> None:
-        """Warn once if the loop has left an epoch inside a window, after so many of its micro-batches."""
+        """Warn once if the loop has left an epoch inside a window, after `micro_batches` of its `size`."""
         if self._was_left and once(self, "left"):
             announce(
                 f"an epoch was left after {micro_batches} of the {size} micro-batches of an accumulation "
@@ -227,7 +230,7 @@ class LoaderProgress:
         return self._seen.get(loader.loop) or _UNSEEN
 
     def _look_ahead(self, loader: DataLoaderStateMixin) -> tuple[int, bool]:
-        """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
+        """Return how many batches were fetched beyond the next micro-batch's, and whether the loop will compute them.
 
         If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
         some micro-batches. If it keeps jumping, the loop skips batches.
@@ -239,14 +242,14 @@ class LoaderProgress:
         return fetched - 1, self._fetches_ahead and loader is self._leader and fetched > 1
 
     def _find_leader(self) -> DataLoaderStateMixin | None:
-        """The loader whose epoch's end ends the window."""
+        """Return the loader whose epoch's end ends the window."""
         loaders = self._running.loaders
         if not self._ends_windows or not loaders:
             return None
         return loaders[0] if len(loaders) == 1 else self._lead(self._beside(loaders))
 
     def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
-        """The loaders that are iterated together: without those in whose loop another one is iterated."""
+        """Return the loaders that are iterated side by side: those whose loops enclose no other loop."""
         return [loader for loader in loaders if not self._of(loader).encloses] or loaders
 
     def _lead(self, loaders: list[DataLoaderStateMixin]) -> DataLoaderStateMixin:
@@ -255,7 +258,7 @@ class LoaderProgress:
         return loaders[lengths.index(max(known))] if len(known) == len(lengths) else loaders[0]
 
     def _warn_of_others(self, loaders: list[DataLoaderStateMixin]) -> None:
-        """Once, where the loops that run side by side end at different batches."""
+        """Warn once if the loops that run side by side have different lengths."""
         lengths = {loader.epoch_length for loader in loaders}
         differ = len(loaders) > 1 and (len(lengths) > 1 or None in lengths)
         self._side_by_side = self._side_by_side + 1 if differ else 0
@@ -275,7 +278,7 @@ def _describe(loader: Any) -> str:
 
 
 class _Accumulating(Protocol):
-    """What `GradientState` shows of an `Accelerator`."""
+    """The attributes of an `Accelerator` that `GradientState` shows."""
 
     sync_gradients: bool
 
@@ -285,10 +288,10 @@ class _Accumulating(Protocol):
 
 
 class GradientState:
-    """Where the newest `Accelerator` is in its accumulation and its data; every instance is the same one.
+    """The position of the newest `Accelerator` in its accumulation window and its data; instances share one state.
 
     Args:
-        gradient_accumulation_plugin: what to show while there is no `Accelerator`.
+        gradient_accumulation_plugin: the settings to show while no `Accelerator` exists.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -302,31 +305,31 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there has been an instance, or an `Accelerator`."""
+        """Whether an instance or an `Accelerator` was created."""
         return "_run" in self._shared_state
 
     @property
     def _run(self) -> _Accumulating | None:
         shown = self._shared_state.get("_run")
-        return None if shown is None else shown()  # the state does not keep it
+        return None if shown is None else shown()  # a weak reference: the state keeps no `Accelerator` alive
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What was configured of accumulation, as far as it differs from the defaults."""
+        """The accumulation settings that differ from their defaults."""
         return dict(self._shared_state.get("plugin_kwargs", {}))
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts; can be set.
+        """Whether the current micro-batch ends its window: only then `optimizer.step()` acts; can be set.
 
-        True while there is no `Accelerator`.
+        True while no `Accelerator` exists.
         """
         return True if self._run is None else self._run.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, ends: bool) -> None:
         if self._run is None:
-            raise LoopError("GradientState().sync_gradients is set for an Accelerator, and there is none.")
+            raise LoopError("GradientState().sync_gradients is set for an Accelerator, but none exists.")
         self._run.sync_gradients = ends
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -350,7 +353,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: what an optimizer steps with is averaged before, in `backward`."""
+        """False: gradients are averaged earlier, in `backward`."""
         return False
 
     @property
@@ -370,17 +373,17 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is its loader's last."""
+        """Whether the current batch is the last one of its loader."""
         return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
-        """Samples in the last step of the active loader's epoch, over all processes; -1 where that is not known."""
+        """Samples in the last step of the active loader's epoch, over all processes; -1 if unknown."""
         return int(self.active_dataloader.remainder) if self.in_dataloader else -1
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget what is shown; the run goes on."""
+        """Clear the state; the run continues."""
         GradientState._shared_state.clear()
 
     def __repr__(self) -> str:

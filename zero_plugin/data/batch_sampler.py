@@ -1,6 +1,6 @@
-"""Which samples a process gets of map-style data: batches of indices, divided among processes, cut and skipped.
+"""Batch samplers that select one process's samples of map-style data: batches of indices, shared, cut and skipped.
 
-And loaders with other batch samplers.
+Also functions to copy a DataLoader with another batch sampler.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from zero_plugin.errors import LoopError
 
 _OTHER_ORDER = (
     "{} gives another order than before the run was interrupted: in this epoch samples are read twice or not at all. "
-    "Its data, weights or indices are others, or the order follows from earlier epochs too, which are in no checkpoint."
+    "Its data, weights or indices have changed, or the order also depends on earlier epochs, which no checkpoint holds."
 )
-# What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
+# Their draws do not depend on the loop, and their length is right. A subclass may do anything.
 _TORCHS_OWN = (*DRAWING_SAMPLERS, DistributedSampler, SequentialSampler, range, tuple)
 
 
 class _AroundBatchSampler(BatchSampler):
-    """What the batch samplers here have of the one that they are made of.
+    """Base of the batch samplers that wrap another one.
 
     Attributes:
-        batch_sampler: it; anything that gives lists of indices.
-        batch_size: its batches' samples; None where they differ in size.
-        drop_last: whether it leaves out an incomplete last batch.
+        batch_sampler: the wrapped one; anything that yields lists of indices.
+        batch_size: samples per batch; None if batches differ in size.
+        drop_last: whether the wrapped one leaves out an incomplete last batch.
     """
 
     def __init__(self, batch_sampler: Any) -> None:
@@ -66,7 +66,7 @@ class _AroundBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """What the batches are made of: the batch sampler's own sampler."""
+        """The batch sampler's own sampler."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -75,7 +75,7 @@ class _AroundBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches in an epoch, of all processes, and before any are skipped."""
+        """Batches in an epoch over all processes, before any are skipped."""
         return len(self.batch_sampler)
 
 
@@ -87,13 +87,15 @@ class BatchSamplerShard(_AroundBatchSampler):
     The last step is completed from the epoch's first samples, repeatedly if needed, unless the sampler drops it;
     without `even_batches`, only the first processes have a batch in it.
 
-    In a prepared loader (`report_dropped` is given) the order is process 0's. Of torch's own samplers each process
-    draws it from the state of process 0's generator. From any other, which may have learnt from the loop, process 0
-    alone draws, and sends the others the batches of each step. So any sampler, seeded alike on all processes or not, of
-    torch or the user's own, deals every sample out once, in the order that a single process with process 0's random
-    state would see. And all processes have equally many batches: what is left of an incomplete last step is left out.
+    In a prepared loader (`report_dropped` is given) the order is process 0's. With torch's own samplers, each process
+    draws the order from the state of process 0's generator. From any other sampler, which may have learnt from the
+    loop, only process 0 draws, and sends the others the batches of each step.
 
-    A sampler of your own needs no more than torch's contract. Example, which gives the longest samples first:
+    So every sampler, torch's or the user's own, gives each sample to one process, in the order that a single process
+    with process 0's random state would see. The other processes' seeds do not matter. All processes have the same
+    number of batches: the rest of an incomplete last step is left out.
+
+    Your own sampler only needs torch's contract. Example, with the longest samples first:
 
         class LongestFirst(Sampler):
             def __init__(self, lengths):
@@ -109,27 +111,28 @@ class BatchSamplerShard(_AroundBatchSampler):
         loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=LongestFirst(data)))
 
     Attributes:
-        even_batches: as given; another value counts from the next epoch on.
-        counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how
-            many samples they hold, and how many of them, from the front, are not repeated ones.
-        draws: what the newest epoch's order was drawn from, by this process; None before.
-        resumed: what the coming epoch's order is drawn from, where it was drawn before; else None.
+        even_batches: the argument; a new value takes effect in the next epoch.
+        counts: for each batch that the newest iteration has drawn and the loader, which reads ahead, has not used yet:
+            its samples, and how many of them, from the front, are not repeated ones.
+        draws: the random states from which this process drew the newest epoch's order; None before.
+        resumed: the random states to draw the coming epoch's order from, if a resumed run drew it before; otherwise
+            None.
         skip: batches that the coming epoch leaves out at its beginning.
 
     Args:
-        batch_sampler: the batches of all processes; anything that gives lists of indices.
-        num_processes: processes that share them; with one, in a prepared loader, they are taken as they come.
-        process_index: this process.
-        split_batches: each batch is cut into one piece per process, instead of going to one process.
-        even_batches: complete the last step, so that every process has a full batch.
+        batch_sampler: the batches of all processes; anything that yields lists of indices.
+        num_processes: processes that share the batches; one process in a prepared loader uses all of them.
+        process_index: the index of this process.
+        split_batches: cut each batch into one piece per process, instead of giving it to one process.
+        even_batches: complete the last step: every process has a full batch.
         report_dropped: gets the number of samples left out at an epoch's end.
         real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
             ones; None for all.
-        batched: False where each item of the sampler is a batch by itself.
-        shared_by: how many processes have the same part, with which the order is agreed on too.
+        batched: False if each item of the sampler is already a batch.
+        shared_by: how many processes have the same part; they must agree on the order too.
 
     Raises:
-        ValueError: `split_batches` without a batch size that `num_processes` divides.
+        ValueError: `split_batches` is set, and `num_processes` does not divide the batch size.
     """
 
     batch_sampler: Any
@@ -158,17 +161,18 @@ class BatchSamplerShard(_AroundBatchSampler):
         return self._draw_shares(self.counts)
 
     def end_resumed(self) -> None:
-        """Leave the sampler as the epoch does at its end that was to be resumed, and of which no batch is to come."""
+        """Leave the sampler in its state at the end of the epoch to resume, because no batch of that epoch is left."""
         resumed, self.resumed = self.resumed, None
         if resumed is not None and type(sampler := drawing_part(self.batch_sampler)) is RandomSampler:
             end_order(sampler, has_drawn=resumed.ended)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        # Here, since torch makes two iterators for its workers and goes on with the second.
+        # Reset these when the first batch is drawn, not in `__iter__`: with workers, torch makes two iterators and uses
+        # only the second.
         skip, self.skip = self.skip, 0
         resumed, self.resumed = self.resumed, None
         sharing, left = self.sharing(), sys.maxsize if self.real is None else self.real
-        # A sampler whose items are batches by themselves is shared as one of batches of one item.
+        # A sampler whose items are already batches is shared like batches of one item.
         outer = self.batch_sampler if self.batched else BatchSampler(self.batch_sampler, 1, drop_last=False)
         sampler = outer.sampler if type(outer) is BatchSampler else None
         is_main = not self._is_agreed or process_index() == 0
@@ -192,9 +196,14 @@ class BatchSamplerShard(_AroundBatchSampler):
             left = max(0, left - share.samples)
 
     def _draw_order(self, sampler: Any, resumed: Draws | None, *, is_main: bool) -> tuple[Order | None, bool]:
-        """The epoch's order, if this process has drawn it at once, and whether all know it; else process 0 sends it."""
+        """Draw the epoch's order, if it can be drawn immediately; otherwise process 0 sends batches step by step.
+
+        Returns:
+            The order, or None if this process has not drawn it; and whether all processes know the order.
+        """
         if type(sampler) is SequentialSampler:
-            self.draws = Draws([], None)  # reading the state of the generators takes longer than a tiny model's step
+            # No generator is recorded: reading the states of generators takes longer than a tiny model's step.
+            self.draws = Draws([], None)
             return draw_order(sampler), True
         order, state = None, None
         if is_main and is_drawn_at_once(sampler):
@@ -205,11 +214,11 @@ class BatchSamplerShard(_AroundBatchSampler):
         return (order, False) if alike is None else (alike, True)
 
     def _drawn(self, outer: Any, resumed: Draws | None) -> Iterator[Any]:
-        """The batches of all processes, one by one.
+        """Yield the batches of all processes, and record their draws.
 
         Args:
-            outer: the batch sampler, or one of batches of one item.
-            resumed: what they are drawn from, where they were drawn before.
+            outer: the batch sampler, or a batch sampler that makes batches of one item.
+            resumed: the random states to draw from if a resumed run drew the batches before.
         """
         sampler = drawing_part(outer)
         if resumed is None:
@@ -218,7 +227,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             self.draws, batches = resumed, resumed.begin(outer, sampler)
         checksum = xxhash.xxh3_64()
         for drawn, batch in enumerate(batches, start=1):
-            if " at 0x" not in (shown := repr(batch)):  # an object's address is another one in each process
+            if " at 0x" not in (shown := repr(batch)):  # an object's address differs between processes
                 checksum.update(shown.encode())
             if drawn >= self.draws.drawn:
                 self.draws = self.draws._replace(drawn=drawn, checksum=checksum.hexdigest())
@@ -233,7 +242,7 @@ class BatchSamplerShard(_AroundBatchSampler):
             self.draws = self.draws._replace(ended=True)
 
     def sharing(self) -> Sharing:
-        """How it shares the coming epoch."""
+        """Return how the coming epoch is shared."""
         size = self.batch_size if self.batched else 1
         if self.split_batches:
             size //= self.num_processes
@@ -246,7 +255,8 @@ class BatchSamplerShard(_AroundBatchSampler):
         if self.split_batches:
             steps = batches
             if not (self.even_batches or self.drop_last):
-                needed = self.process_index if self.report_dropped is None else world - 1  # full pieces before its own
+                # Full pieces before its own; in a prepared loader, before the last process's: all stop together.
+                needed = self.process_index if self.report_dropped is None else world - 1
                 last = len(self.batch_sampler.sampler) % self.batch_size
                 steps -= 0 < last <= needed * (self.batch_size // world)
         elif self.even_batches and not self.drop_last:
@@ -262,7 +272,7 @@ class SkipBatchSampler(_AroundBatchSampler):
 
     Args:
         batch_sampler: all batches.
-        skip_batches: how many are left out.
+        skip_batches: how many batches are left out.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -277,14 +287,14 @@ class SkipBatchSampler(_AroundBatchSampler):
 
 
 class CutBatchSampler(_AroundBatchSampler):
-    """A batch sampler's batches, each in pieces of one size; only the last piece of a batch may be smaller.
+    """A batch sampler that cuts batches into pieces of one size; only the last piece of a batch may be smaller.
 
-    What is not listed here (`set_epoch`, …) is the batch sampler's own.
+    Other attributes (`set_epoch`, …) are the batch sampler's own.
 
     Args:
         batch_sampler: the batches before they are cut.
         batch_size: samples of a piece.
-        pieces: of a full batch.
+        pieces: the number of pieces of a full batch.
     """
 
     def __init__(self, batch_sampler: Any, batch_size: int, pieces: int) -> None:
@@ -293,7 +303,7 @@ class CutBatchSampler(_AroundBatchSampler):
         self._pieces = pieces
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":  # looked up while it is copied, before it has one
+        if name.startswith("__") or name == "batch_sampler":  # `copy` looks names up before `batch_sampler` is set
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -303,7 +313,7 @@ class CutBatchSampler(_AroundBatchSampler):
                 yield batch[start : start + self.batch_size]
 
     def __len__(self) -> int:
-        """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
+        """Return the pieces in an epoch; at most `pieces` - 1 too many if the last batch may be smaller."""
         return len(self.batch_sampler) * self._pieces
 
 
@@ -313,14 +323,14 @@ def _warn_of_another_order(sampler: Any, before: Draws | None, now: Draws) -> No
 
 
 def drawing_part(batches: Any) -> Any:
-    """What draws the order: the batch sampler, where it has a generator or no sampler, else its sampler."""
+    """Return the object that draws the order: the batch sampler if it has a generator or no sampler, or its sampler."""
     return batches if generator_of(batches) is not None else getattr(batches, "sampler", batches)
 
 
 def has_exact_length_and_order(sampler: Any) -> bool:
-    """Whether the length of the sampler is exact and its order does not depend on the loop.
+    """Return whether the length of the sampler is exact and its order does not depend on the loop.
 
-    It is one of torch's samplers, possibly wrapped by this package.
+    This is known only for torch's samplers, possibly wrapped by this package.
     """
     while type(sampler) in (BatchSampler, CutBatchSampler, SkipBatchSampler):
         if type(sampler) is CutBatchSampler and not sampler.drop_last:
@@ -330,11 +340,11 @@ def has_exact_length_and_order(sampler: Any) -> bool:
 
 
 def _drawn_by_main(draw: Callable[[], Iterator[Any]], step: int) -> Iterator[Any]:
-    """The batches that process 0 draws, sent to all, step by step.
+    """Yield the batches that process 0 draws and sends to all processes, step by step.
 
     Args:
         draw: begins to draw.
-        step: batches of a step of all processes.
+        step: the number of batches in a step of all processes.
     """
     iterator = draw() if process_index() == 0 else iter(())
     while True:
@@ -345,57 +355,57 @@ def _drawn_by_main(draw: Callable[[], Iterator[Any]], step: int) -> Iterator[Any
 
 
 def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A copy of the loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
+    """Copy the loader with other attributes; the copy keeps the subclass and all arguments, in any torch version."""
     copied = copy.copy(loader)
-    copied.__dict__.update(attributes, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
+    copied.__dict__.update(attributes, _iterator=None)  # DataLoader's __setattr__ forbids changes after construction
     return copied
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:
-    """The loader's batch sampler, which may also be its sampler; None where its dataset makes the batches."""
+    """Return the loader's batch sampler, which may also be its sampler; None if its dataset makes the batches."""
     if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
         return loader.sampler
     return loader.batch_sampler
 
 
 def with_batches(loader: DataLoader[Any], batches: Any, **attributes: Any) -> DataLoader[Any]:
-    """A copy of the loader with another batch sampler (or sampler, if it has no batch sampler) and other attributes."""
+    """Copy the loader with another batch sampler (or sampler, if it has no batch sampler) and other attributes."""
     key = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return copy_loader(loader, **{**attributes, key: batches})
 
 
 def shard_of(loader: DataLoader[Any]) -> BatchSamplerShard | None:
-    """The part of the batches that the loader reads; None for a stream, or where nobody counts."""
+    """Return the loader's `BatchSamplerShard`; None for a stream, or if batches are not shared by one."""
     shard = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return shard if isinstance(shard, BatchSamplerShard) else None
 
 
 def smaller_cut(micro_batch: int) -> int:
-    """The least number of equal pieces that a micro-batch can be cut into: 2, or what else divides it.
+    """Return the smallest number of equal pieces, at least 2, that a micro-batch can be cut into.
 
     Args:
-        micro_batch: its samples.
+        micro_batch: the number of its samples.
 
     Returns:
-        0 where it is one sample.
+        The number of pieces; 0 for one sample.
     """
     return next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
 
 
 def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
-    """The loader with each of its batches cut into `cut` of one size.
+    """Return the loader with each of its batches cut into `cut` batches of one size.
 
-    It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
-    would have left out; of a stream, which ends unforeseen, only what does not fill a smaller batch. One that is only
-    evaluated with stays as it is where it cannot be cut so.
+    The result is like a loader with the smaller batch size, except that `drop_last` still drops what the large batch
+    size would drop. The end of a stream is not known before, so there only an incomplete small batch is dropped. A
+    loader that does not shuffle is used for evaluation; if its batches cannot be cut, it is returned unchanged.
 
     Args:
-        loader: as the script made it.
-        cut: into how many.
-        split_among: processes among which each batch is split; 1 where each process gets complete batches.
+        loader: the script's loader.
+        cut: the number of smaller batches per batch.
+        split_among: processes among which each batch is split; 1 if each process gets complete batches.
 
     Raises:
-        LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.
+        LoopError: the loader does not read in sequence, so it is for training, and its batches cannot be cut.
     """
     if cut == 1:
         return loader
@@ -407,9 +417,9 @@ def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> D
         if isinstance(loader.sampler, SequentialSampler):
             return loader
         raise LoopError(
-            f"memory ran out before, so that each of the loader's batches comes as {cut} micro-batches; this one has "
-            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut so.\n"
-            f"Give it a batch_size that is a multiple of {cut * split_among}, or write a smaller one yourself."
+            f"memory ran out before, so each batch of a loader is cut into {cut} micro-batches. This loader has "
+            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut.\n"
+            f"Use a batch_size that is a multiple of {cut * split_among}, or a smaller batch_size."
         )
     smaller = size // cut
     if isinstance(loader.dataset, IterableDataset) or (type(batches) is BatchSampler and not batches.drop_last):

@@ -1,4 +1,4 @@
-"""What a batch is made of: how it is moved, kept, counted, cut and joined, and how metrics are gathered of it."""
+"""Operations on batches: move, watch, count, cut and join them, and gather metrics of their samples."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Portion(NamedTuple):
     """A collated batch with its counts.
 
     Attributes:
-        batch: what the loader's collate function made.
-        samples: samples in it, repeated ones included; None where the dataset makes the batches and nobody counts.
+        batch: the result of the loader's collate function.
+        samples: samples in the batch, including repeated ones; None if the dataset makes the batches, uncounted.
         real: how many of them, from the front, are not repeated ones; None for all.
-        fingerprint: of the beginning of the stream that it comes from; None where streams need not agree.
+        fingerprint: checksum of the beginning of its stream; None if streams need not agree.
     """
 
     batch: Any
@@ -32,11 +32,11 @@ class Portion(NamedTuple):
 
 
 def move_batch(batch: Any, device: torch.device | None, *, non_blocking: bool = False) -> Any:
-    """The batch with every tensor on `device`, however nested, in containers of its own; the rest stays as it is.
+    """Return the batch in new containers, with every tensor on `device`, however nested; the rest is unchanged.
 
     Args:
-        batch: as a collate function made it, which may use its own containers again.
-        device: where to; None moves nothing.
+        batch: the result of a collate function, which may reuse its containers for the next batch.
+        device: the target; None moves nothing.
         non_blocking: do not wait for the copy; it overlaps with the computation if the loader pins its memory.
     """
 
@@ -47,7 +47,8 @@ def move_batch(batch: Any, device: torch.device | None, *, non_blocking: bool = 
             return leaf.to(device, non_blocking=non_blocking)
         return leaf.to(device) if _moves_itself(leaf) else leaf
 
-    # A PackedSequence or a graph knows best how it moves; a BatchEncoding's own `to` waits for the copy.
+    # Objects such as a PackedSequence or a graph move themselves. A mapping such as a BatchEncoding is moved tensor by
+    # tensor, because its own `to` waits for the copy.
     return map_leaves(
         move_leaf, batch, is_leaf=lambda inner: _moves_itself(inner) and not isinstance(inner, MutableMapping)
     )
@@ -58,11 +59,11 @@ def _moves_itself(node: Any) -> bool:
 
 
 class OverwriteCheck:
-    """Detects whether reading further batches or samples overwrites one that is still in use.
+    """A check whether reading further batches or samples overwrites one that is still in use.
 
     Args:
-        tree: the batch or sample. Its tensors, arrays and objects that move themselves to a device are watched; nothing
-            else in it can be refilled.
+        tree: the batch or sample. Its tensors, arrays and objects with a method `to` are watched; no other part can be
+            refilled.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -72,7 +73,7 @@ class OverwriteCheck:
         """Check that nothing was overwritten.
 
         Args:
-            following: what was read since the construction of this object.
+            following: the batch or samples that were read since this object was constructed.
 
         Raises:
             LoopError: a tensor, an array or an object was overwritten or was yielded again.
@@ -82,27 +83,27 @@ class OverwriteCheck:
             if id(leaf) in made if copy is None else not _is_equal(leaf, copy):
                 raise LoopError(
                     f"the dataset or its collate function refills one {_name(leaf)}: reading further samples has "
-                    "overwritten one that is still in use. One batch is read ahead if the length of the data is not "
-                    "known, and processes that share a stream also read each other's samples.\nGive each sample its "
-                    "own memory: tensor.clone(), or array.copy()."
+                    "overwritten a sample that is still in use. One batch is read ahead if the length of the data is "
+                    "not known, and processes that share a stream also read each other's samples.\nGive each sample "
+                    "its own memory: tensor.clone(), or array.copy()."
                 )
 
 
 def _may_be_refilled(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.layout is torch.strided and leaf.device.type in ("cpu", "cuda") and not leaf.is_nested
-    return isinstance(leaf, np.ndarray) or _moves_itself(leaf)  # what holds tensors can only be recognised
+    return isinstance(leaf, np.ndarray) or _moves_itself(leaf)  # an object cannot be compared, only recognised
 
 
 def _copy(leaf: Any) -> Any:
-    """None for what can only be recognised."""
+    """Return a copy of a tensor or an array; None for objects, which can only be recognised."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else None
 
 
 def _is_equal(leaf: Any, copy: Any) -> bool:
-    """Bit by bit: what is not a number equals itself."""
+    """Compare bit by bit: NaN equals NaN."""
     if isinstance(leaf, Tensor):
         parts = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (leaf, copy))
         return torch.equal(*parts)
@@ -116,9 +117,9 @@ def _name(leaf: Any) -> str:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Samples in a batch: rows of its first tensor, else members of its first list without tensors; None without both.
+    """Count the samples of a batch: rows of its first tensor, or members of its first list without tensors.
 
-    Tensors without a dimension, which hold one value for all of the batch, do not count.
+    Tensors without a dimension do not count: they hold one value for the entire batch. None if nothing can be counted.
     """
     rows = next((leaf.shape[0] for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     columns = filter(is_object_column, list_leaves(batch, is_object_column))
@@ -126,16 +127,15 @@ def count_rows(batch: Any) -> int | None:
 
 
 def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """The batch with some of its samples.
+    """Return the batch with some of its samples.
 
-    Tensors and lists with one row per sample are cut; what has another length, or none, belongs to all of the batch
-    and stays.
+    Tensors and lists with one row per sample are cut. Parts of another length, or of none, belong to the entire batch
+    and stay.
 
     Args:
-        batch: collated.
-        rows: of every tensor, and of every list without tensors.
-        process_index: not used here; a user's function that replaces this one may need it.
-        num_processes: likewise.
+        batch: a collated batch.
+        rows: the rows to keep of every tensor, and of every list without tensors.
+        process_index, num_processes: not used here; a user's function that replaces this one may need them.
     """
     del process_index, num_processes
     count = count_rows(batch)
@@ -143,19 +143,19 @@ def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_proc
 
 
 def _has_rows(node: Any, count: int | None) -> bool:
-    """Whether a part of a batch has one row, or one object, for each of `count` samples."""
+    """Return whether a part of a batch has one row, or one object, for each of `count` samples."""
     if isinstance(node, Tensor):
         return node.ndim > 0 and node.shape[0] == count
     return is_object_column(node) and len(node) == count
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """Batches of one structure as one, one's samples after the other's.
+    """Join batches of the same structure into one, in order.
 
-    What belongs to all of a batch is taken from the first.
+    Parts that belong to an entire batch are taken from the first.
 
     Raises:
-        LoopError: tensors that differ beyond their first dimension.
+        LoopError: tensors differ beyond their first dimension.
     """
     first, count = batches[0], count_rows(batches[0])
     if len(batches) == 1:
@@ -174,22 +174,22 @@ def join_rows(batches: Sequence[Any]) -> Any:
         return map_leaves(join, first, is_leaf=is_object_column)
     except RuntimeError as error:
         raise LoopError(
-            "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be joined; "
-            "write dispatch_batches=None, and each process reads its own, or pad all batches to one length"
+            "dispatch_batches: the batches of one step differ beyond their first dimension and cannot be joined. "
+            "Write dispatch_batches=None: each process then reads its own batches. Or pad all batches to one length."
         ) from error
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with `function(tensor)` in place of every tensor."""
+    """Return the batch with `function(tensor)` instead of every tensor."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def is_object_column(node: Any, *, with_tensors: bool = False) -> bool:
-    """Whether it is a list, or a plain tuple of anything but containers, of one object per sample.
+    """Return whether `node` has one object per sample: a list, or a plain tuple of anything except containers.
 
     Args:
-        node: part of a batch, or of what a loop made of it.
-        with_tensors: an object may be a tensor, or hold some; else a list of tensors is a container.
+        node: a part of a batch, or of values that a loop computed from the batch.
+        with_tensors: an object may be, or hold, a tensor. If False, a list of tensors is a container.
     """
     if type(node) is tuple and any(isinstance(member, list | tuple | Mapping) for member in node):
         return False
@@ -199,41 +199,40 @@ def is_object_column(node: Any, *, with_tensors: bool = False) -> bool:
 
 
 def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gather_object: bool = False) -> Any:
-    """The processes' per-sample values for the current batch, in the order of the single-process loader.
+    """Gather per-sample values of the current batch from all processes, in the order of the single-process loader.
 
-    Every process cuts off the samples that were repeated to make its batch even, then the rest is gathered. What a
-    complete loop collects so is exactly the dataset, once each, in order.
+    Every process cuts off the samples that were repeated to make its batch even, then the rest is gathered. So a
+    complete loop collects exactly the dataset: each sample once, in order.
 
-    A list without tensors, or a plain tuple of anything but containers, holds one object per sample, and comes back as
-    a list; an array of NumPy has one row per sample, and comes back as one; other containers keep their shape.
+    A list without tensors, or a plain tuple of anything except containers, holds one object per sample; a list is
+    returned. A NumPy array has one row per sample; an array is returned. Other containers keep their structure.
 
-    A 0-dimensional tensor or array or a single object is one value for the batch: gathered, there is one per batch of
-    the single-process loader, since a process whose batch holds repeated samples only gives none. A mean over a batch
-    of which a part is repeated counts those samples too; that is logged, and values per sample are the exact way.
+    A 0-dimensional tensor or array, or a single object, is one value for the batch. One value is returned per batch of
+    the single-process loader, because a process whose batch has only repeated samples contributes none. The mean over a
+    partly repeated batch includes repeated samples, which is logged. Gather one value per sample to be exact.
 
     Args:
         tree: tensors and arrays with one row per sample of the batch, or 0-dimensional; lists with one object per
             sample; single objects; in any containers.
-        loader: the loader that is being iterated; None where there is none.
-        use_gather_object: lists of tensors, too, hold one per sample, of any sizes; and of a tensor, come the rows as a
-            list.
+        loader: the loader that is being iterated, or None.
+        use_gather_object: lists of tensors also hold one tensor per sample, of any sizes; a tensor is returned as a
+            list of its rows.
 
     Raises:
-        LoopError: with several processes outside a loop over a prepared loader, or the values do not have one row per
-            sample, or the samples come from a sampler that may repeat some unseen: what is padding in them cannot be
-            known.
+        LoopError: several processes run, and no loop over a prepared loader; the values do not have one row per sample;
+            or the sampler may repeat samples without reporting it, so padding cannot be recognised.
     """
     if loader is None:
         if num_processes() > 1:
             raise LoopError(
-                "gather_for_metrics: no prepared loader is being iterated, so nothing says which samples are repeated; "
-                "call it inside `for batch in loader:` with a loader from prepare(), or use gather()"
+                "gather_for_metrics: no prepared loader is being iterated, so repeated samples are not known. "
+                "Call it inside `for batch in loader:` with a loader from prepare(), or use gather()."
             )
         loader = DataLoaderStateMixin()
     if loader.repeats_unseen is not None:
         raise LoopError(
             f"gather_for_metrics: the loader's {loader.repeats_unseen} shares the samples among the processes, and may "
-            "repeat some to make all even; leave it out, so that prepare() shares them, or use gather()"
+            "repeat some to make all even. Remove the sampler: prepare() then shares the samples. Or use gather()."
         )
 
     def is_column(node: Any) -> bool:
@@ -241,7 +240,7 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
 
     own = [_cut(column, loader) for column in list_leaves(tree, is_column)]
     if use_gather_object:
-        # Objects travel by pickle: a tensor on a GPU would come back on the sender's.
+        # Objects are sent with pickle: a tensor on a GPU would arrive on the sender's GPU.
         on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), own)
         own = [list(column) if isinstance(column, Tensor) else column for column in on_cpu]
     tensors = iter(gather([column.detach() for column in own if isinstance(column, Tensor)]))
@@ -253,14 +252,14 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """The processes' parts of one column of objects, or of an array."""
+    """Join the processes' parts of one column of objects, or of an array."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return [value for part in parts for value in part]
 
 
 def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
-    """The real samples' part; of a value for all of the batch, one row or none."""
+    """Return the real samples' part of a column; of a value for the entire batch, one row or none."""
     real = loader.real_samples
     if isinstance(column, Tensor | np.ndarray) and column.ndim:
         what = "a tensor" if isinstance(column, Tensor) else "an array"
@@ -271,7 +270,7 @@ def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
         samples = loader.batch_samples
         if samples is not None and real is not None and 0 < real < samples:
             announce(
-                f"gather_for_metrics: a value for all of the batch counts {samples - real} repeated samples of "
+                f"gather_for_metrics: a value for the entire batch counts {samples - real} repeated samples of "
                 f"{samples}; gather one value per sample to leave them out",
                 by_each=True,
             )
@@ -281,11 +280,11 @@ def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
 
 
 def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:
-    """Check the number of rows at every step, so that a mistake is an error at the first, on all processes at once."""
+    """Check the number of rows at every step: a mistake is then an error at the first step, on all processes."""
     samples = loader.batch_samples
-    # `loss.repeat(batch_size)` is common, also where the last batch is shorter: then its first rows are meant.
+    # `loss.repeat(batch_size)` is common, even if the last batch is shorter: its first rows are used then.
     if samples is not None and rows not in (samples, loader.batch_size):
         raise LoopError(
-            f"gather_for_metrics: found {what}, the batch holds {samples} samples; give one row per sample, so that "
-            "repeated samples can be cut off, or use gather() for anything else"
+            f"gather_for_metrics: found {what}, but the batch holds {samples} samples. Pass one row per sample: "
+            "repeated samples are then cut off. For other values use gather()."
         )

@@ -1,4 +1,4 @@
-"""The loader that process 0 reads for all, and whose batches it cuts by their rows and sends."""
+"""`DataLoaderDispatcher`: process 0 reads for all processes, cuts batches by their rows, and sends the parts."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ class DataLoaderDispatcher(DataLoaderAdapter):
     """A DataLoader that process 0 reads; each process gets its part of every batch.
 
     The datasets of the other processes are not read. A step is one batch per process, concatenated (with
-    `split_batches`, one batch). It is split into equal parts in rank order. If the last step cannot be split equally,
-    it is filled with samples from the beginning of the epoch (`even_batches`); otherwise the first ranks get one sample
-    more.
+    `split_batches`, one batch), and is split into equal parts in rank order. If the last step cannot be split equally,
+    samples from the beginning of the epoch fill it (`even_batches`), or the first ranks get one sample more.
 
     Args:
         dataset: the dataset of the DataLoader.
         split_batches: a step is one batch.
         skip_batches: number of batches to skip at the beginning of each epoch.
-        use_stateful_dataloader: no effect: the loader always has `state_dict`.
+        use_stateful_dataloader: has no effect: the loader always has `state_dict`.
         _drop_last: drop the last step if it has fewer batches than processes.
         _non_blocking: do not wait for batches to be copied.
-        slice_fn: splits a step: it is called with the step, a slice of samples, `process_index` and `num_processes`.
-            If None, every tensor is split, and every list with one object per sample.
-        torch_device_mesh: None, or a mesh for data parallelism alone.
+        slice_fn: splits a step; its arguments are the step, a slice of samples, `process_index` and `num_processes`. If
+            None, every tensor is split, and every list with one object per sample.
+        torch_device_mesh: None, or a mesh of data parallelism only.
         iteration: the first epoch.
         **kwargs: other arguments of the DataLoader.
     """
@@ -87,20 +86,20 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         if sharing.rank == 0:
             steps = self._read_steps(skip)
         elif isinstance(self.base_dataloader.dataset, IterDataPipe):
-            iter(self.base_dataloader)  # torch makes their shuffles equal on all processes, by a collective
+            iter(self.base_dataloader)  # collective: torch then makes their shuffles equal, so every process must call
         first: Any = None
         while (step := self._share_step(next(steps, None), target)) is not None:
             samples = count_rows(step)
             if samples is None:
                 raise LoopError(
                     "dispatch_batches: the batch holds neither a tensor nor a list with one entry per sample, so it "
-                    "cannot be divided; write dispatch_batches=None, and each process reads its own"
+                    "cannot be divided. Write dispatch_batches=None: each process then reads its own batches."
                 )
-            self.remainder = samples  # when the loop has the last step, it is this one's
+            self.remainder = samples  # overwritten at each step: at the end, the last step's
             if first is None:
                 first = map_tensors(Tensor.clone, cut_rows(step, slice(0, sharing.world)))
             part, rest = divmod(samples, sharing.world)
-            if rest and sharing.even:
+            if rest and sharing.even:  # append enough copies of the epoch's first samples for one more row per process
                 step = join_rows([step, *[first] * -(-(sharing.world - rest) // (count_rows(first) or 1))])
                 part, rest = part + 1, 0
             elif part == 0:
@@ -114,7 +113,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             yield Portion(own, rows, max(0, min(rows, samples - start)))
 
     def _share_step(self, step: Any, target: torch.device) -> Any:
-        """Process 0's on every process; None at the end."""
+        """Send process 0's step to every process; None at the end."""
         if self._sharing.world == 1:
             return step
         if step is not None:
@@ -142,7 +141,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             yield join_rows(step)
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
-        """As process 0 does, which alone needs to have the data."""
+        """Ask process 0, because only process 0 needs to have the data."""
         is_stream, is_sure, batches = broadcast_value(super()._know_end(skip))
         return is_stream, is_sure, batches
 

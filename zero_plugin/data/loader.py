@@ -1,4 +1,4 @@
-"""The prepared loaders: a DataLoader around another, which knows the epoch's last batch when it comes."""
+"""The prepared loaders: a DataLoader around another one that recognises the epoch's last batch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from zero_plugin.tensors.nested import list_leaves
 
 @dataclass(frozen=True)
 class Delivery:
-    """How batches reach the loop.
+    """The settings by which batches reach the loop.
 
     Attributes:
-        device: where they go; None leaves them where the loader makes them.
-        non_blocking: do not wait for the copy; on CUDA it never is.
+        device: the device of the batches; None leaves them where the loader makes them.
+        non_blocking: do not wait for the copy to the device.
         rng_types: random states that every process gets from process 0 at the start of each epoch.
-        generator: what `generator` among them means: the dataset's own.
+        generator: the dataset's own generator, which `generator` in `rng_types` means.
     """
 
     device: torch.device | None = None
@@ -60,19 +60,19 @@ class Delivery:
 _SEEDS = 2**62
 _BEGINS_AGAIN = (
     "this process's part of the data ended after {} batches, before another's; it begins again, and gather_for_metrics "
-    "leaves the repeats out. even_batches: false stops all at the shortest"
+    "leaves the repeats out. even_batches: false stops all processes with the shortest part"
 )
 _READS_AHEAD = (
-    "{}: while gradients accumulate, a batch is drawn before the loop has done with the one before, to know which is "
+    "{}: while gradients accumulate, each batch is drawn before the loop has finished the previous one, to recognise "
     "the epoch's last. For a sampler that learns from the loop, write "
-    "GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
+    "GradientAccumulationPlugin(sync_with_dataloader=False): windows then continue in the next epoch"
 )
 _Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
 
 
 @dataclass(eq=False)
 class DropReport:
-    """Logs, once, how many samples all processes leave out at the end of each epoch.
+    """A log line, shown once, about the samples that all processes leave out at the end of each epoch.
 
     Args:
         sharing: how the loader's batches are shared.
@@ -87,16 +87,16 @@ class DropReport:
         what, least = "samples" if self.sharing.batched else "batches", "at least " if self.is_least else ""
         if self.sharing.rank == 0 and once(self, "dropped"):
             announce(
-                f"{what} left out: {least}{dropped} at the end of each epoch, so that all {self.sharing.world} "
-                "processes stop together; even_batches: true repeats samples instead"
+                f"{what} left out: {least}{dropped} at the end of each epoch, because all {self.sharing.world} "
+                "processes must stop together; even_batches: true repeats samples instead"
             )
 
 
 class Reading:
-    """Reads an epoch for one loop, at most one batch ahead of the loop.
+    """The reading of an epoch for one loop, at most one batch ahead of the loop.
 
     Args:
-        portions: the batches of this process; each is read only when it is needed.
+        portions: the batches of this process; each is read only when needed.
         refills: whether the loader may reuse the memory of a batch for a later one.
     """
 
@@ -107,7 +107,7 @@ class Reading:
         self._held: list[Any] = []  # the tensors of the loop's batch that are still in the loader's memory
 
     def take(self) -> Portion | None:
-        """The next batch, for the loop; None at the end."""
+        """Return the next batch for the loop; None at the end."""
         self._held = []
         return self._following.pop() if self._following else next(self._portions, None)
 
@@ -123,10 +123,10 @@ class Reading:
             self._held = [leaf for leaf in list_leaves(given) if id(leaf) in unmoved]
 
     def is_last(self) -> bool:
-        """Whether the loop has the last batch; reads one batch ahead to know it.
+        """Read one batch ahead, and return whether the loop already has the last batch.
 
         Raises:
-            LoopError: reading ahead has overwritten the batch that the loop has.
+            LoopError: reading ahead has overwritten the loop's current batch.
         """
         if not self._following:
             current = OverwriteCheck(self._held)
@@ -141,34 +141,36 @@ class Reading:
 
 
 class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
-    """A DataLoader around another; iterate it, as often as there are epochs.
+    """A DataLoader around another; iterate over it once per epoch.
 
-    With each batch it is known whether it is the last one of the epoch: over map-style data with torch's own samplers
-    by the length, over a stream by reading one batch ahead, after the previous one was moved to the device.
-    Another sampler may depend on the loop, so with it one batch is read ahead only when `end_of_dataloader` or
-    `batches_left` is read, as by an accumulation window of several batches; then all processes have to read it.
+    The loop can ask at each batch whether this batch is the last of the epoch (`end_of_dataloader`):
 
-    What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
+    * Over map-style data with torch's own samplers, the length decides.
+    * Over a stream, one batch is read ahead, after the previous one was moved to the device.
+    * Any other sampler may depend on the loop. So one batch is read ahead only if `end_of_dataloader` or `batches_left`
+      is read, as an accumulation window of several batches does; then all processes must read the attribute.
+
+    Other attributes (`num_workers`, `sampler`, `collate_fn`, …) are the wrapped DataLoader's.
 
     Attributes:
-        base_dataloader: the wrapped one.
+        base_dataloader: the wrapped loader.
         dataset: the user's dataset.
-        batch_size: samples per process and batch; None where batches have no common size.
-        total_batch_size: samples per step over all processes; None likewise.
-        cut: into how many batches each of the user's is cut.
+        batch_size: samples per process and batch; None if batches have no common size.
+        total_batch_size: samples per step over all processes; None if batches have no common size.
+        cut: the number of batches into which each of the user's batches is cut.
         drop_last: whether an incomplete last step is left out.
-        device: where batches go; None leaves them where they are.
+        device: the device of the batches; None leaves them where the loader makes them.
     """
 
-    _is_accelerate_prepared = True  # what libraries written for Accelerate ask
-    # DataLoader's own refuses to change what its constructor has set, which is not called here.
+    _is_accelerate_prepared = True  # Accelerate's mark; libraries look for it
+    # DataLoader's own `__setattr__` protects attributes that its constructor has set; this class does not call it.
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     @classmethod
     def around(
         cls: type[_Adapter], base: DataLoader[Any], sharing: Sharing, delivery: Delivery, **options: Any
     ) -> _Adapter:
-        """Around a DataLoader that there is already; the options are `_wrap`'s."""
+        """Wrap an existing DataLoader; for the options see `_wrap`."""
         loader = cls.__new__(cls)
         loader._wrap(base, sharing, delivery, **options)
         return loader
@@ -184,16 +186,17 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         ends_unknown: bool = False,
         repeats_unseen: str | None = None,
     ) -> None:
-        """Begin with these; DataLoader's constructor would make samplers of its own.
+        """Initialize without DataLoader's constructor, which would create its own samplers.
 
         Args:
-            base: what is read. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a `StreamShard`.
+            base: the wrapped loader. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a
+                `StreamShard`.
             sharing: how its batches are shared.
-            delivery: how they reach the loop.
+            delivery: how batches reach the loop.
             skip: batches that are left out at the beginning of every epoch.
-            epoch: the first.
-            ends_unknown: the processes have to agree on the last step.
-            repeats_unseen: name of the user's sampler that shares the samples and may repeat some.
+            epoch: the first epoch.
+            ends_unknown: the processes must agree on the last step.
+            repeats_unseen: see `DataLoaderStateMixin`.
         """
         self.base_dataloader = base
         self._sharing = sharing
@@ -206,11 +209,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self._shard = shard_of(base)
         self._outer: Any = base.batch_sampler if self._shard is None else self._shard.batch_sampler
         self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
-        self._workers_epoch: int | None = None  # what lasting workers' copies of the dataset have got
+        self._workers_epoch: int | None = None  # the epoch of the dataset copies in persistent workers
         self._skip = skip  # at the beginning of every epoch
         self._batches: int | None = None  # of the running epoch, by its length
         self._reading = Reading()
-        self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
+        self._is_last: bool | None = False  # whether the loop has the last batch; None if not known yet
         self._report_dropped = DropReport(sharing, ends_unknown)
         self.batch_size = sharing.batch_size if sharing.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * sharing.world
@@ -228,22 +231,22 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The state of the running loops, as Accelerate's scripts look it up."""
+        """The state of the running loops, under Accelerate's name."""
         return GradientState()
 
     @property  # type: ignore[misc]  # torch's can be set
     def multiprocessing_context(self) -> Any:
-        """How workers are started."""
+        """The start method of workers."""
         return self.base_dataloader.multiprocessing_context
 
     def _count_steps(self) -> int:
-        """Batches of a complete epoch on this process; TypeError for a stream without a length."""
+        """Return the batches of a complete epoch on this process; TypeError for a stream without a length."""
         if self._stream is not None:
             return self._stream.count_batches()
         return len(self.base_dataloader if self._shard is None else self._shard)
 
     def __len__(self) -> int:
-        """Batches per epoch on this process; TypeError for a stream without a length."""
+        """Return the batches per epoch on this process; TypeError for a stream without a length."""
         return max(0, self._count_steps() - self._skip)
 
     @property
@@ -253,7 +256,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def epoch_length(self) -> int | None:  # type: ignore[override]
-        """Batches of a complete epoch; None where that is not known, as of a stream."""
+        """Batches per epoch, without those that this loader always skips; None if unknown, as for a stream."""
         return self._count_batches(self._skip)
 
     @property
@@ -271,9 +274,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
 
     @property
     def batches_left(self) -> int | None:
-        """Batches to come in this epoch after the current one; None where that is not known before the last one.
+        """Batches in this epoch after the current one; None if unknown before the last one.
 
-        A stream's own `__len__` is not relied on: worker processes and filters make it wrong.
+        A stream's own `__len__` is not used: worker processes and filters make it wrong.
         """
         if self.end_of_dataloader:
             return 0
@@ -282,21 +285,21 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         return None if self._batches is None else max(1, self._batches - self.position - 1)
 
     def skipping(self: _Adapter, count: int) -> _Adapter:
-        """What `skip_first_batches` returns."""
+        """Return a copy that skips `count` more batches of every epoch; see `skip_first_batches`."""
         later = copy.copy(self)
         later._skip = self._skip + count
         return later
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's dataset, batch sampler and sampler the epoch that begins next, each where it wants to know.
+        """Set the next epoch, and pass it to the user's dataset, batch sampler and sampler if they have `set_epoch`.
 
-        A loop that never calls it gets the next epoch at each start.
+        In a loop that never calls this, each start begins the next epoch.
         """
         self._epochs.choose(epoch)
 
     @property
     def iteration(self) -> int:
-        """The running epoch, or the last one, or what was set since; 0 at first. Setting it is `set_epoch`."""
+        """The running epoch, the last one, or the epoch set since; 0 at first. Assigning calls `set_epoch`."""
         return max(0, self._epochs.current) if self._epochs.chosen is None else self._epochs.chosen
 
     @iteration.setter
@@ -304,7 +307,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         self.set_epoch(epoch)
 
     def get_sampler(self) -> Any:
-        """The sampler that the batches are made of; None where there is none, as over a stream."""
+        """Return the sampler of the batches; None without a sampler, as over a stream."""
         return None if self._is_stream else getattr(self._outer, "sampler", None)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -341,7 +344,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 RUNNING.batches += 1
                 point.batches, point.loaded = point.batches + 1, None  # it may have been loaded in this loop
                 point.is_end = self.position + 1 == batches
-                # In a list, so that nothing here keeps it from being freed when the loop drops it.
+                # In a list that is emptied: no reference here keeps the batch alive after the loop drops it.
                 stays = device is None and is_sure
                 given = [made if stays else move_batch(made, device, non_blocking=non_blocking)]
                 if is_sure:
@@ -358,31 +361,31 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         finally:
             self.end()
             point.leave(loop, trains=self.trains)
-            if self._reading is reading:  # a loop that is left lets the wrapped loader's iterator, and its workers, end
+            if self._reading is reading:  # drop the iterator of a loop that was left, to end its workers
                 self._is_last = bool(self._is_last)
                 self._reading = Reading()
 
     @property
     def generators(self) -> list[torch.Generator | None]:
-        """The script's own generators: the one that seeds workers, and the sampler's; None for one it does not have."""
+        """The script's own generators; see `ResumePoint.generators`."""
         return self._point.generators
 
     @property
     def was_given_up(self) -> bool:
-        """See `ResumePoint.was_given_up`."""
+        """Whether the newest loop was left and will not continue; see `ResumePoint.was_given_up`."""
         return self._point.was_given_up
 
     @property
     def was_left_inside(self) -> bool:
-        """See `ResumePoint.was_left_inside`."""
+        """Whether the newest loop was left and may continue; see `ResumePoint.was_left_inside`."""
         return self._point.was_left_inside
 
     def state_dict(self, *, is_over: bool = False) -> dict[str, Any]:
-        """Return where the loop is; see `ResumePoint.state_dict`."""
+        """Return the position of the loop; see `ResumePoint.state_dict`."""
         return self._point.state_dict(is_over=is_over)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, skip: bool = True) -> None:
-        """Resume there in the coming loop; see `ResumePoint.load_state_dict`."""
+        """Make the next loop resume at a saved position; see `ResumePoint.load_state_dict`."""
         self._point.load_state_dict(state_dict, skip=skip)
 
     def batches_had(self, state_dict: dict[str, Any]) -> int:
@@ -397,33 +400,34 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         epoch = self._epochs.of(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._sharing.processes > 1:  # the copies of the dataset have to draw alike
+            if self._sharing.processes > 1:  # the copies of the dataset must draw the same numbers
                 seed = int(broadcast(torch.tensor(seed)))
             self._stream.begin_epoch(seed + self._epochs.current, epoch)
         elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
-            self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
+            # Persistent workers have copies of the dataset from an earlier epoch: start new workers.
+            self.base_dataloader.__dict__["_iterator"] = None
         self._workers_epoch = epoch
         return skip
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
-        """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
-        # Subclasses of torch's may do anything.
+        """Return whether the next epoch reads ahead, whether its length is certain, and its length without `skip`."""
+        # Subclasses of torch's loader may do anything.
         is_torchs = type(self.base_dataloader) is DataLoader and has_exact_length_and_order(self._outer)
         is_sure = is_torchs and not (self._is_stream or self._ends_unknown)
         return self._is_stream, is_sure, self._count_batches(skip)
 
     def _may_refill(self) -> bool:
-        """Whether the wrapped loader may give a batch in memory that another one was in."""
+        """Return whether the wrapped loader may reuse a batch's memory for another batch."""
         base = self.base_dataloader
         collate = getattr(base.collate_fn, "collate", base.collate_fn)
         return base.num_workers == 0 and not (base.batch_sampler is not None and collate is default_collate)
 
     def _describe_wrong_length(self, found: str) -> str:
         return (
-            f"the loader gives {found} batches than the {self._batches} that its length says, though its sampler is "
-            f"torch's own: the length of the {type(self.dataset).__name__} changed in the epoch, or is another one on "
-            "process 0, or the batch sampler was given another batch_size.\nLet the data grow or shrink between "
-            "epochs, on all processes alike; for another batch size, prepare a DataLoader with it."
+            f"the loader gives {found} batches than its length, {self._batches}, although its sampler is torch's own. "
+            f"Either the length of the {type(self.dataset).__name__} changed in the epoch, or it differs on process 0, "
+            "or the batch sampler's batch_size was changed.\nLet the data grow or shrink only between epochs, and on "
+            "all processes. For another batch size, prepare a DataLoader with it."
         )
 
     def _count_batches(self, skip: int) -> int | None:
@@ -435,12 +439,13 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
             return None
 
     def _read(self, skip: int) -> Iterator[Portion]:
-        """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
+        """Yield the wrapped loader's batches after the first `skip`, with counts. Skipping reads no map-style data."""
         base, shard, point = self.base_dataloader, self._shard, self._point
         let_threads_settle(base.num_workers)
         if shard is not None:
             shard.skip = skip
-        # An iterator draws a seed for its workers, of which this one's is no part of the script's random numbers.
+        # Each iterator draws a seed for its workers. A resumed epoch has drawn its seed before the state was saved:
+        # draw from a copy, to leave the script's random numbers as they are.
         is_seeded, point.is_seeded, own = point.is_seeded, False, base.generator
         if is_seeded:
             base.generator = (own or torch.default_generator).clone_state()
@@ -455,14 +460,14 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
             return
         counts, batched = shard.counts, self._sharing.batched
-        counted = base.in_order  # else nobody knows which batch came first
+        counted = base.in_order  # otherwise the counts cannot be matched with the batches
         for batch in iterator:
             try:
                 samples, real = counts.popleft()
             except IndexError:
                 raise LoopError(
                     f"the {type(base).__name__} gives batches that its batch sampler did not draw, so they "
-                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same dataset"
+                    "cannot be shared among the processes. Prepare a torch.utils.data.DataLoader over the same dataset."
                 ) from None
             if batched:
                 yield Portion(batch, samples if counted else None, real if counted else None)
@@ -470,18 +475,18 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 yield Portion(batch, None, 0 if real == 0 else None)
 
     def _portions(self, skip: int) -> Iterator[Portion]:
-        """This process's batches of an epoch, without the first `skip`."""
+        """Return an iterator over this process's batches of an epoch, without the first `skip`."""
         return self._keep_together(skip) if self._ends_unknown else self._read(skip)
 
     def _keep_together(self, skip: int) -> Iterator[Portion]:
-        """This process's portions, for as long as the processes go on together; every process must iterate it.
+        """Yield this process's portions until the processes stop together; every process must iterate.
 
-        Each portion costs one sum over the processes, of two integers. Nothing is read before it is needed. A stream
-        that divides itself is read again (`even`) by a process that is through with its part, whose portions are then
-        repeats, until the last one is. Else all stop with the first.
+        Each portion costs one sum of two integers over the processes. Nothing is read before it is needed. If the
+        dataset divides itself and `even` is set, a process that has read its part reads it again as repeats, until
+        every process has read its part. Otherwise all processes stop with the first one.
 
         Raises:
-            LoopError: the processes' streams are to be the same, and are not.
+            LoopError: the processes' streams must be the same, but differ.
         """
         sharing = self._sharing
         begins_again = self._stream is not None and self._stream.division is not Division.BY_SKIPPING
@@ -492,7 +497,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         portion = next(portions, None)
         _check_same(portion)
         while True:
-            # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
+            # On the CPU, even if batches go to a GPU: a sum on the GPU would wait for all queued work.
             going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
             if going == 0 or (going < sharing.processes and (last is None or not begins_again)):
                 if samples:
@@ -505,7 +510,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                     if once(self, _BEGINS_AGAIN):
                         announce(_BEGINS_AGAIN.format(steps), by_each=True)
                     again = self._read(skip)
-                    portion = next(again, last)  # a stream that can be read once has nothing more
+                    portion = next(again, last)  # a stream that can be read only once has no batches left
                 portion = portion._replace(real=0)
             last = portion
             steps += 1
@@ -517,46 +522,46 @@ _SETTLED_SECONDS = 0.01
 
 
 def let_threads_settle(workers: int) -> None:
-    """Wait a moment before a loader forks its workers, if a collective may just have ended.
+    """Wait a moment before a loader forks its workers, because a collective may just have ended.
 
-    The communication threads enter Python then, to free tensors. Where one is about to when the process forks, the
-    child waits for it for ever; Python 3.12 no longer does.
+    After a collective, communication threads enter Python to free tensors. If the process forks at this moment, the
+    child waits for that thread forever. Python 3.12 no longer has this problem.
     """
     if workers and sys.version_info < (3, 12) and num_processes() > 1:
         time.sleep(_SETTLED_SECONDS)
 
 
 def _check_same(first: Portion | None) -> None:
-    """All processes share out one stream: that it is the same everywhere shows in its beginning."""
+    """Compare the beginning of the stream on all processes: they must divide the same stream."""
     found = gather_values(None if first is None else first.fingerprint)
     if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
         raise LoopError(
             "the iterable dataset begins with different samples on each process, but prepare() divides one stream.\n"
             "If it divides the data itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never').\n"
-            "If it shuffles or augments, let it draw from a generator with the same seed on all processes, or from the "
-            "global ones of Python, NumPy and torch, which prepare() makes equal for it."
+            "If it shuffles or augments, let it draw from a generator with the same seed on all processes. Or let it "
+            "draw from the global generators of Python, NumPy and torch, which prepare() makes equal."
         )
 
 
 class DataLoaderShard(DataLoaderAdapter):
     """This process's part of a DataLoader.
 
-    The union of the processes' batches at step k, in the order of ranks, is batches k·world … (k+1)·world-1 of the
-    loader as one process would see it (with `split_batches`: the pieces of batch k).
+    At step k, the processes' batches in the order of ranks are batches k·world … (k+1)·world-1 of the loader as one
+    process would see it (with `split_batches`: the pieces of batch k).
 
-    Built by hand, it reads what it is given and shares nothing: `prepare` does that, or a `BatchSamplerShard` or
-    `IterableDatasetShard` that it gets.
+    A shard that a script constructs reads all of its dataset. The data is only divided by `prepare`, or by a
+    `BatchSamplerShard` or `IterableDatasetShard` among the arguments.
 
     Args:
         dataset: for the DataLoader.
-        device: where batches go; None leaves them where they are.
+        device: the device of the batches; None leaves them where the loader makes them.
         rng_types: random states that every process gets from process 0 at the start of each epoch.
-        synchronized_generator: the one meant by `generator` among them.
-        skip_batches: left out at the beginning of every epoch.
-        use_stateful_dataloader: no difference: `state_dict` is always there.
+        synchronized_generator: the generator that `generator` in `rng_types` means.
+        skip_batches: batches that are left out at the beginning of every epoch.
+        use_stateful_dataloader: has no effect: `state_dict` is always available.
         _drop_last: an incomplete last batch is left out.
         _non_blocking: do not wait for batches to be copied.
-        torch_device_mesh: None, or of data parallelism alone.
+        torch_device_mesh: None, or a mesh of data parallelism only.
         iteration: the first epoch.
         **kwargs: for the DataLoader.
     """
@@ -583,12 +588,12 @@ class DataLoaderShard(DataLoaderAdapter):
 
 
 class SkipDataLoader(DataLoaderAdapter):
-    """A DataLoader, not shared among processes, without its first batches, in every epoch; they are read.
+    """A DataLoader that reads and drops its first batches in every epoch; it is not shared among processes.
 
     Args:
         dataset: for the DataLoader.
-        skip_batches: how many batches are left out.
-        use_stateful_dataloader: no difference: `state_dict` is always there.
+        skip_batches: how many batches are dropped.
+        use_stateful_dataloader: has no effect: `state_dict` is always available.
         **kwargs: for the DataLoader.
     """
 
@@ -603,7 +608,7 @@ class SkipDataLoader(DataLoaderAdapter):
 
 
 def describe_alone(base: DataLoader[Any], drop_last: bool = False) -> Sharing:
-    """How a loader built by hand is shared: by the `BatchSamplerShard` that it was given, else not."""
+    """Return how a loader of the script is shared: by its own `BatchSamplerShard`, or not at all."""
     shard, sampler = shard_of(base), batches_of(base)
     alone = Sharing(0, 1, getattr(sampler, "batch_size", base.batch_size), batched=sampler is not None)
     sharing = alone if shard is None else shard.sharing()
@@ -611,31 +616,31 @@ def describe_alone(base: DataLoader[Any], drop_last: bool = False) -> Sharing:
 
 
 def refuse_mesh(mesh: Any) -> None:
-    """Raise if a device mesh has processes that are to get the same batches.
+    """Refuse a device mesh in which several processes need the same batches.
 
     Raises:
-        LoopError: a dimension of tensor, context, sequence or pipeline parallelism.
+        LoopError: the mesh has a dimension of tensor, context, sequence or pipeline parallelism.
     """
     names = set(() if mesh is None else mesh.mesh_dim_names or ())
     if foreign := names - {"dp", "fsdp", "dp_replicate", "dp_shard"}:
         raise LoopError(
-            f"torch_device_mesh: the dimensions {', '.join(sorted(foreign))} would give several processes the same "
-            "batches, which the loaders here cannot; every process gets its own"
+            f"torch_device_mesh: with the dimensions {', '.join(sorted(foreign))} several processes need the same "
+            "batches. This is not supported: every process gets its own batches."
         )
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader over the same data that begins every epoch at batch `num_batches` of this process.
+    """Return a loader over the same data that begins every epoch at batch `num_batches` of this process.
 
-    Map-style data are not read for the batches skipped; a stream is read past them. Use it for the epoch in which a run
-    resumes, and the original loader from then on.
+    Skipped batches of map-style data are not read; a stream is read past them. Use the returned loader for the epoch in
+    which a run resumes, and the original loader from then on.
 
     Args:
-        dataloader: from `prepare`, or one that is not prepared yet.
-        num_batches: how many batches are left out.
+        dataloader: from `prepare`, or a loader that is not prepared yet.
+        num_batches: how many batches are skipped.
 
     Raises:
-        LoopError: it is no DataLoader.
+        LoopError: `dataloader` is no DataLoader.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         return dataloader.skipping(num_batches)

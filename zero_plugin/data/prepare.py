@@ -1,4 +1,4 @@
-"""Turns a DataLoader into one that gives this process its part, in smaller batches if memory ran out before."""
+"""Turn a DataLoader into one that yields this process's part, in smaller batches if memory ran out before."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ def prepare_loader(
     rng_types: Iterable[str | Enum] = (),
     cut: int = 1,
 ) -> DataLoaderAdapter:
-    """The loader's part for process `rank` of `world_size`; the given loader stays as it is. Collective.
+    """Return a loader of the part of process `rank` of `world_size`; the given loader is not changed. Collective.
 
-    A map-style dataset is shared by indices, unless a sampler with `num_replicas` and `rank`, as torch's
-    DistributedSampler, gives each process its own already. An iterable dataset divides itself (WebDataset, torchdata,
-    LitData, MosaicML Streaming, a split `datasets` stream), or by its method `shard(num_shards, index)`. Any other is
-    read completely by each process and worker, which keeps its own part. A loader that is already prepared is returned.
+    A map-style dataset is shared by indices, unless a sampler with `num_replicas` and `rank`, like torch's
+    DistributedSampler, already divides the data. An iterable dataset divides itself (WebDataset, torchdata, LitData,
+    MosaicML Streaming, a split `datasets` stream), or by its method `shard(num_shards, index)`. Any other iterable
+    dataset is read completely by each process and worker, which keeps its own part. A prepared loader is returned.
 
     Args:
-        loader: a DataLoader over a map-style or an iterable dataset, of a subclass too.
+        loader: a DataLoader, or an instance of a subclass, over a map-style or an iterable dataset.
         rank: this process, or its group of processes that have the same samples.
         world_size: processes, or groups, that share the data; together they are the default process group.
         shared_by: how many processes have the same samples; see `sequence_parallel_size`.
-        device: where the batches go; None leaves them where the loader makes them.
-        even_batches: complete the last step with the epoch's first samples, so that every process has a full batch;
-            where the dataset divides itself, a process that has read its part begins it again. False: all processes
-            stop at the shortest, and the number of samples left out is logged once.
-        split_batches: the loader's batch size is that of all processes together.
-        shard_iterable: `never` takes an iterable dataset to give each process and worker its own samples.
+        device: the device of the batches; None leaves them where the loader makes them.
+        even_batches: complete the last step with the epoch's first samples: every process has a full batch. If the
+            dataset divides itself, a process that has read its part begins it again. False: all processes stop with the
+            shortest part, and the number of samples left out is logged once.
+        split_batches: the loader's batch size counts the samples of all processes together.
+        shard_iterable: `never` assumes that an iterable dataset gives each process and worker its own samples.
         dispatch_batches: process 0 reads for all, and sends the others their parts.
-        slice_fn: what divides the batches then, see `DataLoaderDispatcher`.
-        use_seedable_sampler: shuffle by `SeedableRandomSampler`, where torch's RandomSampler would.
+        slice_fn: divides the batches under `dispatch_batches`, see `DataLoaderDispatcher`.
+        use_seedable_sampler: shuffle by `SeedableRandomSampler` instead of torch's RandomSampler.
         data_seed: its seed; None takes torch's current one.
         non_blocking: do not wait for batches to be copied to the device.
         rng_types: random states that every process gets from process 0 at the start of each epoch. A sampler's own
-            generator needs none: the order is process 0's.
-        cut: each of the loader's batches comes as so many smaller ones.
+            generator is not needed here: the order is always process 0's.
+        cut: the number of smaller batches that each of the loader's batches is cut into.
 
     Raises:
-        LoopError: no DataLoader, or one that gives batches out of order, a sampler or a dataset that is another one
-            than the other processes', or one that trains and cannot be `cut`.
-        ConfigError: `split_batches` without a batch size that `world_size` divides.
+        LoopError: `loader` is no DataLoader or gives batches out of order; its sampler or dataset differs from the
+            other processes'; or it is for training and its batches cannot be `cut`.
+        ConfigError: `split_batches` is set, and `world_size` does not divide the batch size.
     """
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
         return loader
@@ -128,13 +128,13 @@ def _give_part(
     is_divided: bool = False,
     real: int | None = None,
 ) -> DataLoader[Any]:
-    """A loader that reads its part of the data.
+    """Return a loader that reads this process's part of the data.
 
     Args:
-        loader: reads all of it.
-        sharing: how it is shared.
-        shard_iterable: of `prepare_loader`.
-        is_divided: the loader's sampler gives this process its own part.
+        loader: reads all data.
+        sharing: how the data is shared.
+        shard_iterable: see `prepare_loader`.
+        is_divided: the loader's sampler already gives this process its own part.
         real: how many of that part's samples, from the front, are not repeated ones; None for all.
     """
     stream = isinstance(loader.dataset, IterableDataset)
@@ -164,32 +164,32 @@ def _check_loader(loader: Any, processes: int, shard_iterable: str) -> None:
         raise LoopError(f"shard_iterable={shard_iterable!r}: write 'auto' or 'never'.")
     if isinstance(loader, SkipDataLoader):
         raise LoopError(
-            "prepare: the loader skips batches already; prepare the one without skipping, then call skip_first_batches"
+            "prepare: the loader already skips batches. Prepare the original loader, then call skip_first_batches."
         )
     if not isinstance(loader, DataLoader):
         raise LoopError(f"prepare: found a {type(loader).__name__}; give a torch.utils.data.DataLoader")
     if processes > 1 and not loader.in_order:
         raise LoopError(
-            "prepare: in_order=False lets the processes' batches drift apart; build the loader with in_order=True"
+            "prepare: with in_order=False the processes' batches would not match. Build the loader with in_order=True."
         )
 
 
 def _refuse_shared_dispatch(shared_by: int) -> None:
     if shared_by > 1:
         message = "true, but the processes of sequence_parallel_size have the same samples"
-        fix = "Write dispatch_batches=None: each process reads what it needs."
+        fix = "Write dispatch_batches=None: each process reads its own samples."
         raise ConfigError([Problem("prepare(DataLoader)", "dispatch_batches", message, fix)])
 
 
 def _check_same_length(dataset: Any) -> None:
-    """A dataset that was cut up by hand before would be shared twice, and its processes would end at other steps."""
+    """Refuse datasets of different lengths: one that the script has already divided would be divided twice."""
     if num_processes() == 1:
         return
     lengths = gather_values(len(dataset) if hasattr(dataset, "__len__") else None)
     if len(set(lengths)) > 1:
         raise LoopError(
-            f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one "
-            "dataset among the processes, so give each of them the complete one"
+            f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples. prepare() shares one "
+            "dataset among the processes: give each process the complete dataset."
         )
 
 
@@ -203,15 +203,15 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
 
 
 def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; the loader itself if it has none."""
+    """Return the loader with a SeedableRandomSampler instead of torch's RandomSampler; itself if it has none."""
     batches = batches_of(loader)
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
-        return loader  # one of the script's own class draws by itself
+        return loader  # a subclass with its own `__iter__` draws in its own way
     seedable = SeedableRandomSampler(
         sampler.data_source,
         sampler.replacement,
-        sampler._num_samples,  # what was requested: the dataset may grow
+        sampler._num_samples,  # the argument, or None: `num_samples` would fix the length of a dataset that grows
         data_seed=data_seed,
     )
     if batches is None:
@@ -222,10 +222,10 @@ def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[
 
 
 def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
-    """The sampler or batch sampler of `loader` that already selects this process's samples, like `DistributedSampler`.
+    """Find a sampler or batch sampler that already selects this process's samples, like `DistributedSampler`.
 
     Returns:
-        The sampler; None if there is none.
+        The sampler, or None.
 
     Raises:
         LoopError: its `num_replicas` or `rank` differ from those of the process group.
@@ -237,17 +237,16 @@ def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any
         if (parts, part) != (world, rank):
             raise LoopError(
                 f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
-                f"{rank} of {world}. Create it without num_replicas and rank, or leave it out: prepare() shards the "
-                "data."
+                f"{rank} of {world}. Create it without num_replicas and rank, or remove it: prepare() shards the data."
             )
         return sampler
     return None
 
 
 def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
-    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
+    """Return how many of the sampler's samples, from the front, are not repeated to make all processes even.
 
-    None where that is not known: of all but torch's own DistributedSampler in its own order.
+    None if unknown: the number is only known for torch's own DistributedSampler in its own order.
     """
     if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         return None
@@ -256,17 +255,17 @@ def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
     return min(sampler.num_samples, max(0, unrepeated))
 
 
-_SAMPLES: Final = 8  # spread over the dataset: where batches are padded, the longest of them counts
+_SAMPLES: Final = 8  # spread over the dataset: if batches are padded, the longest of them counts
 
 
 def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """What the training loader's `collate_fn` makes of some samples of its dataset; None where they cannot be had so.
+    """Collate some samples of the training loader's dataset into an example batch; None if that is not possible.
 
-    No iterator is made, no sampler is asked, and random numbers go on as if nothing had been read. What is drawn from a
-    stream would be lost to the loop, so that a stream gives None.
+    No iterator is created, no sampler is used, and the states of random generators are restored afterwards. A stream
+    gives None, because the loop would miss the samples.
 
     Args:
-        loaders: the one that trains is the first that shuffles, else the first.
+        loaders: the first that shuffles is the training loader; if none shuffles, the first.
     """
     if not loaders:
         return None
@@ -281,5 +280,5 @@ def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
             if loader.batch_sampler is None:  # the sampler yields batches, not indices
                 return loader.collate_fn(data[indices])
             return loader.collate_fn([data[index] for index in indices])
-    except Exception:  # noqa: BLE001 - the user's code; the dataset may have other keys. The loop will meet what is wrong
+    except Exception:  # noqa: BLE001 - the user's code; the dataset may have other keys. The loop will show real errors
         return None

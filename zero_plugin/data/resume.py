@@ -1,4 +1,4 @@
-"""`ResumePoint`: where a loader's loop is, what a checkpoint keeps of that, and where the coming loop begins."""
+"""`ResumePoint`: the position of a loader's loop, its state in a checkpoint, and the start of the next loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zero_plugin.distributed.seeding import Draws, generator_of
 
 
 class ResumePoint:
-    """Where the running epoch is, or was last. A loader and its copies that skip batches share it.
+    """The position in the running epoch, or in the last one. A loader and its copies that skip batches share it.
 
     Args:
         base: the DataLoader that is read.
-        epochs: the loader's.
+        epochs: the epochs of the loader.
         shard: the batch sampler that divides map-style data; None for other data.
         outer: the user's batch sampler.
         total_batch_size: samples per step over all processes; None if batches have no common size.
 
     Attributes:
-        batches: number that the loop has had, with the skipped ones.
-        is_end: whether these are all.
-        loaded: the state that the coming loop begins with; None if none was loaded since the last loop began.
-        is_seeded: whether the seed of the coming iterator's workers was drawn before that state was saved.
+        batches: number of batches that the loop has had, including skipped ones.
+        is_end: whether these are all batches of the epoch.
+        loaded: the state that the next loop begins with; None if none was loaded since the last loop began.
+        is_seeded: whether the seed of the next iterator's workers was already drawn when that state was saved.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class ResumePoint:
         self.is_seeded = False
         self._base, self._epochs, self._shard, self._outer = base, epochs, shard, outer
         self._total_batch_size = total_batch_size
-        self._resumed = 0  # batches that the coming loop skips, since it resumes
+        self._resumed = 0  # batches that the next loop skips because it resumes
         self._loop = 0  # number of the newest loop
-        self._trains = False  # whether that loop computed gradients; known when it was left
-        self._left_at: int | None = None  # how many batches all loops of this process had had then; None before
+        self._trains = False  # whether that loop computed gradients; known at its end
+        self._left_at: int | None = None  # batches of all loops of this process when that loop ended; None before
 
     @property
     def generators(self) -> list[torch.Generator | None]:
-        """The script's own generators: the one that seeds workers, and the sampler's; None for one it does not have."""
+        """The script's own generators: for workers' seeds, and the sampler's; None for each that does not exist."""
         return [self._base.generator, generator_of(drawing_part(self._outer))]
 
     @property
     def was_given_up(self) -> bool:
         """Whether the newest loop was left by `break` and will not continue.
 
-        True for the loop of an evaluation, for one since which other loops have had batches, and if the script has set
-        another epoch since. A training that has just been left inside an epoch may have been asked to stop.
+        True for the loop of an evaluation, if other loops have had batches since, or if the script has set another
+        epoch since. A training loop that has just left its epoch may continue: it may have had a stop request.
         """
         is_newest = RUNNING.batches == self._left_at and self._epochs.chosen is None
         return self._left_at is not None and not (self._trains and is_newest)
@@ -73,14 +73,15 @@ class ResumePoint:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def begin(self, skip: int) -> int:
-        """Begin the coming loop's epoch, and return how many batches the loop skips.
+        """Begin the next loop's epoch, and return how many batches the loop skips.
 
         Args:
             skip: batches that the loader always skips.
         """
         loaded = self.loaded
         if loaded is not None and loaded.get("is_last") and not loaded["_iterator_finished"]:
-            # At the last batch a script that counts for itself may be through with the epoch, or skip all of it.
+            # The state is from the epoch's last batch. A script that counts itself may be done with that epoch, or skip
+            # all its batches.
             is_through = max(skip, self._resumed) < self.batches_had(loaded)
             if is_through or self._epochs.chosen != loaded["epoch"]:
                 self._pass_over(loaded["epoch"])
@@ -91,8 +92,8 @@ class ResumePoint:
         """Note that a loop begins.
 
         Args:
-            first: batches that it skips.
-            loop: its number.
+            first: batches that the loop skips.
+            loop: the number of the loop.
         """
         self.batches, self.is_end, self.loaded = first, False, None
         self._loop, self._left_at = loop, None
@@ -101,8 +102,8 @@ class ResumePoint:
         """Note that a loop has ended, unless a newer one has begun.
 
         Args:
-            loop: its number.
-            trains: whether it computed gradients.
+            loop: the number of the loop.
+            trains: whether the loop computed gradients.
         """
         if self._loop == loop:
             self._trains, self._left_at = trains, RUNNING.batches
@@ -110,14 +111,14 @@ class ResumePoint:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, is_over: bool = False) -> dict[str, Any]:
-        """Return where the loop is, for `load_state_dict`.
+        """Return the position of the loop, for `load_state_dict`.
 
-        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators: all of
-        it before its first batch, or with one that nothing else draws from. Random numbers that the dataset draws while
-        it is read are not kept.
+        The order of the samples is kept if the sampler draws with torch's own or with global generators: all of the
+        order before its first batch, or from a generator that no other code uses. Random numbers that the dataset draws
+        while it is read are not kept.
 
         Args:
-            is_over: whether the next epoch comes next, though this one was left before its end.
+            is_over: whether a resumed run begins the next epoch, although this one was left before its end.
         """
         is_over = is_over or (self.is_end and self._left_at is not None)
         if self.loaded is not None:
@@ -135,13 +136,14 @@ class ResumePoint:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], *, skip: bool = True) -> None:
-        """Resume, in the coming loop, where the loop was that `state_dict` was called in.
+        """Make the next loop resume at the position that `state_dict` has recorded.
 
-        With another number of processes, it is the same sample; if that is within a batch, the batch is read again.
+        With another number of processes, the loop resumes at the same sample; if that is within a batch, the batch is
+        read again.
 
         Args:
             state_dict: from `state_dict`.
-            skip: whether to leave out the batches that the loop has had; otherwise the script does, with
+            skip: whether to skip the batches that the loop has had. If False, the script skips them with
                 `skip_first_batches`.
         """
         shard, epoch = self._shard, state_dict["epoch"]
@@ -166,7 +168,7 @@ class ResumePoint:
             shard.resumed = draws
 
     def batches_had(self, state_dict: dict[str, Any]) -> int:
-        """Return how many batches of this loader the interrupted epoch has had, which may have had another size."""
+        """Return how many batches of this loader the interrupted epoch has had; a saved batch may have another size."""
         if state_dict["_iterator_finished"]:
             return 0
         batches, then = int(state_dict["batches"]), state_dict["total_batch_size"]
@@ -174,12 +176,12 @@ class ResumePoint:
         return batches if then is None or now is None else batches * then // now
 
     def _pass_over(self, epoch: int) -> None:
-        """Have the coming loop begin the next epoch, or the one that the script has set since."""
+        """Make the next loop begin the epoch after `epoch`, or the epoch that the script has set since."""
         if self._epochs.chosen == epoch:
             self._epochs.choose(epoch + 1, by_loop=False)
         if self._shard is not None:
             self._shard.end_resumed()
-        # Lasting workers get one seed, in the first epoch, unless each epoch has new ones.
+        # Persistent workers get one seed, in the first epoch, unless each epoch has new workers.
         dataset = self._base.dataset
         has_new = not isinstance(dataset, StreamShard) and self._epochs.of(dataset) is not None
         self.is_seeded = self._base.persistent_workers and not has_new

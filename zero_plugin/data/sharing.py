@@ -1,8 +1,8 @@
-"""Which samples each process gets of an epoch: how batches are shared, and the order of torch's own samplers.
+"""The samples of an epoch that each process gets: how batches are shared, and the order of torch's own samplers.
 
-What torch's own samplers draw follows from the state of one generator, so that the processes need to agree on that
-alone: each draws all of the order, as a tensor, and cuts out its part. A sampler of another class may do anything:
-process 0 draws from it for all.
+The draws of torch's own samplers depend only on the state of one generator. So the processes only agree on that state:
+each draws the complete order, as a tensor, and cuts out its part. A sampler of another class may do anything: process 0
+draws from it for all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 
 
 def take_skipped(batches: Iterator[_Item], count: int) -> Iterator[_Item]:
-    """The first `count` batches, or as many as there are, which nobody trains on."""
+    """Yield the first `count` batches, or fewer if the data ends, and show progress; the loop skips them."""
     if count:
         with working("skipping batches", count, unit="batches") as work:
             for batch in islice(batches, count):
@@ -38,7 +38,7 @@ class Share(NamedTuple):
     """One process's part of one step.
 
     Attributes:
-        indices: the samples that are read from the dataset.
+        indices: the samples to read from the dataset.
         real: how many of them, from the front, are not repetitions that make the step even.
     """
 
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples it has, repeated ones included."""
+        """The number of samples, including repeated ones."""
         return len(self.indices)
 
 
@@ -56,17 +56,17 @@ class Sharing:
     """How batches are shared among processes.
 
     Attributes:
-        rank, world: the rank of this process, and the number of processes; of those that share their samples, a group
-            counts once.
-        batch_size: samples in a full batch of one process; None where batches have no common size.
-        even: complete the last step from the first samples of the epoch, so that every process has a full batch.
+        rank, world: the rank of this process, and the number of processes. A group that shares its samples counts as
+            one process.
+        batch_size: samples in a full batch of one process; None if batches have no common size.
+        even: complete the last step from the first samples of the epoch: every process has a full batch.
         split: each of the loader's batches is cut into one piece per process, instead of going to one process.
-        drop_last: an incomplete last step is left out, as the loader was configured.
-        batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
+        drop_last: an incomplete last step is left out, because the loader has `drop_last`.
+        batched: False if the loader does not batch. Each item of its sampler or stream is then already a batch of
             unknown size, and counts here as one sample.
         cut: the number of micro-batches into which each of the user's batches was cut before.
         shared_by: how many processes have the same samples.
-        is_counted: whether this one counts them in metrics, and no other of its group does.
+        is_counted: whether this process counts the samples in metrics; only one process of a group does.
     """
 
     rank: int
@@ -82,20 +82,23 @@ class Sharing:
 
     @property
     def processes(self) -> int:
-        """The number of all processes."""
+        """The number of all processes, each group member counted."""
         return self.world * self.shared_by
 
 
 def share_batches(
     batches: Iterable[list[Any]], sharing: Sharing, report_dropped: Callable[[int], None] | None
 ) -> Iterator[Share]:
-    """This process's shares, one per step.
+    """Yield this process's shares, one per step.
 
     At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
-    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
-    first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
-    the number of samples lost, unless `drop_last` requested it). Without `report_dropped` each process goes on as far
-    as its own shares reach, and the first ones may have one more than the last.
+    with `split` the pieces of batch k. Only the last step can be incomplete:
+
+    * With `even`, the epoch's first samples complete it.
+    * Otherwise every process leaves it out if some process would have nothing. `report_dropped` gets the number of lost
+      samples, unless the loader has `drop_last`.
+    * Without `report_dropped`, each process continues to the end of its own shares; the first processes may have one
+      share more than the last.
 
     Raises:
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
@@ -104,15 +107,17 @@ def share_batches(
     steps = _steps(batches, sharing)
     step = first = next(steps, None)
     while step is not None:
-        # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
+        # Look ahead only after an incomplete step, to know whether it is the last: the batches may depend on the time
+        # at which they are drawn.
         is_full = len(step) == sharing.world and (
             not completes or all(len(batch) == (sharing.batch_size or len(batch)) for batch in step)
         )
         following = None if is_full else next(steps, None)
         if len(step) > sharing.world or (following is not None and len(step) < sharing.world):
             raise LoopError(
-                f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
-                f"hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying size"
+                f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch except the last "
+                f"must hold {sharing.world} × {sharing.batch_size}. Use split_batches=False with batches of varying "
+                "size."
             )
         if following is None and not is_full and completes:
             assert first is not None
@@ -128,29 +133,29 @@ def share_batches(
 
 
 def split_size(batch_size: int | None, num_processes: int) -> int:
-    """What each process gets of batches that are split among all.
+    """Return the batch size of each process if batches are split among all.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: `num_processes` does not divide the batch size.
     """
     if not batch_size or batch_size % num_processes:
         raise ValueError(
             f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
-            "make it a multiple of their number"
+            "make it a multiple of the number of processes"
         )
     return batch_size // num_processes
 
 
 def count_steps(samples: int, sharing: Sharing) -> int:
-    """The number of steps in which every process has a batch, for a dataset of `samples` samples."""
+    """Return the number of steps in which every process has a batch, for a dataset of `samples` samples."""
     assert sharing.batch_size is not None
     full, tail = divmod(samples, sharing.world * sharing.batch_size)
-    needed = 1 if sharing.even else (sharing.world - 1) * sharing.batch_size + 1  # below it, some process has nothing
+    needed = 1 if sharing.even else (sharing.world - 1) * sharing.batch_size + 1  # with fewer, the last rank has none
     return full + (tail >= needed and not sharing.drop_last)
 
 
 def _steps(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list[Any]]]:
-    """What each process gets, step by step, before the last one is completed."""
+    """Yield the batches of all processes, step by step, before the last step is completed."""
     if sharing.split and sharing.world > 1:
         size = sharing.batch_size
         assert size is not None
@@ -163,14 +168,14 @@ def _steps(batches: Iterable[list[Any]], sharing: Sharing) -> Iterator[list[list
 
 
 def _complete(step: list[list[Any]], first: list[list[Any]], sharing: Sharing) -> Share:
-    """This process's share of an incomplete last step, completed from the first step's samples, in turn."""
+    """Return this process's share of an incomplete last step, completed from the first step's samples, in turn."""
     if sharing.batch_size is None:
-        # The size of a full batch is not known: batches of the first step replace those that are missing.
+        # The size of a full batch is not known: batches of the first step replace missing ones.
         missing = sharing.rank - len(step)
         return (
             Share(step[sharing.rank], len(step[sharing.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
         )
-    # All lower ranks are completed here too: each takes its samples from `filler` first.
+    # Complete the lower ranks too, and drop the result: they take their samples from `filler` first.
     filler = cycle(chain.from_iterable(first))
     for real in [*step, *[[]] * sharing.world][: sharing.rank + 1]:
         own = [*real, *islice(filler, max(0, sharing.batch_size - len(real)))]
@@ -184,10 +189,10 @@ class SeedableRandomSampler(RandomSampler):
 
     Attributes:
         initial_seed: `data_seed`, or torch's seed when the sampler was made.
-        epoch: the next one.
+        epoch: the next epoch.
 
     Args:
-        *args: of `torch.utils.data.RandomSampler`, as the other keyword arguments.
+        *args: arguments of `torch.utils.data.RandomSampler`, like the other keyword arguments.
         data_seed: None takes torch's current seed.
     """
 
@@ -217,7 +222,7 @@ class Order:
     """The samples of an epoch.
 
     Attributes:
-        numbers: of the samples, int64 of shape [samples] or a range; with `given`, their places in it.
+        numbers: the indices of the samples, int64 of shape [samples] or a range; with `given`, positions in `given`.
         given: the indices that a SubsetRandomSampler chooses from.
     """
 
@@ -228,22 +233,22 @@ class Order:
         return len(self.numbers)
 
     def part(self, begin: int, end: int) -> list[Any]:
-        """The samples from place `begin` to before `end`."""
+        """Return the samples from position `begin` to before `end`."""
         part = self.numbers[begin:end]
         numbers = list(part) if isinstance(part, range) else part.tolist()
         return numbers if self.given is None else [self.given[number] for number in numbers]
 
     def batches(self, sampler: BatchSampler, begin: int = 0, end: int | None = None) -> Iterator[list[Any]]:
-        """The sampler's batches of the samples from place `begin` to before `end`, or to the last that it gives."""
+        """Return the batches of the samples from position `begin` to before `end`, or to the last that is used."""
         end, size = self.count(sampler) if end is None else end, sampler.batch_size
         return (self.part(first, min(first + size, end)) for first in range(begin, end, size))
 
     def count(self, sampler: BatchSampler) -> int:
-        """How many samples there are in the sampler's batches, which may leave out an incomplete last one."""
+        """Return the number of samples in the sampler's batches, without an incomplete last batch that it drops."""
         return len(self) // sampler.batch_size * sampler.batch_size if sampler.drop_last else len(self)
 
     def digest(self) -> str | None:
-        """A checksum; None for indices that are no numbers."""
+        """Return a checksum; None for indices that are no numbers."""
         parts = [torch.as_tensor(self.numbers)]
         if self.given is not None:
             try:
@@ -260,11 +265,15 @@ DRAWING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, S
 
 
 def is_drawn_at_once(sampler: Any) -> bool:
-    """Whether the sampler's order follows from the state of one generator on a CPU at the epoch's start.
+    """Return whether the sampler's order depends only on the state of one CPU generator at the epoch's start.
 
-    A subclass may do anything. A RandomSampler that draws more samples than there are draws on while the epoch runs,
-    which may be one without an end (`num_samples=int(1e10)`): no order of it fits into memory. So does one that draws
-    with replacement from a generator of the script's own; the script may have drawn from it in between.
+    Cases that return False:
+
+    * A subclass may do anything.
+    * A RandomSampler with more samples than its dataset draws while the epoch runs. The epoch may be practically
+      endless (`num_samples=int(1e10)`), and its order would not fit into memory.
+    * A RandomSampler with replacement also draws while the epoch runs. With the script's own generator, the script may
+      draw from it in between.
     """
     if type(sampler) not in DRAWING_SAMPLERS:
         return False
@@ -277,11 +286,11 @@ def is_drawn_at_once(sampler: Any) -> bool:
 
 
 def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
-    """What iterating over the sampler gives, drawn from `generator`, in whose place it would have its own or torch's.
+    """Draw the order that iterating over the sampler would give, from `generator` instead of its own or torch's.
 
     Args:
-        sampler: a SequentialSampler, or one that `is_drawn_at_once`.
-        generator: on a CPU; a SequentialSampler needs none.
+        sampler: a SequentialSampler, or a sampler that `is_drawn_at_once`.
+        generator: a CPU generator; a SequentialSampler needs none.
     """
     if isinstance(sampler, SequentialSampler):
         return Order(range(len(sampler.data_source)))
@@ -290,7 +299,7 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
     if isinstance(sampler, WeightedRandomSampler):
         return Order(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
     size, count = len(sampler.data_source), sampler.num_samples
-    if sampler.generator is None:  # it draws a seed for one
+    if sampler.generator is None:  # without its own generator, torch's sampler draws a seed and makes one
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         generator = torch.Generator().manual_seed(seed)
     if sampler.replacement:
@@ -299,29 +308,29 @@ def draw_order(sampler: Any, generator: torch.Generator | None = None) -> Order:
 
 
 def end_order(sampler: Any, *, has_drawn: bool = False) -> None:
-    """Leave the sampler as an iteration to its end does.
+    """Leave the sampler in its state after a complete iteration.
 
     Args:
-        sampler: as for `draw_order`.
-        has_drawn: it had come to its end before the run was interrupted.
+        sampler: see `draw_order`.
+        has_drawn: the sampler had reached its end before the run was interrupted.
     """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.set_epoch(sampler.epoch + 1)
     elif type(sampler) is RandomSampler and sampler.generator is not None and not has_drawn:
         size = len(sampler.data_source)
-        if sampler.num_samples == size:  # torch draws once more, for the rest of nothing
+        if sampler.num_samples == size:  # torch's sampler draws a permutation for the rest even if the rest is empty
             torch.randperm(size, generator=sampler.generator)
 
 
 def draw_here(sampler: Any, draws: Draws | None) -> tuple[Order, Draws, Tensor]:
-    """The order, drawn by this process for itself, from its own generators or from `draws`.
+    """Draw the order on this process, from its own generators or from `draws`.
 
     Args:
-        sampler: one that `is_drawn_at_once`.
-        draws: of an epoch that was interrupted; all generators then stay as they are.
+        sampler: a sampler that `is_drawn_at_once`.
+        draws: the draws of an interrupted epoch; all generators then stay as they are.
 
     Returns:
-        The order, what it was drawn from, and the state from which another process draws the same.
+        The order, the random states that it was drawn from, and the state from which other processes draw the same.
     """
     found = Draws.of(sampler) if draws is None else draws
     own = sampler.seed() if isinstance(sampler, SeedableRandomSampler) else generator_of(sampler)
@@ -333,18 +342,19 @@ def draw_here(sampler: Any, draws: Draws | None) -> tuple[Order, Draws, Tensor]:
 
 
 def draw_alike(sampler: Any, order: Order | None, state: Tensor | None) -> Order | None:
-    """The order of process 0, drawn by every process for itself; None where one of them finds another. Collective.
+    """Draw the order of process 0 on every process; None if a process draws another order. Collective.
 
     Args:
-        sampler: this process' own.
-        order, state: on process 0 what `draw_here` returned; None where its sampler is not to be drawn at once.
+        sampler: this process's own sampler.
+        order, state: the result of `draw_here` on process 0; None if its sampler is not `is_drawn_at_once`.
     """
+    # A state of zeros means that process 0 has none: every process must take part in the broadcast.
     agreed = broadcast(torch.zeros_like(torch.default_generator.get_state()) if state is None else state)
     if not agreed.any():
         return None
     if process_index() != 0:
         order = draw_order(sampler, torch.Generator().set_state(agreed)) if is_drawn_at_once(sampler) else None
-    # A subset, weights or a length of its own, another build of torch: then process 0's order is sent to all.
+    # The orders differ if a process has another subset, weights, length or build of torch: then process 0 sends its.
     digests = gather_values(None if order is None else order.digest())
     return order if digests[0] is not None and len(set(digests)) == 1 else None
 
@@ -358,15 +368,15 @@ def share_order(
     skip: int = 0,
     at_end: Callable[[], None] = lambda: None,
 ) -> Iterator[Share]:
-    """This process's shares, one per step, as `share_batches` of the sampler's batches; but others' are not touched.
+    """Yield this process's shares, one per step: like `share_batches`, but without making other processes' batches.
 
     Args:
-        order: of all processes.
-        sampler: torch's, with the size of its batches and whether it leaves out an incomplete last one.
-        sharing: with a batch size.
+        order: the order of all processes' samples.
+        sampler: torch's batch sampler, for its batch size and `drop_last`.
+        sharing: must have a batch size.
         report_dropped: see `share_batches`.
         skip: steps that are left out at the beginning.
-        at_end: called when an iteration over the sampler would find its end, which is before an incomplete last step.
+        at_end: called when an iteration over the sampler would reach its end: before an incomplete last step.
     """
     size = sharing.batch_size
     assert size is not None

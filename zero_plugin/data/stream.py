@@ -34,29 +34,29 @@ _FINGERPRINTED_BYTES = 4096  # of each leaf
 
 
 class Division(Enum):
-    """Who divides a stream among the processes."""
+    """The party that divides a stream among the processes."""
 
     BY_SKIPPING = "each process reads all of it and keeps its part"
     BY_SHARD_METHOD = "the dataset, by its shard() method"
     BY_ITSELF = "the dataset, from rank and worker"
 
 
-# Their datasets read the rank and the worker themselves, from the environment or the process group.
+# Datasets of these libraries read the rank and the worker themselves, from the environment or the process group.
 _DIVIDING_LIBRARIES = frozenset({"litdata", "streaming", "torchdata", "webdataset"})
 
 
 def divides_itself(dataset: Any) -> bool:
-    """Whether an iterable dataset surely gives each process and worker its own samples."""
+    """Return whether an iterable dataset certainly gives each process and worker its own samples."""
     if isinstance(dataset, IterDataPipe):
         pipes = get_all_graph_pipes(traverse_dps(dataset))
         return any(hasattr(pipe, "is_shardable") and pipe.is_shardable() for pipe in pipes)
-    if getattr(dataset, "_distributed", None) is not None:  # datasets.distributed.split_dataset_by_node was here
+    if getattr(dataset, "_distributed", None) is not None:  # datasets.distributed.split_dataset_by_node sets this
         return True
     return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)
 
 
 def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
-    """Whether `dataset.shard(num_shards=world, index=rank)` gives equally many of its files to every process."""
+    """Return whether `dataset.shard(num_shards=world, index=rank)` gives every process the same number of files."""
     shard = getattr(dataset, "shard", None)
     if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():
         return False
@@ -65,14 +65,14 @@ def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
 
 
 def share_stream(loader: DataLoader[Any], sharing: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
-    """The loader over this process's samples of its stream."""
+    """Return a loader over this process's samples of its stream."""
     dataset: Any = loader.dataset
     if shard_iterable == "never" or divides_itself(dataset):
         division = Division.BY_ITSELF
         if sharing.shared_by > 1:
             raise LoopError(
-                f"prepare: a {type(dataset).__name__} divides itself among all processes, and with "
-                f"sequence_parallel_size {sharing.shared_by} of them need the same samples.\n"
+                f"prepare: a {type(dataset).__name__} divides itself among all processes, but sequence_parallel_size "
+                f"{sharing.shared_by} means that {sharing.shared_by} processes need the same samples.\n"
                 "Use a map-style dataset, or a stream that is the same on all processes."
             )
     elif sharing.world > 1 and can_be_asked_for_its_shard(dataset, sharing.world):
@@ -108,19 +108,21 @@ class Drawn(NamedTuple):
 class StreamShard:
     """An iterable dataset's samples for one process and worker.
 
-    By skipping, of every world × batch_size samples of the stream, a step, process r takes the r-th batch_size; its
-    worker w reads the steps w, w + workers, …, which is the order in which a DataLoader asks them, so that it gives
-    what one process without workers would. If the dataset asks torch which worker it is in, it divides itself among
-    them, and each worker's stream is shared out as one of its own. The end of a stream is completed from its beginning
-    (`even`), left out (`drop_last`), or dealt out as far as it goes.
+    A step is the next world × batch_size samples of the stream. By skipping, process r takes the r-th batch_size
+    samples of each step. Its worker w reads the steps w, w + workers, …: a DataLoader asks the workers in this order,
+    so the loader gives the same batches as one process without workers.
 
-    Copies that are skipped through must be the same: they draw the same random numbers while they are read.
+    If the dataset asks torch for the worker that it is in, it divides itself among the workers, and each worker's
+    stream is shared separately. The end of a stream is completed from its beginning (`even`), left out (`drop_last`),
+    or used as far as it goes.
+
+    Skipping needs the same stream on every process: the copies draw the same random numbers while they are read.
 
     Attributes:
         dataset: the user's dataset.
-        division: who divides it among the processes.
-        is_divided: whether the `worker_init_fn` of this worker has read the dataset, which it does to divide it among
-            the workers.
+        division: the party that divides the dataset among the processes.
+        is_divided: whether the `worker_init_fn` of this worker has read the dataset, as it does to divide the dataset
+            among the workers.
     """
 
     def __init__(self, dataset: Any, sharing: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
@@ -128,11 +130,11 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._sharing = sharing
-        # How the processes that skip each other's samples share them: by one alone where the dataset is divided.
+        # How skipping shares the samples: by one process only if the dataset is divided otherwise.
         rank, world = (sharing.rank, sharing.world) if division is Division.BY_SKIPPING else (0, 1)
         self._skipping = replace(sharing, rank=rank, world=world, split=False)
         self._seed_and_epoch = torch.tensor([0, -1])  # of the current epoch; -1 if no epoch is passed to the dataset
-        if lasting_workers:  # such workers see changes of the main process in shared memory only
+        if lasting_workers:  # persistent workers see changes of the main process only in shared memory
             self._seed_and_epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin_epoch(self, seed: int, epoch: int | None) -> None:
@@ -183,24 +185,24 @@ class StreamShard:
     def _read_step(self, samples: Iterator[Any]) -> list[Any]:
         """Read the samples of one step: the next `batch_size` samples of every process.
 
-        The samples of this process are compared afterwards: a dataset that reuses its buffer for the samples of the
-        processes after this one would overwrite them.
+        This process's samples are compared afterwards: a dataset that reuses its buffer for the next processes' samples
+        would overwrite them.
         """
         own, rank, world = self._skipping.batch_size, self._skipping.rank, self._skipping.world
         assert own is not None
         step = list(islice(samples, (rank + 1) * own))
         own_samples = OverwriteCheck(step[rank * own :] if world > 1 else None)
-        if len(step) == (rank + 1) * own:  # else the stream has ended, and is not to be asked again
+        if len(step) == (rank + 1) * own:  # otherwise the stream has ended, and must not be asked again
             step += islice(samples, (world - rank - 1) * own)
         own_samples.check()
         return step
 
     def count_batches(self) -> int:
-        """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
+        """Return the steps of an epoch; TypeError if the dataset does not know its length."""
         return count_steps(len(self._dataset_now(1, 0)), self._skipping)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
-        """The dataset to read from now on, set to the epoch."""
+        """Return the dataset to read from now on, set to the epoch."""
         sharing, epoch = self._sharing, int(self._seed_and_epoch[1])
         dataset = self.dataset
         if self.division is Division.BY_SHARD_METHOD:
@@ -214,20 +216,20 @@ class StreamShard:
 
 
 class CountingCollate:
-    """The user's collate function, for samples that come with whether they are real.
+    """The user's collate function for samples of type `Drawn`.
 
-    It makes a `Portion`, so that the counts travel with the batch through worker processes and pinning.
+    The result is a `Portion`: the counts are sent with the batch through worker processes and pinning.
 
     Attributes:
-        collate: the user's.
+        collate: the user's function.
     """
 
     def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
         self.collate = collate
-        self._batched = batched  # False: each sample of the stream is a batch by itself
+        self._batched = batched  # False: each sample of the stream is already a batch
 
     def __call__(self, drawn: Any) -> Portion:
-        """Collate what was drawn; one sample where the loader does not batch."""
+        """Collate drawn samples; one sample if the loader does not batch."""
         if not self._batched:
             return Portion(self.collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
         real = sum(one.real for one in drawn)
@@ -235,7 +237,7 @@ class CountingCollate:
 
 
 def _fingerprint(samples: list[Any]) -> int:
-    """A checksum of the samples' tensors, arrays, numbers and strings.
+    """Return a checksum of the samples' tensors, arrays, numbers and strings.
 
     Other objects are left out: their `repr` may contain an address, which differs between processes.
     """
@@ -257,10 +259,10 @@ class WorkerWatch:
     In the main process, where `torch.utils.data.get_worker_info()` is None, it does nothing.
 
     Args:
-        *names: the attributes of the worker info that are watched.
+        *names: the attributes of the worker info to watch.
 
     Attributes:
-        asked: whether one of the names was read.
+        asked: whether one of the attributes was read.
     """
 
     def __init__(self, *names: str) -> None:
@@ -286,14 +288,15 @@ class WorkerWatch:
 class WorkerStart:
     """The `worker_init_fn` of a prepared loader, around the user's own.
 
-    torch seeds worker w with the main process's draw plus w: seeded alike, the processes would have workers with the
-    same random numbers. Here worker w of process r gets that plus r × workers + w. Process 0's are as in plain torch.
+    torch seeds worker w with the main process's draw plus w. If the processes have the same seed, their workers would
+    have the same random numbers. So worker w of process r gets the draw plus r × workers + w; process 0's workers are
+    seeded as in plain torch.
 
     Args:
-        rank: this process.
+        rank: the rank of this process.
         user_start: the user's `worker_init_fn`.
-        stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
-            it reads that dataset, `StreamShard.is_divided` is set: it may have divided the data over the workers.
+        stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info. If it
+            reads that dataset, `StreamShard.is_divided` is set: it may have divided the data over the workers.
     """
 
     def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
@@ -302,7 +305,7 @@ class WorkerStart:
         self._stream = stream
 
     def __call__(self, worker: int) -> None:
-        """Run first in worker number `worker`."""
+        """Seed worker number `worker`, and run the user's function in it."""
         info: Any = get_worker_info()
         if self._rank:
             seed = info.seed + self._rank * info.num_workers
@@ -323,22 +326,22 @@ class WorkerStart:
 
 @dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of an iterable dataset that are one process's, by skipping the others'.
+    """One process's samples of an iterable dataset; the other processes' samples are skipped.
 
-    With W processes, of every W × `batch_size` samples process r gets the r-th `batch_size`, or with `split_batches` of
-    every `batch_size` samples the r-th part. An incomplete end is completed from the first samples, repeated as needed,
-    or dropped. `prepare` shares streams itself, over the loader's workers too, and counts the repeated samples.
+    With W processes, process r gets the r-th `batch_size` of every W × `batch_size` samples, or with `split_batches`
+    the r-th part of every `batch_size` samples. The first samples complete an incomplete end, repeated as needed, or
+    the end is dropped. `prepare` shares streams itself, over the loader's workers too, and counts repeated samples.
 
     Args:
         dataset: the same on every process.
-        batch_size: of one process, or with `split_batches` of all.
+        batch_size: the batch size of one process, or with `split_batches` of all processes together.
         drop_last: leave out an incomplete end.
-        num_processes: processes that share the data.
-        process_index: this process.
-        split_batches: what `batch_size` counts.
+        num_processes: the number of processes that share the data.
+        process_index: the index of this process.
+        split_batches: whether `batch_size` counts the samples of all processes together.
 
     Raises:
-        ValueError: `split_batches` with a batch size that `num_processes` does not divide.
+        ValueError: `split_batches` is set, and `num_processes` does not divide the batch size.
     """
 
     dataset: Any
@@ -350,18 +353,18 @@ class IterableDatasetShard(IterableDataset[Any]):
     epoch: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        # Samples of a step.
+        # Samples of this process in each step.
         self._own = split_size(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
         self._sharing = Sharing(self.process_index, self.num_processes, self._own, drop_last=self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the dataset; without a `set_epoch`, its generator is seeded by the epoch."""
+        """Pass the epoch to the dataset; if it has no `set_epoch`, the next iteration seeds its generator."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this process; TypeError where the dataset has no length."""
+        """Return the number of samples of this process; TypeError if the dataset has no length."""
         return count_steps(len(self.dataset), self._sharing) * self._own
 
     def __iter__(self) -> Iterator[Any]:

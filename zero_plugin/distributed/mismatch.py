@@ -1,4 +1,4 @@
-"""The rule of the collective check: which rank can never come to a call, and how a message names late ranks."""
+"""The rule of the collective check: how to see that a rank cannot reach a call, and how a message names late ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training loop calls: preparing, accumulation windows, steps, learning rates, memory."""
+"""The objects behind a training loop: preparing, accumulation windows, steps, learning rates, memory."""

@@ -19,11 +19,11 @@ from zero_plugin.loop.training import Training
 
 
 class Accumulation:
-    """Decides which micro-batches make up a step, and in which of them the processes average gradients.
+    """The decisions which micro-batches make up a step, and in which of them the processes average gradients.
 
     Args:
         run: the run.
-        prepared: what is prepared.
+        prepared: the prepared objects.
     """
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -40,7 +40,7 @@ class Accumulation:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             is_flag = before.origin.kind == "flag"
-            fix = f"Leave the flag out, or give {steps}." if is_flag else "Write auto in the file to set it in code."
+            fix = f"Remove the flag, or pass {steps}." if is_flag else "Write auto in the file to set it in code."
             raise ConfigError([Problem(call, key, message, fix)])
         steps = redistribute_steps(
             steps * run.micro_batches_per_loader_batch, run.accumulated_by, run.processes.world_size
@@ -57,7 +57,7 @@ class Accumulation:
             window.decide(ends)
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[None]:
-        """One micro-batch of `models`; see `Accelerator.accumulate`."""
+        """Return the context of one micro-batch of `models`; see `Accelerator.accumulate`."""
         prepared = self._prepared
         if not prepared.trained:
             windows = [window for window, _ in prepared.waiting_windows]
@@ -67,7 +67,7 @@ class Accumulation:
         return windows[0] if len(windows) == 1 else TogetherWindows(windows)
 
     def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
-        """The trained models among `models`; all if there are none among them, or only one model is trained."""
+        """Return the trained models among `models`; all trained models if none is among them, or only one exists."""
         trained = self._prepared.trained
         if len(trained) == 1:
             return trained
@@ -80,7 +80,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None) -> Iterator[None]:
-        """Inside, backwards of `model`, or of all models, do not average gradients; see `Accelerator.no_sync`."""
+        """Do not average gradients in backwards of `model`, or of all models; see `Accelerator.no_sync`."""
         with ExitStack() as stack:
             for training in self._prepared.trainings:
                 if model is None or model is training.session.model:
@@ -88,13 +88,13 @@ class Accumulation:
             yield
 
     def reduce_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward inside averages gradients; see `Accelerator.trigger_sync_in_backward`."""
+        """Return a context whose next backward averages gradients; see `Accelerator.trigger_sync_in_backward`."""
         session = self._prepared.session_of(model)
         return nullcontext() if session is None else self._run.strategy.reduce_next_backward(session)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-        """Inside, processes without batches join the others' collectives; see `Accelerator.join_uneven_inputs`."""
+        """Let processes without batches join the others' collectives; see `Accelerator.join_uneven_inputs`."""
         if self._run.processes.world_size == 1:
             yield
             return
@@ -109,7 +109,7 @@ class Accumulation:
 
     @contextmanager
     def _with_even_batches(self, even: bool | None) -> Iterator[None]:
-        """Inside, prepared loaders have this value of `even_batches`."""
+        """Set `even_batches` of the prepared loaders inside the context; None leaves it unchanged."""
         loaders = [] if even is None else self._prepared.dataloaders
         samplers: list[Any] = [loader.batch_sampler for loader in loaders]
         shards = [(shard, shard.even_batches) for shard in samplers if hasattr(shard, "even_batches")]

@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator`: refuses unsupported ones, reconciles duplicates, and overlays the configuration."""
+"""The arguments of `Accelerator`: refuse unsupported ones, reconcile duplicates, and overlay the configuration."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from zero_plugin.data.stream import ShardIterable
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.strategies.torch_strategies import TorchStrategy
 
-_SHARD: Final = (
-    "Pass deepspeed_plugin=DeepSpeedPlugin(zero_stage=3), which shards the same states as FSDP's FULL_SHARD."
-)
+_SHARD: Final = "Pass deepspeed_plugin=DeepSpeedPlugin(zero_stage=3): it shards the same states as FSDP's FULL_SHARD."
 _DATA_PARALLEL: Final = (
-    "Leave it out; models are not split, but their states by ZeRO, and sequences by parallelism_config(sp_size)."
+    "Remove the argument. Models are not split: ZeRO partitions their states, parallelism_config(sp_size) sequences."
 )
 _NOT_HERE: Final = {"fsdp_plugin": _SHARD, "torch_tp_plugin": _DATA_PARALLEL, "megatron_lm_plugin": _DATA_PARALLEL}
 
@@ -41,7 +39,7 @@ def refuse_arguments(**arguments: Any) -> None:
     """Refuse arguments of Accelerate that this package does not support.
 
     Raises:
-        ConfigError: an argument is not None; the error lists all of them, each with what to write instead.
+        ConfigError: an argument is not None; the error lists all of them, each with its replacement.
     """
     problems = [
         Problem(f"Accelerator({name}=…)", "", f"a {type(value).__name__} is not supported", _NOT_HERE[name])
@@ -58,11 +56,11 @@ class Options:
 
     Attributes:
         device_placement: whether models and batches are moved to this process's device.
-        loading: how DataLoaders are sharded over the processes.
-        accumulation: how gradients are accumulated.
+        loading: the settings by which DataLoaders are sharded over the processes.
+        accumulation: the settings of gradient accumulation.
         step_scheduler_with_optimizer: whether prepared schedulers advance with applied optimizer steps only.
         rng_types: the random number generators that are synchronized with rank 0 at the start of each epoch.
-        project: where the run writes its checkpoints and logs.
+        project: the folders for checkpoints and logs.
         handlers: arguments of torch's own objects.
         shard_iterable: which iterable datasets are sharded.
         strategy: the class of the script's own strategy, or None.
@@ -80,7 +78,7 @@ class Options:
 
 
 def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, DeepSpeedPlugin]:
-    """The DeepSpeed plugins by name; the first one is selected initially.
+    """Return the DeepSpeed plugins by name; the first one is selected initially.
 
     Raises:
         ConfigError: both arguments are given, or a value is not a plugin.
@@ -101,15 +99,15 @@ def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, D
 def choose_loading(
     given: DataLoaderConfiguration | None, *, split_batches: bool, even_batches: bool | None
 ) -> DataLoaderConfiguration:
-    """How DataLoaders are sharded: the given record, with the separate arguments applied to it.
+    """Return the settings of loaders: the given record, with the separate arguments applied.
 
     Raises:
         ConfigError: the record and `even_batches` differ.
     """
     loading = given or DataLoaderConfiguration()
     if given is not None and even_batches and not given.even_batches:
-        message = "DataLoaderConfiguration(even_batches=False) beside it"
-        raise _refusal("even_batches=True", message, "Write the same value in both, or leave one out.")
+        message = "DataLoaderConfiguration(even_batches=False) is given too"
+        raise _refusal("even_batches=True", message, "Write the same value in both, or remove one.")
     return replace(
         loading,
         split_batches=split_batches or loading.split_batches,
@@ -120,7 +118,7 @@ def choose_loading(
 def choose_project(
     given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """The given record itself, since it counts the checkpoints of the run, or a new one for `project_dir`.
+    """Return the given record itself, because it counts the run's checkpoints, or a new one for `project_dir`.
 
     Raises:
         ConfigError: the record and `project_dir` name different folders.
@@ -130,13 +128,13 @@ def choose_project(
     if project_dir is not None and given.project_dir is None:
         given.set_directories(project_dir)
     elif project_dir is not None and os.fspath(project_dir) != os.fspath(given.project_dir or ""):
-        message = f"ProjectConfiguration(project_dir={str(given.project_dir)!r}) beside it"
+        message = f"ProjectConfiguration(project_dir={str(given.project_dir)!r}) is given too"
         raise _refusal(f"project_dir={str(project_dir)!r}", message, "Write one of the two.")
     return given
 
 
 def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
-    """How gradients are accumulated; `num_steps` is None where the arguments do not set it.
+    """Return the settings of gradient accumulation; `num_steps` is None if the arguments do not set it.
 
     Raises:
         ConfigError: the record and `gradient_accumulation_steps` differ.
@@ -144,13 +142,13 @@ def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | N
     if given is None:
         return GradientAccumulationPlugin(num_steps=steps)
     if steps not in (None, 1, given.num_steps):
-        message = f"GradientAccumulationPlugin(num_steps={given.num_steps}) beside it"
+        message = f"GradientAccumulationPlugin(num_steps={given.num_steps}) is given too"
         raise _refusal(f"gradient_accumulation_steps={steps}", message, "Write the number into one of the two.")
     return replace(given)
 
 
 def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Document) -> TorchDynamoPlugin:
-    """How models are compiled: by the arguments, else by `dynamo_config`, else by `ACCELERATE_DYNAMO_*`.
+    """Return the compiler's settings: from the arguments, from `dynamo_config`, or from `ACCELERATE_DYNAMO_*`.
 
     Raises:
         ConfigError: both arguments are given, or code and configuration name different compilers.
@@ -173,7 +171,7 @@ def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Do
 
 
 def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
-    """The generators that are synchronized at the start of each epoch; by default that of the loader's sampler.
+    """Return the generators to synchronize at the start of each epoch; by default the generator of the sampler.
 
     Raises:
         ConfigError: a name is unknown.
@@ -188,12 +186,12 @@ def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
 def overlay_arguments(
     document: Document, *, mixed_precision: Any, cpu: bool | None, parallelism_config: Any, options: Options
 ) -> Document:
-    """The document with the arguments of code overlaid.
+    """Return the document with the arguments of `Accelerator` overlaid.
 
     Args:
-        document: as it was given.
-        mixed_precision, cpu, parallelism_config: of `Accelerator`.
-        options: its other arguments.
+        document: the configuration before the overlay.
+        mixed_precision, cpu, parallelism_config: arguments of `Accelerator`.
+        options: the other arguments of `Accelerator`.
 
     Raises:
         ConfigError: an argument contradicts an explicit value of a file or a flag; the error lists all of them.
@@ -215,7 +213,7 @@ def overlay_arguments(
 
 
 def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:
-    """The keys of the `fp16` section that correspond to the arguments of the loss scale."""
+    """Return the keys of the `fp16` section that correspond to the arguments of the loss scale."""
     given = scaler.to_kwargs()
     if not scaler.enabled:
         return {"loss_scale": 1.0}

@@ -25,7 +25,7 @@ def backward(run: Run, prepared: Prepared, loss: Tensor, **kwargs: Any) -> None:
 
     Args:
         run: the run.
-        prepared: what is prepared.
+        prepared: the prepared objects.
         loss: a scalar, or a tensor with `gradient`.
         **kwargs: for `torch.autograd.backward`; `gradient` is its `grad_tensors`.
     """
@@ -52,8 +52,8 @@ def run_backward(
     """Accumulate the gradients of `loss` in every model that it depends on, and count the micro-batch in their windows.
 
     Args:
-        trained: all models with an optimizer. If there are several, each watches for its gradients.
-        untrained: the models without an optimizer, through which gradients may pass.
+        trained: all models with an optimizer. With several, each session notices whether gradients reach its model.
+        untrained: the models without an optimizer; gradients may pass through them.
         loss: a scalar.
         **kwargs: for `torch.autograd.backward`.
 
@@ -61,7 +61,7 @@ def run_backward(
         The models of `trained` that the loss depends on.
 
     Raises:
-        LoopError: a backward or a step has failed before; or see `Window.count_backward`, `end`.
+        LoopError: an earlier backward or step has failed; or see `Window.count_backward`, `end`.
     """
     if len(trained) > 1:
         reached = _run_through_several(trained, loss, **kwargs)
@@ -75,7 +75,7 @@ def run_backward(
 
 def run_through_one(window: Window, session: Session, loss: Tensor, **kwargs: Any) -> None:
     """Accumulate the gradients of a loss that depends on no other trained model."""
-    if window.phase is Phase.FAILED:  # before the micro-batch is counted
+    if window.phase is Phase.FAILED:  # check first: a micro-batch without gradients must not be counted
         raise window_errors.failed_gradients()
     window.count_backward()
     if window.own.divisor != 1:
@@ -94,7 +94,7 @@ def run_through_one(window: Window, session: Session, loss: Tensor, **kwargs: An
 
 
 def _run_through_several(trained: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
-    """Accumulate the gradients of a loss that may depend on some of several models, which its backward shows."""
+    """Accumulate the gradients of a loss that may depend on several models. Only the backward shows on which."""
     if trained[0].resolved.precision == "fp16":
         together.share_loss_scale([(training.window, training.session) for training in trained])
     named = [training for training in trained if training.window.in_context]
@@ -119,15 +119,15 @@ def _run_through_several(trained: Sequence[Training], loss: Tensor, **kwargs: An
 
 
 def _count(reached: Sequence[Training], named: Sequence[Window], steps: int) -> None:
-    """Count a backward in the windows of the models that it has reached.
+    """Count a backward in the windows of the models that its gradients have reached.
 
     Args:
         reached: these models.
-        named: the windows of the models that `accumulate()` has named.
+        named: the windows of the models that the script passed to `accumulate()`.
         steps: micro-batches per optimizer step.
 
     Raises:
-        LoopError: the backward reached no model, or it is ambiguous which model the micro-batch belongs to.
+        LoopError: the backward reached no model, or the micro-batch could belong to more than one model.
     """
     if not reached:
         raise LoopError("the loss of this backward() depends on no parameter of the prepared models that are trained.")
@@ -147,19 +147,19 @@ def _count(reached: Sequence[Training], named: Sequence[Window], steps: int) -> 
 
 
 def run_plain_backward(windows: Sequence[together.WindowOf], loss: Tensor, **kwargs: Any) -> None:
-    """Run torch's own backward, where no model was prepared with its optimizer.
+    """Run torch's own backward: no model was prepared with its optimizer.
 
     Args:
-        windows: the default window, which no optimizer steps, and those of the waiting optimizers. The loss is divided
-            by the micro-batches of the last one. If there are no waiting optimizers, backwards outside `accumulate()`
-            are not counted.
+        windows: the default window, which no optimizer steps, and the windows of optimizers without a prepared model.
+            The loss is divided by the micro-batches of the last window. Without such optimizers, backwards outside
+            `accumulate()` are not counted.
         loss: a scalar.
         **kwargs: for `torch.autograd.backward`.
 
     Raises:
-        LoopError: the gradients are those of a step already, and were corrected to the window's size.
+        LoopError: the gradients are already complete, and were corrected to the window's size.
     """
-    # Without accumulate() only those windows count which an optimizer steps.
+    # Without accumulate() only windows with an optimizer count.
     counted = [pair for pair in windows if pair[1] is not None or pair[0].in_context]
     for window, _ in counted:
         if window.phase is Phase.FAILED:
@@ -183,12 +183,13 @@ def begin(window: Window, session: Session, loss: Tensor, *, ends_window: bool) 
         Whether no gradients were accumulated before this backward.
 
     Raises:
-        LoopError: a backward or a step has failed before; or see `Session.open_backward`.
+        LoopError: an earlier backward or step has failed; or see `Session.open_backward`.
     """
     if window.phase is Phase.FAILED:
         raise window_errors.failed_gradients()
     is_first = window.phase in (Phase.EMPTY, Phase.APPLIED)
     if window.keeps_gradients is None and window.phase is Phase.APPLIED:
+        # Gradients that are still in `p.grad` show that the script has not called zero_grad() since the step.
         window.keeps_gradients = session.drop_applied()
     session.open_backward(loss, ends_window=ends_window, is_first=is_first)
     return is_first
@@ -207,7 +208,7 @@ def end(window: Window, session: Session, *, reached: bool) -> None:
         if window.phase in (Phase.EMPTY, Phase.ACCUMULATED, Phase.APPLIED):
             window.enter(Phase.ACCUMULATED)
         elif session.adds_to_complete_gradients and together.correction(window) == 1.0:
-            window.measured = Measured()  # as in plain torch: the step looks again whether all gradients are finite
+            window.measured = Measured()  # as in plain torch: the step checks again whether all gradients are finite
         else:
             raise window_errors.late_backward(window.completed_by)
     except BaseException as error:
@@ -217,34 +218,34 @@ def end(window: Window, session: Session, *, reached: bool) -> None:
 
 
 def abandon(window: Window, session: Session, *, reached: bool) -> None:
-    """Clean up after a backward that raised, and may have reached the model."""
+    """Clean up after a backward that raised; some gradients may have reached the model."""
     release_failed_backward()
     if session.abandon_backward(reached=reached):
         window.enter(Phase.FAILED)
 
 
 def _refuse_other_start(run: Run) -> None:
-    """Refuse to train from another state, or on other micro-batches, than the run that continues here."""
+    """Refuse a resumed run that did not load its checkpoint, or whose batches cannot be split as before."""
     if run.must_resume:
         raise LoopError(
-            "auto_resume is configured, but this script trains without having loaded a checkpoint.\n"
+            "auto_resume is configured, but this script trains without loading a checkpoint.\n"
             "Call accelerator.resume() after prepare(), or remove auto_resume."
         )
     loader, cut = RUNNING.current, run.micro_batches_per_loader_batch
     if cut > 1 and isinstance(loader, DataLoaderAdapter) and loader.cut != cut:
         raise LoopError(
-            f"memory ran out before. Since then each batch of a loader is split into {cut} micro-batches, but those "
+            f"memory ran out before. Since then each batch of a loader is split into {cut} micro-batches. The batches "
             f"of this loader (batch_size={loader.batch_size}) cannot be split: the global batch would change.\n"
             f"Use a batch_size that is a multiple of {cut}."
         )
 
 
 def _check_loss(loss: Any, *, has_gradient: bool) -> None:
-    """Refuse a loss that cannot be differentiated; the error names what to pass instead.
+    """Refuse a loss that cannot be differentiated; the error explains what to pass instead.
 
     Args:
         loss: the argument of `backward`.
-        has_gradient: whether `gradient` is given, which a loss of several elements needs.
+        has_gradient: whether `gradient` is given; a loss of several elements needs it.
     """
     kind = type(loss).__name__
     if not isinstance(loss, Tensor):

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: what goes into them, writing them, and resuming from them."""
+"""The checkpoints of one run: collect their contents, write them, and resume from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zero_plugin.strategies.copied_weights import check_weights_to_save
 
 _log = logging.getLogger(__name__)
 
-_MOST_REPLACED = 20  # times that what is loaded is replaced or removed meanwhile
+_MOST_REPLACED = 20  # attempts: another job may replace or remove the checkpoint while it is loaded
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -48,7 +48,7 @@ class Checkpoints:
 
     Args:
         run: the run.
-        prepared: the models, optimizers, loaders and schedulers that are saved.
+        prepared: the models, optimizers, loaders and schedulers to save.
         collect_weights: collects the weights of a model, for hooks.
 
     Attributes:
@@ -70,7 +70,7 @@ class Checkpoints:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Save and load these objects too; see `Accelerator.register_for_checkpointing`."""
+        """Add objects to checkpoints; see `Accelerator.register_for_checkpointing`."""
         invalid = [
             f"  Item at index {index}: {type(o).__qualname__}"
             for index, o in enumerate(objects)
@@ -97,7 +97,7 @@ class Checkpoints:
         """Write a checkpoint; see `Accelerator.save_state`."""
         _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self._project
-        self._run.background.wait()
+        self._run.background.wait()  # the previous save must be complete, or its error raised, before this one starts
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         self._warn_of_losses()
@@ -108,7 +108,7 @@ class Checkpoints:
             check_weights_to_save(session)
         shard_bytes = require_bytes("save_state(max_shard_size=…)", max_shard_size)
         layouts = save.plan_layouts(sessions, shard_bytes)
-        save.agree_on(layouts)
+        save.agree_on(layouts)  # each process writes at offsets that it computes itself
         draft = Path(on_main(lambda: self._open_draft(target, layouts)))
         opened = save.OpenCheckpoint(target, draft, layouts, not project.automatic_checkpoint_naming, keep)
         with opened.removed_on_failure(SCRIPT):
@@ -116,12 +116,12 @@ class Checkpoints:
             if stored := self._run_save_hooks(draft):
                 opened.layouts = save.plan_layouts(sessions, shard_bytes, stored_by_hooks=stored)
             all_or_none(lambda: opened.add(self._contents(target, run, states), sessions) if SCRIPT.is_main else None)
-        is_beside = asynchronous and self._run.background.start(opened, sessions)
-        if not is_beside:
+        in_background = asynchronous and self._run.background.start(opened, sessions)
+        if not in_background:
             opened.write(map(session_fragments, sessions), SCRIPT)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
-        if not is_beside:
+        if not in_background:  # the background thread rotates when its checkpoint is complete
             opened.rotate(SCRIPT)
         return target
 
@@ -131,11 +131,11 @@ class Checkpoints:
         return self._run.background.wait()
 
     def _claim(self, target: Path) -> None:
-        """Keep other jobs from saving there, as long as this one saves nowhere else."""
+        """Keep other jobs from saving there, until this job saves to another place."""
         self._run.place.move(target, automatic=self._project.automatic_checkpoint_naming)
 
     def _open_draft(self, target: Path, layouts: Sequence[Layout]) -> str:
-        """Return a new folder to write into. On the main process."""
+        """Create a folder to write into, and return its path. On the main process."""
         self._claim(target)
         return str(save.open_folder(target, layouts))
 
@@ -151,7 +151,8 @@ class Checkpoints:
         folder = folders.automatic_folder(project.project_dir)
 
         def find_free() -> int:
-            self._claim(folder / "checkpoint")  # before another job that ends now has saved its last one
+            # Before the number is chosen: a job that ends now may still save its last checkpoint.
+            self._claim(folder / "checkpoint")
             return folders.next_number(folder)
 
         if (free := on_main(find_free)) > project.iteration:
@@ -159,7 +160,7 @@ class Checkpoints:
             project.iteration = free
         target = folder / f"checkpoint_{project.iteration}"
         if output_dir is not None and Path(output_dir).expanduser().absolute() != target:
-            _log.info(f"save_state({str(output_dir)!r}): naming is automatic, so it is {target}")
+            _log.info(f"save_state({str(output_dir)!r}): naming is automatic, so the folder is {target}")
         return target
 
     def _run_save_hooks(self, draft: Path) -> Sequence[int]:
@@ -176,7 +177,7 @@ class Checkpoints:
         return taken_out(weights, left)
 
     def _contents(self, target: Path, run: str, states: list[Any]) -> Contents:
-        """Return everything but the models' tensors, as plain data. On the main process."""
+        """Return everything except the models' tensors, as plain data. On the main process."""
         order = self._lineages.next_order(target)
         records = [training.resolved.record for training in self._prepared.trainings]
         schedulers = self._prepared.schedulers
@@ -185,7 +186,7 @@ class Checkpoints:
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
             "schedules": [scheduler.state_dict() for scheduler in schedulers],
             "schedule_classes": [scheduler.class_name for scheduler in schedulers],
-            # How often each advances per applied step, and how many samples that step has.
+            # How often each scheduler advances per applied step, and how many samples that step has.
             "schedules_advance": [scheduler.times for scheduler in schedulers],
             "samples_per_step": self._samples_per_step(),
             "loaders": [one.state_dict(is_over=one.was_given_up) for one in self._prepared.dataloaders],
@@ -220,7 +221,7 @@ class Checkpoints:
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
-                "or None. Tensors are always read to the device that they are used on."
+                "or None. Tensors are always read to the device that uses them."
             )
         self._run.background.wait()
         place = Path(on_main(lambda: str(self._find_checkpoint(input_dir))))
@@ -257,8 +258,8 @@ class Checkpoints:
         named = saved_by or "not recorded"
         if not is_own and self._run.document.launch.value("auto_resume") is False:
             _log.info(
-                f"resume(): {found} is not loaded and training starts from the beginning, since an earlier launch "
-                f"saved it (run {named}) and auto_resume is false"
+                f"resume(): {found} is not loaded and training starts from the beginning: an earlier launch saved the "
+                f"checkpoint (run {named}), and auto_resume is false"
             )
             self._lineages.own(Path(found).parent)
             return None
@@ -274,7 +275,12 @@ class Checkpoints:
     def _resume_from_newest(
         self, choose: Callable[[Mapping[Path, str]], tuple[Path, list[str]]], **how: bool
     ) -> LoadReport:
-        """Load what `choose` chooses on the main process, which gets those that were found to be damaged."""
+        """Load the checkpoint that `choose` returns; if it is damaged, try again.
+
+        Args:
+            choose: called on the main process with the damaged checkpoints so far.
+            **how: arguments of `_resume_from`.
+        """
         damaged: dict[Path, str] = {}
         replaced = 0
 
@@ -291,14 +297,14 @@ class Checkpoints:
             except CheckpointError as error:
                 if not damaged:
                     raise
-                consequence = "What was read of it may be in the model: load another one before training goes on."
+                consequence = "The model may hold parts of it: load another checkpoint before training continues."
                 raise DamagedError(f"{error}\n{consequence}") from None
             folder = Path(place)
             try:
                 return self._resume_from(folder, passed_over, damaged, **how)
             except CheckpointError as error:
                 if replaced < _MOST_REPLACED and on_main(partial(is_replaced, folder, found)):
-                    replaced += 1  # by a job that saves there
+                    replaced += 1  # another job saves to this folder
                 elif isinstance(error, DamagedError):
                     damaged[folder] = str(error)
                 else:
@@ -315,10 +321,18 @@ class Checkpoints:
         verify: bool,
         loaders_resume: bool,
     ) -> LoadReport:
-        """See `Accelerator.load_state`; with `loaders_resume` the loaders continue inside the interrupted epoch."""
+        """Load one checkpoint; see `Accelerator.load_state`.
+
+        Args:
+            folder: the checkpoint.
+            passed_over: newer checkpoints that were skipped, with the reasons.
+            damaged: the damaged checkpoints so far.
+            strict, weights_only, verify: see `Accelerator.load_state`.
+            loaders_resume: the loaders continue inside the interrupted epoch.
+        """
         manifest = load.read_common_manifest(folder)
         if verify and not manifest.is_verifiable:
-            _log.warning(f"{folder} is not verified: an earlier version has written it, with other checksums.")
+            _log.warning(f"{folder} is not verified: an earlier version wrote it, with other checksums.")
         saved, random_states, pieces = self._read_small_files(
             folder, manifest, verify=verify and manifest.is_verifiable
         )
@@ -327,7 +341,7 @@ class Checkpoints:
         if any(training.is_inside_window for training in self._prepared.trainings):
             _log.info(
                 "load_state before the optimizer.step() of an accumulation window: its gradients so far are dropped, "
-                "and the step applies nothing. Load before its first backward(), or after its optimizer.step()."
+                "and the step has no effect. Load before its first backward(), or after its optimizer.step()."
             )
         loaded_by_hooks = self._run_load_hooks(folder)
         for index, (training, stored, record) in enumerate(
@@ -351,7 +365,8 @@ class Checkpoints:
         report.restored.append("weights")
         if not weights_only:
             all_or_none(lambda: self._restore(saved, random_states, report, loaders_resume=loaders_resume))
-            # Gradients are summed in the same buckets as there; collective, so that no process may have failed before.
+            # Sum gradients in the same buckets as the saving run. This is collective, so it follows all_or_none: no
+            # process may have failed before.
             for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
                 if training.optimizer is not None and record["optimizer"] is not None:
                     training.session.restore_reduction(record["optimizer"].get("reduction", []))
@@ -367,7 +382,11 @@ class Checkpoints:
     def _read_small_files(
         self, folder: Path, manifest: Manifest, *, verify: bool
     ) -> tuple[dict[str, Any], Any, Mapping[str, Pieces] | None]:
-        """All but the tensor files, whose headers are verified; the training's record, random states, and pieces."""
+        """Read all files except the tensor files, and verify the headers of these.
+
+        Returns:
+            The training's record, the random states, and the pieces of the tensor files (None without `verify`).
+        """
 
         def read(file: Path) -> bytes:
             return manifest.read(folder, file.name) if verify else file.read_bytes()
@@ -386,9 +405,10 @@ class Checkpoints:
         return saved, random_states, pieces
 
     def _verify_files(self, folder: Path, manifest: Manifest) -> None:
-        """Verify this process' part of the files that hooks may read."""
+        """Verify this process's part of the files that hooks may read."""
         share = self._run.processes.rank, self._run.processes.world_size
-        own = {file for file in manifest.files if Path(file).name == RECORD_NAME}  # which others may not read
+        # Other users may not read the run record, so a job that resumes their checkpoint cannot verify it.
+        own = {file for file in manifest.files if Path(file).name == RECORD_NAME}
         found = load.find_differences(folder, manifest, lambda _: None, skipped=own, share=share, tensors=False)
         for difference in found:
             raise DamagedError(f"{folder}/{difference}.")
@@ -398,10 +418,10 @@ class Checkpoints:
             return _resolved(input_dir)
         if self._project.automatic_checkpoint_naming:
             return folders.automatic_folder(self._project.project_dir)
-        raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
+        raise CheckpointError("load_state() needs a folder, because automatic_checkpoint_naming is off.")
 
     def _find_own(self, folder: str | os.PathLike[str] | None) -> Path:
-        """The checkpoints that this run continues; another job must not."""
+        """Return the folder of checkpoints that this run resumes from, and keep other jobs from saving there."""
         place = self._find_checkpoint(folder)
         if self._project.automatic_checkpoint_naming and place.is_dir():
             own = folders.automatic_folder(self._project.project_dir)
@@ -437,12 +457,12 @@ class Checkpoints:
             if stored_objects is not None and len(stored_objects) != len(self.objects):
                 names = ", ".join(entry["class"] for entry in stored_objects) or "none"
                 raise CheckpointError(
-                    f"the checkpoint has {len(stored_objects)} registered objects ({names}), here {len(self.objects)} "
-                    "are registered; register the same ones in the same order before load_state()."
+                    f"the checkpoint has {len(stored_objects)} registered objects ({names}), and {len(self.objects)} "
+                    "are registered here. Register the same objects in the same order before load_state()."
                 )
 
     def _restore(self, saved: dict[str, Any], random_states: Any, report: LoadReport, *, loaders_resume: bool) -> None:
-        """Restore all but the models' tensors; random states last, since restoring may draw random numbers."""
+        """Restore all except the models' tensors; random states last, because restoring may draw random numbers."""
         for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
             report.not_restored += training.restore(record)
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
@@ -454,7 +474,7 @@ class Checkpoints:
         if _has_as_many(report, "schedules", schedulers, saved["schedules"]):
             report.not_restored += load_schedulers(schedulers, saved, self._samples_per_step())
             report.restored.extend(["schedules"] if schedulers else [])
-        self._restore_loaders(saved["loaders"], report, go_on=loaders_resume)
+        self._restore_loaders(saved["loaders"], report, resumes=loaders_resume)
         if (objects := saved["objects"]) is not None:
             for o, entry in zip(self.objects, objects, strict=True):
                 o.load_state_dict(entry["state"])
@@ -468,7 +488,7 @@ class Checkpoints:
         report.not_restored.extend([] if problem is None else [problem])
 
     def _samples_per_step(self) -> int | None:
-        """Samples of an optimizer step of the first model; None where the loaders do not tell."""
+        """Return the samples per optimizer step of the first model; None if the loaders do not know their size."""
         loaders = self._prepared.dataloaders
         if not loaders or not self._prepared.trainings:
             return None
@@ -477,45 +497,45 @@ class Checkpoints:
         return None if size is None else size * self._prepared.trainings[0].window.steps
 
     def _warn_of_losses(self) -> None:
-        """Warn of what a run that resumes from the checkpoint will do differently."""
+        """Warn if a run that resumes from the checkpoint will differ from this run."""
         trained = self._prepared.trained
         if any(training.window.is_begun for training in trained):
             collectives.announce(
                 "save_state before the optimizer.step() of an accumulation window: its gradients so far are not in the "
-                "checkpoint. Save after optimizer.step(), where accelerator.sync_gradients is True."
+                "checkpoint. Save after optimizer.step(), if accelerator.sync_gradients is True."
             )
         if any(training.stepped_apart for training in trained):
             collectives.announce(
-                "save_state in a run with LocalSGD: each process has an optimizer state of its own, and inside the "
-                "context other weights. The checkpoint has those of process 0."
+                "save_state in a run with LocalSGD: each process has its own optimizer state, and inside the context "
+                "its own weights. The checkpoint has only those of process 0."
             )
         for loader in self._prepared.dataloaders:
             if loader.was_left_inside:
                 collectives.announce(
                     f"save_state after a break out of the loop over {type(loader.dataset).__name__}: a run that "
-                    "resumes goes on with the other batches of that epoch. If the next one is to come, call the "
-                    "loader's set_epoch() with it before save_state."
+                    "resumes continues with the remaining batches of that epoch. To resume with the next epoch, call "
+                    "the loader's set_epoch() with its number before save_state."
                 )
 
     @property
     def _own_generators(self) -> list[Generator | None]:
-        # Beside the loaders' states, which are process 0's: a script may seed them differently on each process.
+        # In addition to the loaders' states, which are process 0's: a script may seed them differently on each process.
         return [own for loader in self._prepared.dataloaders for own in loader.generators]
 
-    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
+    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, resumes: bool) -> None:
         loaders = self._prepared.dataloaders
         if not _has_as_many(report, "positions of the loaders", loaders, states):
             return
         for loader, state in zip(loaders, states, strict=True):
             # Scripts skip the batches of the interrupted epoch themselves, unless loaders are configured to.
-            loader.load_state_dict(state, skip=go_on)
+            loader.load_state_dict(state, skip=resumes)
             report.batches.append(loader.batches_had(state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
 
 
 def _has_as_many(report: LoadReport, what: str, running: Sequence[Any], states: Sequence[Any]) -> bool:
-    """Whether there are as many here as in the checkpoint; otherwise they are reported as not restored."""
+    """Check whether the run has as many as the checkpoint; otherwise report them as not restored."""
     if len(running) != len(states):
         report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
     return len(running) == len(states)
@@ -524,7 +544,7 @@ def _has_as_many(report: LoadReport, what: str, running: Sequence[Any], states: 
 def _resolved(named: str | os.PathLike[str]) -> Path:
     try:
         return Path(named).expanduser().resolve()
-    except (ValueError, RuntimeError) as error:  # a NUL; a home that there is none of
+    except (ValueError, RuntimeError) as error:  # a NUL character; ~ without a home folder
         raise CheckpointError(f"{os.fspath(named)!r} is no path: {error}.") from None
     except FileNotFoundError:
         raise CheckpointError(
@@ -533,7 +553,7 @@ def _resolved(named: str | os.PathLike[str]) -> Path:
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    """Add `hook` to `hooks`; the handle removes it."""
+    """Add `hook` to `hooks`; the returned handle removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -547,6 +567,6 @@ def _refuse_options(call: str, options: Mapping[str, Any], legal: str) -> None:
     """
     if options:
         raise TypeError(
-            f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not written by DeepSpeed, and take "
-            f"none of its arguments.\nLeave them out; {call} takes {legal}."
+            f"{call}({', '.join(f'{name}=…' for name in options)}): DeepSpeed does not write the checkpoints, and its "
+            f"arguments have no meaning here.\nRemove them; {call} takes {legal}."
         )

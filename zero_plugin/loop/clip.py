@@ -59,13 +59,13 @@ def clip(
     only: list[Tensor] | None = None,
     call: str = CLIP_NORM,
 ) -> Tensor:
-    """See `Session.clip`. Inside a window gradients are incomplete: then nothing is clipped and nan is returned.
+    """Complete the gradients and clip them. Before the window's last micro-batch: clip nothing and return nan.
 
     Args:
         window: the window.
         session: the session of its model.
         max_norm, norm_type, only: see `Session.clip`.
-        call: what the script has called, for messages.
+        call: the call of the script, for messages.
 
     Raises:
         LoopError: the step was already taken; or see `Session.clip`.
@@ -94,15 +94,15 @@ def clip_values(run: Run, prepared: Prepared, parameters: Any, clip_value: float
         own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
         if not training.session.unpartitioned_gradients:
             raise LoopError(
-                "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
+                "clip_grad_value_ under ZeRO: gradients are partitioned, and DeepSpeed clips by norm only.\n"
                 "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
             )
         if own and training.window.ends_here:
-            # Divides by the loss scale, and detects values that are not finite before they are clamped.
+            # Clipping to inf divides by the loss scale, and detects non-finite values before clamping hides them.
             clip(training.window, training.session, math.inf, call=CLIP_VALUE)
             nn.utils.clip_grad_value_(own, clip_value)
     others = [p for p in given if not any(id(p) in training.ids for training in prepared.trained)]
-    if prepared.trained and any(p.grad is not None for p in others):  # of models that the script trains itself
+    if prepared.trained and any(p.grad is not None for p in others):  # parameters that the script trains itself
         nn.utils.clip_grad_value_(others, clip_value)
     may_follow = not prepared.trained and run.strategy.optimizer_may_follow
     if may_follow and _complete_waiting(prepared):
@@ -113,9 +113,9 @@ def unscale(prepared: Prepared, optimizer: Any, *, call: str = "unscale_gradient
     """Divide the next step's gradients by the loss scale; see `Accelerator.unscale_gradients`.
 
     Args:
-        prepared: what is prepared.
-        optimizer: as there.
-        call: what the script has called, for messages.
+        prepared: the prepared objects.
+        optimizer: see `Accelerator.unscale_gradients`.
+        call: the call of the script, for messages.
     """
     chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     for training in prepared.trained:
@@ -164,7 +164,7 @@ def _complete_waiting(prepared: Prepared) -> bool:
     """Complete the gradients of all optimizers without a prepared model, if this micro-batch ends their window.
 
     Returns:
-        Whether it does.
+        Whether the micro-batch ends the window.
     """
     windows = prepared.waiting_windows
     if not windows[-1][0].ends_here:

@@ -28,41 +28,48 @@ from zero_plugin.tensors.wrappers import find_leaves
 _log = logging.getLogger(__name__)
 
 
-# Walking the graph takes up to milliseconds, so only the first backwards of each model, and one in a hundred, are.
+# Walking the graph takes up to milliseconds: check only the first backwards of each model, then one in a hundred.
 _FIRST = 10
 _EVERY = 100
-_STARTS = 3  # so many epochs are also checked at their first batch
+_STARTS = 3  # the number of epochs whose first batch is also checked
 
 
 class FirstSteps:
-    """Detects losses that depend on parameters that are not prepared, and loops that never call `optimizer.step()`.
+    """A check for losses that depend on unprepared parameters, and for loops that never call `optimizer.step()`.
 
-    On several processes it also finds tensors that the script trains itself, which `DifferingSteps` compares.
+    With several processes the check also finds tensors that the script trains itself; `DifferingSteps` compares them.
 
-    It checks the first backwards that reach each trained model, those at the start of the first epochs, one in a
-    hundred of the others, and those after a parameter was unfrozen or a layer or parameter added to a trained model.
+    Checked backwards are:
+
+    * the first ones that reach each trained model, and the first ones of the first epochs;
+    * every backward after the script unfroze a parameter, or added a layer or parameter to a trained model;
+    * one in a hundred of the others.
 
     Args:
         trainings: all prepared models; the caller adds to this list.
-        running: has the prepared loader that is being iterated.
-        processes: how many there are.
+        running: knows the prepared loader that the loop currently iterates over.
+        processes: the number of processes.
     """
 
     def __init__(self, trainings: Sequence[Training], running: ActiveLoaders, processes: int) -> None:
         self._trainings = trainings
         self._running = running
         self._processes = processes
-        # Tensors of the script that losses depend on, with their version and the steps taken when one first did.
+        # The script's tensors that losses depend on, with their version and the number of steps when first seen.
         self._tensors: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
         self._trained_tensors: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self._backwards = 0  # since the last call of `begin`
-        self._next = 1  # the number of the next backward that is checked in any case
-        self._starts = 0  # epochs whose first batch was checked
-        self._has_advanced = False  # whether the loop got past the first batch of an epoch
-        self._new: list[Training] = []  # models that were not checked often enough
+        # Since the last call of `begin`: the backwards; the next one that is always checked; the epochs whose first
+        # batch was checked; and whether the loop got past the first batch of an epoch.
+        self._backwards = 0
+        self._next = 1
+        self._starts = 0
+        self._has_advanced = False
+
+        self._new: list[Training] = []  # models that were checked fewer than `_FIRST` times
         self._frozen: list[nn.Parameter] = []  # frozen parameters of trained models
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
-        self._has_changed = False  # a trainable layer or parameter was added to one of them
+        self._has_changed = False  # a trainable layer or parameter was added to a trained model
+
         self._mentioned = 0  # optimizers without a prepared model that were logged
 
     def begin(self) -> None:
@@ -82,13 +89,13 @@ class FirstSteps:
             _follow_registrations()
 
     def note(self, module: nn.Module, part: nn.Module | nn.Parameter | None) -> None:
-        """Called when a layer or a parameter is registered in any module."""
+        """Note a layer or a parameter that some module registers."""
         if id(module) in self._parts and id(part) not in self._parts:
             new = [part] if isinstance(part, nn.Parameter) else () if part is None else part.parameters()
             self._has_changed |= any(p.requires_grad for p in new)
 
     def is_due(self) -> bool:
-        """Count the backward that is about to run; whether it has to be checked."""
+        """Count the backward that is about to run, and return whether to check it."""
         self._backwards += 1
         if self._backwards >= self._next or self._has_changed:
             return True
@@ -100,14 +107,14 @@ class FirstSteps:
         for training in self._new:
             if training.reached:  # by the previous backward
                 return True
-        # Once in a window, before its gradients are complete: there may be ten thousand of them.
+        # Only once in a window, before its gradients are complete: ten thousand parameters may be frozen.
         ends = bool(self._frozen) and any(training.window.next_backward_ends for training in self._trainings)
         return ends and any(map(_is_trainable, self._frozen))
 
     def allows_plain_backward(self, strategy: Strategy, processes: int) -> bool:
-        """Whether a backward may run although no model is prepared with its optimizer, which is logged once.
+        """Return whether a backward may run although no model is prepared with its optimizer, and log this once.
 
-        It may not where the result would be wrong: with partitioned models, or several processes and no prepared model.
+        The result would be wrong with partitioned models, or with several processes and no prepared model.
         """
         may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
         if may and once(self, "plain"):
@@ -123,7 +130,8 @@ class FirstSteps:
             waiting: the prepared optimizers whose models are not prepared.
 
         Raises:
-            LoopError: no model is prepared with an optimizer, or the loss depends on parameters that are not trained.
+            LoopError: no model is prepared with an optimizer, or the loss depends on parameters that no prepared
+                optimizer trains.
         """
         trained = [training for training in self._trainings if training.optimizer is not None]
         if not trained:
@@ -151,7 +159,7 @@ class FirstSteps:
             self.warn_if_never_stepped()
 
     def warn_if_never_stepped(self) -> None:
-        """Warn if `optimizer.step()` was never called although more backwards ran than a window has."""
+        """Warn if `optimizer.step()` was never called, although more backwards ran than one window has."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
         asked = any(o.was_stepped for o, _ in optimizers)
         most = max((steps for _, steps in optimizers), default=self._backwards)
@@ -165,13 +173,13 @@ class FirstSteps:
         for optimizer in waiting[self._mentioned :]:
             given = " and its scheduler" if optimizer.schedulers else ""
             _log.info(
-                f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model whose parameters it "
-                "holds: the optimizer trains no prepared model"
+                f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model of its parameters: "
+                "the optimizer trains no prepared model"
             )
         self._mentioned = len(waiting)
 
     def _note_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Record those that the script trains: written between two steps. Inputs are new ones in each step."""
+        """Record the tensors that the script trains: they change between two steps. Inputs are new in each step."""
         steps = sum(t.optimizer.applied_steps for t in self._trainings if t.optimizer is not None)
         for tensor in tensors:
             version, before = self._tensors.setdefault(tensor, (tensor._version, steps))
@@ -179,7 +187,7 @@ class FirstSteps:
                 self._trained_tensors[tensor] = None
 
     def _refuse_unprepared(self, strangers: Sequence[nn.Parameter]) -> None:
-        """Raise if the loss depends on parameters that no prepared optimizer trains."""
+        """Raise a `LoopError` if the loss depends on parameters that no prepared optimizer trains."""
         if not strangers:
             return
         owners = {id(p): training for training in self._trainings for p in training.session.module.parameters()}
@@ -199,8 +207,8 @@ class FirstSteps:
         name = type(owner.session.module).__name__
         if owner.optimizer is not None:
             raise LoopError(
-                f"the loss of this backward() depends on parameters of the {name} that were frozen when it was "
-                "prepared, or were added since: they would not be averaged over the processes, or not be trained.\n"
+                f"the loss of this backward() depends on parameters of the {name} that were frozen in prepare(), or "
+                "were added later: they would not be averaged over the processes, or not be trained.\n"
                 "Set requires_grad before prepare(). To unfreeze parameters later, call accelerator.free_memory(), and "
                 "prepare() the model again with a new optimizer."
             )

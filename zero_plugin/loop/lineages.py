@@ -17,26 +17,27 @@ from zero_plugin.distributed import collectives
 class Lineages:
     """The run's id in each folder that it saves checkpoints into.
 
-    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
-    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
+    The first launch creates the id; manifests hold it. Restarts by the launcher keep it, and a launch that resumes from
+    the newest checkpoint of a run joins that run. A launch that resumes from an older checkpoint is a new run: it does
+    not remove the newer checkpoints.
     """
 
     def __init__(self) -> None:
         self._runs: dict[Path, str] = {}
-        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
+        self._orders: dict[tuple[Path, str], int] = {}  # newest, by folder and name; on the main process
 
     def known(self, folder: Path) -> str | None:
-        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
+        """Return the id if this process, or an earlier attempt of its launch, has one in `folder`. Collective."""
         folder = folder.resolve()
         if folder not in self._runs:
             known = collectives.gather_values(kept_run(folder, os.environ))
-            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
+            if (run := next(filter(None, known), None)) is None:  # a restarted machine may not know it: ask all
                 return None
             self.join(folder, run)
         return self._runs[folder]
 
     def own(self, folder: Path) -> str:
-        """The id, made where there is none yet. Collective."""
+        """Return the id; create it if none exists yet. Collective."""
         run = self.known(folder)
         if run is None:
             run = collectives.broadcast_value(secrets.token_hex(8))
@@ -50,14 +51,14 @@ class Lineages:
         keep_run(folder, run, os.environ)
 
     def is_newest(self, path: Path, manifest: Manifest, damaged: Collection[Path]) -> bool:
-        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
+        """Return whether a checkpoint is the newest complete one of its run. On the main process.
 
-        On the main process.
+        A launch that resumes from the newest checkpoint continues its run.
         """
         run, number = manifest.about.get("run"), folders.split_number(path.name)
         if run is None or number is None:
             return False
-        order = manifest.about.get("order")  # None where the name had no number when it was saved
+        order = manifest.about.get("order")  # None if the name had no number when it was saved
         order = number[1] if order is None else order
         return not any(
             one.run == run and one.path not in damaged and one.order > order and find_damage(one.path) is None
@@ -65,9 +66,10 @@ class Lineages:
         )
 
     def next_order(self, target: Path) -> int | None:
-        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
+        """Return the order of a new checkpoint among those with the same name; None without a number.
 
-        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
+        On the main process. The order is the checkpoint's number, unless an earlier checkpoint has a larger one: a run
+        may restart its step count.
         """
         number = folders.split_number(target.name)
         if number is None:

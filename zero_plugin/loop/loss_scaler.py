@@ -17,7 +17,7 @@ class LossScaler:
     `Accelerator.backward` and the optimizer's `step` scale the loss, unscale the gradients and update the scale.
 
     Args:
-        prepared: what is prepared.
+        prepared: the prepared objects.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -28,11 +28,11 @@ class LossScaler:
         clip.unscale(self._prepared, optimizer, call="accelerator.scaler.unscale_()")
 
     def is_enabled(self) -> bool:
-        """Always True: without fp16 there is no scaler."""
+        """Return True: without fp16 no scaler exists."""
         return True
 
     def get_scale(self) -> float:
-        """The factor on the loss.
+        """Return the factor on the loss.
 
         Raises:
             LoopError: no model is prepared with an optimizer.
@@ -40,7 +40,7 @@ class LossScaler:
         return self._first().loss_scale
 
     def state_dict(self) -> dict[str, float]:
-        """The state of the loss scale; `save_state` saves it too.
+        """Return the state of the loss scale; `save_state` saves it too.
 
         Raises:
             LoopError: no model is prepared with an optimizer.
@@ -55,7 +55,7 @@ class LossScaler:
     def _first(self) -> Session:
         if not self._prepared.trained:
             raise LoopError(
-                "accelerator.scaler: there is no loss scale before a model with an optimizer is prepared. Call "
+                "accelerator.scaler: no loss scale exists before a model is prepared with an optimizer. Call "
                 "prepare(model, optimizer) first."
             )
         return self._prepared.trained[0].session

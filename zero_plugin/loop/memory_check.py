@@ -1,7 +1,7 @@
-"""Checks that a run fits into the memory of its machine, and compares predicted with measured memory.
+"""Check that a run fits into the memory of its machine, and compare predicted with measured memory.
 
-Before anything is allocated, CPU memory, page-locked memory and NVMe space are checked, also where transformers'
-`from_pretrained` is about to load a model in each process. After the first steps, the prediction of the plan is
+Before anything is allocated, CPU memory, page-locked memory and NVMe space are checked; before transformers'
+`from_pretrained` loads a model in each process, CPU memory. After the first steps, the prediction of the plan is
 compared with the memory that the run uses.
 """
 
@@ -43,23 +43,23 @@ from zero_plugin.tensors.safetensors_files import read_model_folder
 
 _log = logging.getLogger(__name__)
 
-_SCARCE: Final = 0.9  # of the available memory; a run that needs more is warned
+_SCARCE: Final = 0.9  # warn a run that needs more than this part of the available memory
 _CPU_FIX: Final = (
-    "fewer processes per machine, more machines, offload_optimizer_device: nvme in place of cpu, or pin_memory: false "
+    "fewer processes per machine, more machines, offload_optimizer_device: nvme instead of cpu, or pin_memory: false "
     "(page-locked tensors are rounded up to powers of two)"
 )
 _LOCKED_FIX: Final = "ulimit -l unlimited (docker run --ulimit memlock=-1), or a smaller offload_param.buffer_size"
-# With these arguments the model is not loaded into CPU memory as it is in the files.
+# With these arguments, the loaded model does not have the size of its files, or is not in CPU memory.
 _OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
 _LOADING_FIX: Final = (
-    "Start fewer processes on this machine; or build it inside `with accelerator.init_model(weights=folder):`, which "
-    "reads it straight to each device; or use ZeRO stage 3, where each process holds a partition."
+    "Start fewer processes on this machine. Or build the model inside `with accelerator.init_model(weights=folder):`, "
+    "which reads it straight to each device. Or use ZeRO stage 3: each process then holds a partition."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """What one machine has available for a run.
+    """The memory and disk space that one machine has available for a run.
 
     Attributes:
         cpu: bytes of CPU memory, for all processes together.
@@ -73,25 +73,25 @@ class AvailableMemory:
 
 
 def check_memory(model: nn.Module, resolved: Resolved, stage: Stage, facts: Facts, processes: Processes) -> None:
-    """Refuse offload that does not fit, and warn where little memory is left; collective if something is offloaded.
+    """Refuse offload that does not fit, and warn if little memory is left; collective if something is offloaded.
 
     Args:
         model: the user's module, not prepared yet.
         resolved: its configuration.
         stage: the ZeRO stage; None without ZeRO.
-        facts: what the configuration was resolved from.
+        facts: the facts that the configuration was resolved from.
         processes: this process and its peers.
 
     Raises:
-        MachineError: on every process, with the needed and the available bytes of the machine that has least.
+        MachineError: on every process, with the needed bytes and the smallest available amount of any machine.
     """
     if stage is None or {resolved.offload_device(what) for what in ("optimizer", "param")} == {"none"}:
         return
     needs = predict_memory(model, resolved, stage, facts, processes).footprint
-    # The memory that the model already takes is released, or is a part of what is needed.
+    # The memory that the model takes now counts as available: it is released later, or is part of the needs.
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
     own = find_available_memory(resolved, held * local_processes(processes))
-    # Local rank 0 measures the disk, since it has just removed the files that killed runs left there.
+    # Local rank 0 measures the disk, because it has just removed files that killed runs had left there.
     shown = own if processes.local_rank == 0 else replace(own, nvme={})
     available = _least([AvailableMemory(**one) for one in gather_values(asdict(shown))])
     found = list(insufficient_memory(needs, available, local_processes(processes)))
@@ -103,11 +103,11 @@ def check_memory(model: nn.Module, resolved: Resolved, stage: Stage, facts: Fact
 
 
 def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
-    """What this machine has available now.
+    """Return the memory and disk space that this machine has available now.
 
     Args:
-        resolved: the configuration, which names the folders of NVMe offload.
-        held: bytes of CPU memory that the run already uses, which count as available.
+        resolved: the configuration, with the folders of NVMe offload.
+        held: bytes of CPU memory that the run already uses. They count as available.
     """
     folders = {
         str(resolved.tree.value("zero_optimization", f"offload_{what}", "nvme_path"))
@@ -122,14 +122,14 @@ def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
 
 
 def insufficient_memory(needs: Footprint, available: AvailableMemory, processes: int) -> Iterator[tuple[bool, str]]:
-    """Each kind of memory that is, or is almost, insufficient: whether the run is impossible, and a message.
+    """Yield each kind of memory that is scarce: whether the run is impossible, and a message.
 
     Args:
         needs: the memory of the run.
         available: the memory of the machine.
         processes: the number of processes on the machine.
     """
-    terms = {name: size for name, size in needs.host.items() if name != "processes"}  # they already run
+    terms = {name: size for name, size in needs.host.items() if name != "processes"}  # already allocated
     listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in sorted(terms.items(), key=lambda term: -term[1]))
     needed = sum(terms.values())
     if needed > _SCARCE * available.cpu:
@@ -158,11 +158,11 @@ def check_memory_without_zero(
     """Refuse to train without the configured ZeRO if the model does not fit without it; collective.
 
     Args:
-        document: the configuration as it was given.
+        document: the configuration as the user wrote it.
         model: the user's module, not prepared yet.
         resolved: its configuration.
-        facts: what the configuration was resolved from.
-        peek: returns an example batch; None if there is none.
+        facts: the facts that the configuration was resolved from.
+        peek: returns an example batch, or None if no loader can give one.
         processes: this process and its peers.
         gradient_views: see `Setup`.
 
@@ -195,7 +195,7 @@ def check_memory_without_zero(
         raise StrategyError(
             f"{dropped}, but without it the model does not fit: training takes {show_bytes(needed)} of each device, "
             f"which has {show_bytes(capacity)}{unknown}.\n"
-            "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
+            "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or remove the ZeRO section from the "
             "configuration."
         )
     return run
@@ -206,10 +206,10 @@ def check_memory_to_load(size: int, copies: int, available: int, what: str, fix:
 
     Args:
         size: bytes of the model.
-        copies: the number of processes of this machine, each of which holds a copy.
+        copies: the number of processes of this machine; each holds a copy.
         available: bytes of available CPU memory.
-        what: the name of what is loaded, for the message.
-        fix: what the user can do, for the message.
+        what: the subject of the message, e.g. the name of the model.
+        fix: the end of the message: what the user can do.
 
     Raises:
         MachineError: the copies do not fit.
@@ -222,18 +222,18 @@ def check_memory_to_load(size: int, copies: int, available: int, what: str, fix:
         )
 
 
-_checking: Final[list[tuple[int, int]]] = []  # the contexts that are entered; the last one is used
+_checking: Final[list[tuple[int, int]]] = []  # `copies` and `available` of all open contexts; the last one counts
 
 
 @contextmanager
 def checking_pretrained(copies: int, available: int) -> Iterator[None]:
-    """Inside, `from_pretrained` raises if CPU memory does not hold the unpartitioned model in every process.
+    """Make `from_pretrained` raise if CPU memory does not hold the unpartitioned model in every process.
 
     Nothing is checked if transformers is not imported yet, or if the files of the model are not on this machine. These
     contexts may be exited in any order.
 
     Args:
-        copies: the number of processes of this machine, each of which loads a copy.
+        copies: the number of processes of this machine; each loads a copy.
         available: bytes of CPU memory that were available when the processes started.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
@@ -268,7 +268,7 @@ def _replace_from_pretrained(model_class: Any) -> None:
 
 
 def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Bytes of a model in the requested dtype; None if there are no safetensors files of it on this machine."""
+    """Return the bytes of a model in the requested dtype; None if this machine has no safetensors files of it."""
     folder = _folder_of(source, kwargs)
     if folder is None:
         return None
@@ -301,7 +301,7 @@ def _describe(needed: int, available: int, what: str, kind: str, fix: str) -> tu
 
 
 def _least(machines: list[AvailableMemory]) -> AvailableMemory:
-    """The minimum over all machines of each kind of memory, so that all processes come to the same decision."""
+    """Return the minimum of each kind of memory over all machines: all processes must reach the same decision."""
     limits = [machine.lockable for machine in machines if machine.lockable is not None]
     folders = {folder for machine in machines for folder in machine.nvme}
     return AvailableMemory(
@@ -311,8 +311,8 @@ def _least(machines: list[AvailableMemory]) -> AvailableMemory:
     )
 
 
-_OFF: Final = 0.1  # a larger relative error of the prediction is warned of
-_LEAST: Final = 2**26  # bytes; a smaller peak is dominated by the rounding of the allocator
+_OFF: Final = 0.1  # warn of a larger relative error of the prediction
+_LEAST: Final = 2**26  # bytes; the allocator's rounding dominates a smaller peak
 _STEPS: Final = 2  # optimizer states are allocated in the first step, so its backward ran without them
 _STATES: Final = ("weights", "optimizer states")
 
@@ -322,10 +322,10 @@ class Prediction:
     """The memory that a plan predicts for this process.
 
     Attributes:
-        run: what the prediction is computed from.
+        run: the plan's model of the run's memory.
         processes: the number of processes of one machine.
         device: the device of this process.
-        peak_before: the peak of torch's allocator before, see `peak_bytes`; None if the peak is not to be compared.
+        peak_before: the allocator's peak before `prepare`, see `peak_bytes`; None if peaks cannot be compared.
     """
 
     run: RunMemory
@@ -337,7 +337,7 @@ class Prediction:
     def states(self) -> dict[str, int]:
         """Bytes of the weights (with fp32 master weights) and optimizer states on the device.
 
-        On a CPU these include what is offloaded.
+        On a CPU these include offloaded states.
         """
         terms = Counter(self.run.footprint.phases["forward"])
         if self.device.type == "cpu":
@@ -349,12 +349,12 @@ class Prediction:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that torch's allocator has handed out on the device so far; None on one that has no such count."""
+    """Return the largest number of bytes that torch's allocator has allocated on the device; None on a CPU."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: Prediction) -> None:
-    """After the first steps, log the predicted and the measured memory.
+    """Log the predicted and the measured memory after the first steps.
 
     Args:
         session: the session to measure.
@@ -371,7 +371,7 @@ def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: 
         optimizer.stop_calling(look)
         try:
             found = measure_states(session, prediction.device)
-        except CheckpointError:  # they are not accessible by name
+        except CheckpointError:  # the states are not accessible by name
             found = {}
         peak = peak_bytes(prediction.device)
         new = peak is not None and prediction.peak_before is not None and peak > prediction.peak_before
@@ -382,7 +382,7 @@ def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: 
 
 
 def measure_states(session: Session, device: torch.device) -> dict[str, int]:
-    """Bytes of a session's weights (with fp32 master weights) and of its optimizer states on a device."""
+    """Return the bytes of a session's weights (with fp32 master weights) and optimizer states on a device."""
     sizes: Counter[str] = Counter(dict.fromkeys(_STATES, 0))
     seen: set[int] = set()
     for fragment in described_fragments(session):
@@ -394,12 +394,12 @@ def measure_states(session: Session, device: torch.device) -> dict[str, int]:
 
 
 def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int | None) -> list[str]:
-    """A line with predicted and measured memory; if they differ by more than 10 %, a second line names the main cause.
+    """Return a line with predicted and measured memory; if they differ by more than 10 %, also one with the main cause.
 
     Args:
         prediction: the prediction of the plan.
         states: the measurement of `measure_states`.
-        peak: the peak of torch's allocator in bytes; None where it is unknown, as on a CPU.
+        peak: the peak of torch's allocator in bytes; None if unknown, as on a CPU.
     """
     predicted = {name: size for name, size in prediction.states.items() if name in states}
     terms = [(name, predicted[name], states[name]) for name in predicted]
@@ -420,7 +420,7 @@ def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int 
     name, planned, measured = max(terms, key=lambda term: abs(term[1] - term[2]))
     meaning = "a configuration that fits according to the plan may not fit"
     if peak is not None and peak <= wanted:
-        meaning = "a faster configuration may fit too: write it in place of auto"
+        meaning = "a faster configuration may fit too: write it instead of auto"
     return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {meaning}"]
 
 

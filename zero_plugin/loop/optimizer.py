@@ -1,4 +1,4 @@
-"""`AcceleratedOptimizer`, which `prepare` returns for an optimizer: it steps where an accumulation window ends."""
+"""`AcceleratedOptimizer`: `prepare` returns one for an optimizer; it steps at the end of each accumulation window."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ENDED: Final = "this optimizer's training has ended (end_training() or free_mem
 
 
 class AcceleratedOptimizer(Optimizer):
-    """A prepared optimizer: `step` applies the gradients only where an accumulation window ends.
+    """A prepared optimizer: `step` applies the gradients only at the end of an accumulation window.
 
-    It is a subclass of `torch.optim.Optimizer`, so learning-rate schedulers can be built on it. Its parameter groups
-    and states are those of the optimizer that runs, which may be another object than the one that was given.
+    The class is a subclass of `torch.optim.Optimizer`, so learning-rate schedulers can be built on it. Its parameter
+    groups and states are the running optimizer's, which may be another object than the given one.
 
     A step whose gradients are not finite (under fp16: an overflow) is skipped with every strategy: weights, optimizer
     states and learning-rate schedulers do not change. After `session.most_skips` skips in a row the run stops.
@@ -47,8 +47,8 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         window: the accumulation window of its model.
-        session: what steps the gradients where the window ends.
-        acted: False if the last call of `step` was inside an accumulation window, where it does nothing.
+        session: steps the gradients at the end of the window.
+        acted: False if the last call of `step` was inside an accumulation window and did nothing.
         schedulers: the prepared schedulers of this optimizer.
         device_placement, scaler: the given arguments.
 
@@ -56,31 +56,31 @@ class AcceleratedOptimizer(Optimizer):
         LoopError: a scaler is given.
     """
 
-    _is_accelerate_prepared = True  # Accelerate's mark, which scripts look for
+    _is_accelerate_prepared = True  # Accelerate's mark; scripts look for it
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:
-        # Optimizer.__init__ is not called: the optimizer that runs has the groups and the state.
+        # Optimizer.__init__ is not called: the running optimizer has the groups and the states.
         if scaler is not None:
             raise LoopError(
-                "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
+                "AcceleratedOptimizer(scaler=…) is not supported: Accelerator(mixed_precision='fp16') scales the loss."
             )
         self.device_placement, self.scaler = device_placement, scaler
         self._skipped_in_a_row = 0
         self._applied_steps = 0
-        self._stepped_before = False  # whether `step` was called before the counts became a checkpoint's
+        self._stepped_before = False  # whether `step` was called before the counts were loaded from a checkpoint
         self._uncounted: bool | FoundInf | None = None  # whether the last step was applied, until `settle` counts it
         self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
         self.window = Window(1)
         self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(optimizer, steps=num_processes() == 1)
-        self._is_overflow = False  # Accelerate's name for it, which the tests of other libraries set
+        self._is_overflow = False  # the last step was skipped. Accelerate's name: tests of other libraries set it
         self._after_step: list[Callable[[], None]] = []
-        # The hooks of the script that the running optimizer does not call itself.
+        # The script's hooks that the running optimizer does not call itself.
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
     def run_in(self, window: Window, session: Session | UnpreparedOptimizer) -> None:
-        """From now on, `step` steps `session` where `window` ends."""
+        """Make `step` step `session` at the end of `window`, from now on."""
         self.window, self.session = window, session
         if isinstance(session, Session):
             session.on_failure = _failing(weakref.ref(window))
@@ -110,7 +110,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of the running optimizer; under ZeRO those of flat partitions, and a model parameter raises."""
+        """The states of the running optimizer. Under ZeRO they belong to flat partitions: a model parameter raises."""
         states = self.optimizer.state
         return states if self.session.unpartitioned_states else _PartitionedStates(states)
 
@@ -128,10 +128,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that required gradients when their model was prepared, and are in no group.
+        """Add a group of parameters that required gradients in `prepare`, and are in no group.
 
         Raises:
-            LoopError: the parameters are others, or the optimizer is partitioned.
+            LoopError: the parameters were frozen, are in a group or in no prepared model, or the optimizer is
+                partitioned.
         """
         optimizer = self._changeable("add_param_group()")
         given = param_group["params"]
@@ -149,10 +150,10 @@ class AcceleratedOptimizer(Optimizer):
         optimizer.add_param_group({**param_group, "params": parameters})
 
     def state_dict(self) -> dict[str, Any]:
-        """The running optimizer's state.
+        """Return the running optimizer's state.
 
         Raises:
-            LoopError: ZeRO has partitioned it over several processes, or the parameter groups do not hold all of it.
+            LoopError: ZeRO has partitioned the state over processes, or the parameter groups do not hold all of it.
         """
         self._refuse_if_partitioned("state_dict()")
         return self.optimizer.state_dict()
@@ -177,7 +178,7 @@ class AcceleratedOptimizer(Optimizer):
         """Switch a schedule-free optimizer to the averaged weights; other optimizers do nothing.
 
         Raises:
-            LoopError: the optimizer steps partitions, so that it would not change the weights of the model.
+            LoopError: the optimizer steps partitions: switching would not change the weights of the model.
         """
         self._call_if_available("eval", changes_weights=True)
 
@@ -193,7 +194,7 @@ class AcceleratedOptimizer(Optimizer):
         if session.optimizer is None:
             raise LoopError(_ENDED)
         if self._uncounted is not None:
-            self.settle()
+            self.settle()  # the previous step: the counts below must include it
         kept = None
         if window.keeps_gradients is not False and isinstance(session, Session):
             kept = describe_kept_gradients(window)
@@ -202,6 +203,7 @@ class AcceleratedOptimizer(Optimizer):
             return
         if kept is not None and once(self, kept):
             announce(f"{kept}. Call optimizer.zero_grad() after each step().")
+        # If a skip here stops the run, its message names the parameter: find it before the step clears the gradients.
         last_chance = self._skipped_in_a_row + 1 == session.most_skips
         try:
             culprit = first_nonfinite(window, session) if last_chance else None
@@ -209,19 +211,19 @@ class AcceleratedOptimizer(Optimizer):
                 session.before_change()
             if self._pre_hooks and not session.unpartitioned_gradients and once(self, "step_pre_hook"):
                 announce(
-                    "a step_pre_hook runs before ZeRO has put the gradients together: p.grad in the optimizer's groups "
-                    "is None, or that of this process alone. To change gradients, use p.register_hook(lambda gradient: "
-                    "…) before the forward."
+                    "a step_pre_hook runs before ZeRO has reduced the gradients: p.grad in the optimizer's groups is "
+                    "None, or holds only this process's gradient. To change gradients, call p.register_hook(lambda "
+                    "gradient: …) before the forward."
                 )
             for hook in tuple(self._pre_hooks.values()):
                 if hook(self, (), {}) is not None:
-                    raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
+                    raise LoopError("a step_pre_hook returned arguments for step(), but step() takes none.")
         except BaseException:
             window.enter(Phase.FAILED)
             raise
         self._uncounted = apply(window, session)
         if isinstance(self._uncounted, FoundInf) and not (last_chance or self._after_step):
-            return  # reading it now would wait for the device
+            return  # `settle` reads the result later: reading now would wait for the device
         self.settle(culprit)
         if self._is_overflow:
             return
@@ -239,14 +241,14 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def accelerator_state(self) -> AcceleratorState:
-        """The state of the newest `Accelerator`; raises LoopError if there is none."""
+        """The state of the newest `Accelerator`; raises a LoopError if none exists."""
         from zero_plugin.loop.state import AcceleratorState
 
         return AcceleratorState()
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step` that ended a window was skipped because gradients were not finite."""
+        """Whether the last `step` at the end of a window was skipped because gradients were not finite."""
         self.settle()
         return self._is_overflow
 
@@ -264,18 +266,18 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def was_stepped(self) -> bool:
-        """Whether `step` was called, inside a window too; nothing is read from the device."""
+        """Whether `step` was called, even if only inside a window. Nothing is read from the device."""
         counted = self._applied_steps + self._skipped_in_a_row > 0
         return counted or not self.acted or self._uncounted is not None or self._stepped_before
 
     def restore_counts(self, applied_steps: int, skipped_in_a_row: int) -> None:
-        """Count on from the numbers of a checkpoint."""
+        """Continue the counts from the numbers of a checkpoint."""
         self.settle()
         self._stepped_before = self.was_stepped
         self._applied_steps, self._skipped_in_a_row = applied_steps, skipped_in_a_row
 
     def settle(self, culprit: str | None = None) -> None:
-        """Count the last step as applied or skipped, if that is not done yet; `culprit` has made it not finite."""
+        """Count the last step as applied or skipped, if not done yet; `culprit` is the parameter that overflowed."""
         if (applied := self._uncounted) is None:
             return
         self._uncounted = None
@@ -293,24 +295,24 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler.step` reads first: False, so that it divides `p.grad` by its scale itself.
+        """False: `torch.amp.GradScaler.step` reads this first, and then divides `p.grad` by its scale itself.
 
         Raises:
-            LoopError: it could not, since gradients are partitioned; or it would once in each micro-batch of a window.
+            LoopError: gradients are partitioned, or the scaler would divide them in each micro-batch of a window.
         """
         if self.session.unpartitioned_gradients and self.window.ends_here:
             return False
         where = "inside an accumulation window" if self.session.unpartitioned_gradients else "under ZeRO"
         raise LoopError(
-            f"GradScaler.step(optimizer) {where}: a scaler of the script's own cannot divide these gradients.\n"
-            "Remove it, and write mixed_precision: fp16 (or Accelerator(mixed_precision='fp16')), which scales the "
-            "loss with every strategy: accelerator.backward(loss), optimizer.step()."
+            f"GradScaler.step(optimizer) {where}: the script's own scaler cannot divide these gradients.\n"
+            "Remove the scaler, and write mixed_precision: fp16 (or Accelerator(mixed_precision='fp16')), which scales "
+            "the loss with every strategy: accelerator.backward(loss), optimizer.step()."
         )
 
     def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
-        """Drop the gradients if this is called between a backward and its step, or after a failed backward.
+        """Drop the gradients if called between a backward and its step, or after a failed backward.
 
-        Elsewhere there is nothing to drop: `step` clears the gradients, and inside a window they accumulate.
+        At other times nothing is dropped: `step` clears the gradients, and inside a window they accumulate.
 
         Args:
             set_to_none: accepted for compatibility; gradients are always set to None.
@@ -318,7 +320,7 @@ class AcceleratedOptimizer(Optimizer):
         drop_if_meant(self.window, self.session)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call `hook(optimizer, args, kwargs)` before each step that ends a window, as torch's method does.
+        """Call `hook(optimizer, args, kwargs)` before each step at the end of a window, as torch's method does.
 
         If the strategy steps partitions one after another, the hook is called once, before all of them.
         """
@@ -349,11 +351,11 @@ class AcceleratedOptimizer(Optimizer):
         # Under fp16 skipped steps are expected while the loss scale is adjusted.
         if self.session.loss_scale == 1.0 and once(self, "skips"):
             announce(
-                f"the step after {self._applied_steps} applied ones was skipped, since its gradients are not finite; "
+                f"the step after {self._applied_steps} applied ones was skipped, because its gradients are not finite; "
                 f"the weights are unchanged. After {self.session.most_skips} skipped steps in a row the run stops."
             )
         if self._skipped_in_a_row >= self.session.most_skips:
-            named = f"the first is that of {culprit}" if culprit else "the parameter is unknown"
+            named = f"the first is the gradient of {culprit}" if culprit else "the parameter is unknown"
             raise LoopError(
                 f"{self._skipped_in_a_row} steps in a row were skipped, after {self._applied_steps} applied ones: "
                 f"their gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
@@ -364,7 +366,7 @@ class AcceleratedOptimizer(Optimizer):
     def _changeable(self, what: str) -> Optimizer:
         if not self.session.unpartitioned_gradients:
             raise LoopError(
-                f"optimizer.{what}: ZeRO has partitioned the optimizer in prepare(), so that it cannot be changed.\n"
+                f"optimizer.{what}: ZeRO has partitioned the optimizer in prepare(), and it cannot be changed later.\n"
                 "Build all its groups before prepare()."
             )
         return self.optimizer
@@ -372,8 +374,8 @@ class AcceleratedOptimizer(Optimizer):
     def _refuse_if_partitioned(self, call: str) -> None:
         if self.session.states_are:
             raise LoopError(
-                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, so that one process "
-                "has no complete state.\nCall accelerator.save_state(folder) and load_state(folder) on every process. "
+                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}; no process has the "
+                "complete state.\nCall accelerator.save_state(folder) and load_state(folder) on every process. "
                 "Load a state of plain PyTorch before prepare()."
             )
 
@@ -384,13 +386,13 @@ class AcceleratedOptimizer(Optimizer):
     def _call_if_available(self, name: str, *, changes_weights: bool = False) -> None:
         self._await_copy()
         optimizer: Any = self.optimizer
-        while optimizer is not None:  # wrappers of other libraries have the inner optimizer in this attribute too
+        while optimizer is not None:  # other libraries' wrappers also hold the inner optimizer as `.optimizer`
             if callable(method := getattr(optimizer, name, None)):
                 if changes_weights and not self.session.unpartitioned_states:
                     raise LoopError(
-                        f"optimizer.{name}() of a {type(optimizer).__name__} under ZeRO: it changes the partitions "
-                        "that the optimizer steps, and the model would be evaluated with its other weights.\n"
-                        "Train without ZeRO (DDP), or with an optimizer that has one kind of weights."
+                        f"optimizer.{name}() of a {type(optimizer).__name__} under ZeRO: it would change the "
+                        "partitions of the optimizer only, and the model would be evaluated with the training weights."
+                        "\nTrain without ZeRO (DDP), or with an optimizer that has one kind of weights."
                     )
                 method()
                 return
@@ -400,7 +402,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.session.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes of the running optimizer, such as methods of a third-party class.
+        # Forward attributes of the running optimizer, such as methods of a third-party class.
         if name.startswith("_") or name == "window":
             raise AttributeError(name)
         self._await_copy()  # the attribute may be a method that changes states
@@ -419,7 +421,7 @@ class AcceleratedOptimizer(Optimizer):
 
 
 def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
-    """Return what a session calls if a gradient is computed outside of its backward; it does not keep the window."""
+    """Return the callback for a gradient that is computed outside a session's backward; it keeps no window alive."""
 
     def fail() -> None:
         if (window := reference()) is not None:
@@ -429,7 +431,7 @@ def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
 
 
 class _PartitionedStates(MutableMapping[Any, Any]):
-    """The states of flat partitions: a model parameter as key raises, where torch would create an empty state."""
+    """The states of flat partitions. A model parameter as key raises; torch would create an empty state."""
 
     def __init__(self, states: MutableMapping[Any, Any]) -> None:
         self._states = states

@@ -1,4 +1,4 @@
-"""What happens when memory runs out: advice to the user, and a restart with smaller micro-batches.
+"""Out-of-memory errors: advice to the user, and a restart with smaller micro-batches.
 
 If the configuration leaves the micro-batch size open, the launcher restarts the run with smaller micro-batches and
 correspondingly more of them in each optimizer step.
@@ -42,7 +42,7 @@ _REQUESTED: Final = Foreign(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])", "torch/lib/
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that the memory of a GPU or of the CPU ran out."""
+    """Return whether the error means that the memory of a GPU or of the CPU ran out."""
     return any(row.find(error) for row in _OUT_OF_MEMORY)
 
 
@@ -58,7 +58,7 @@ _PHASES: Final[dict[tuple[str, str], Phase]] = {
 
 @dataclass(frozen=True, slots=True)
 class FailedLoop:
-    """The training loop in which memory ran out.
+    """The state of the training loop in which memory ran out.
 
     Attributes:
         trains: whether a model is prepared with its optimizer.
@@ -68,7 +68,7 @@ class FailedLoop:
         is_open: whether the configuration leaves the micro-batch size open (`auto`).
         decides: whether the script sets `sync_gradients` itself.
         savings: changes of the configuration that need less memory, the cheapest first.
-        run: what the plan predicts memory from; None if there was no plan.
+        run: the plan's model of the run's memory; None without a plan.
         taken: the peak memory of the process on the device in bytes; 0 if unknown.
     """
 
@@ -84,7 +84,7 @@ class FailedLoop:
 
 
 def phase_of(trace: TracebackType | None) -> Phase:
-    """The call of this package in which the error was raised; the forward if there is none in the traceback."""
+    """Return the call of this package that raised the error; the forward if the traceback has no such call."""
     while trace is not None:
         code = trace.tb_frame.f_code
         file = Path(code.co_filename)
@@ -99,7 +99,7 @@ def phase_of(trace: TracebackType | None) -> Phase:
 def describe_out_of_memory(
     error: BaseException, loop: FailedLoop, device: torch.device, rank: int
 ) -> OutOfMemoryReport:
-    """Describe the requested and available memory, what needs less, and whether to retry with a smaller micro-batch.
+    """Describe requested and available memory, changes that save memory, and whether to retry with a smaller batch.
 
     Args:
         error: the out-of-memory error.
@@ -137,10 +137,10 @@ def describe_out_of_memory(
 
 
 def explain_out_of_memory(explain: Callable[[BaseException], OutOfMemoryReport]) -> Callable[[], None]:
-    """When an out-of-memory error ends this process, report the description that `explain` returns for it.
+    """Report the description that `explain` returns if an out-of-memory error ends this process.
 
-    It is passed to the launcher, which prints it once; without a launcher it is logged below the traceback. The other
-    processes, which may wait for this one in a collective operation, are notified to exit.
+    The launcher prints the description once; without a launcher it is logged below the traceback. The other processes
+    are notified to exit, because they may wait for this one in a collective operation.
 
     Args:
         explain: a bound method; only a weak reference to its object is kept.
@@ -171,9 +171,9 @@ _explained: BaseException | None = None
 
 
 def describe_end(error: BaseException | None) -> list[str]:
-    """Lines to print with an out-of-memory error that ends this process without a launcher; none for other errors.
+    """Return lines to print if an out-of-memory error ends this process without a launcher; none for other errors.
 
-    The other processes, which may wait for this one in a collective operation, are notified to exit.
+    The other processes are notified to exit, because they may wait for this one in a collective operation.
     """
     report = _report_of(error)
     if report is None:
@@ -192,7 +192,7 @@ def _explain(error: BaseException | None) -> None:
 
 
 def _report_of(error: BaseException | None) -> OutOfMemoryReport | None:
-    """The description by the newest Accelerator, once for each error; None for errors of another kind."""
+    """Return the newest Accelerator's description, once for each error; None for errors of another kind."""
     global _explained
     while error is not None and not is_out_of_memory(error):
         error = error.__cause__
@@ -207,8 +207,8 @@ def _lines(report: OutOfMemoryReport) -> list[str]:
     lines = [report.headline, report.advice]
     if report.cut:
         lines.append(
-            "This run is not restarted: a training loop that has failed cannot continue in the same process. "
-            "`zero-plugin launch` restarts it with the smaller micro-batch, also with one process."
+            "This run is not restarted: a failed training loop cannot continue in the same process. "
+            "`zero-plugin launch` restarts the run with the smaller micro-batch, also with one process."
         )
     return lines
 
@@ -228,7 +228,7 @@ def _smaller(loop: FailedLoop, factor: int) -> Iterator[Saving]:
 
 
 def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Iterator[str]:
-    """Each option with its predicted memory, corrected by the measured memory; the first that fits is marked."""
+    """Yield each option with its predicted memory, scaled by the measured memory; mark the first that fits."""
     run, found = loop.run, False
     if run is None:
         yield from (option.text for option in options)

@@ -1,7 +1,7 @@
 """`Prepared`: the models, optimizers, loaders and schedulers of a run, from one or several `prepare` calls.
 
-Also here: which optimizers and schedulers of a call belong to which model, by their parameters, and what cannot be
-prepared.
+`pair_models` matches the optimizers and schedulers of a call with its models, by their parameters. The `refuse_*`
+functions reject objects that cannot be prepared.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prepared:
         untrained: the other models.
         waiting: optimizers whose models are not prepared yet.
         dataloaders: the prepared loaders.
-        resolved: the resolved configuration of the model that was prepared last; None before.
+        resolved: the resolved configuration of the last prepared model; None before the first one.
         default_window: counts the micro-batches while no model is prepared with its optimizer.
         window: the accumulation window of the current micro-batch, or of the last one.
         first_steps: checks the first backwards for mistakes.
@@ -71,27 +71,27 @@ class Prepared:
         self.waiting: list[AcceleratedOptimizer] = []
         self.dataloaders: list[DataLoaderAdapter] = []
         self.resolved: Resolved | None = None
-        # The script's optimizers whose schedulers came first.
+        # Optimizers of the script that were only seen as a scheduler's: `prepare` has not returned them yet.
         self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []
-        self._loop = LoopFacts()  # facts about the loaders that were prepared last
+        self._loop = LoopFacts()  # facts about the last prepared loaders
         self.window = self.default_window = self._new_window()
         self.first_steps = FirstSteps(self.trainings, RUNNING, run.processes.world_size)
 
-    # ---- what is prepared --------------------------------------------------------------------------------------------
+    # ---- the prepared objects ----------------------------------------------------------------------------------------
 
     @property
     def models(self) -> list[nn.Module]:
-        """The prepared models, as the script calls them."""
+        """The prepared models, which the script calls (e.g. the DDP wrapper or DeepSpeed engine)."""
         return [training.session.model for training in self.trainings]
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
-        """The optimizers of the trained models, then those whose models are not prepared yet."""
+        """The optimizers of the trained models, then the optimizers without a prepared model."""
         return [*(t.optimizer for t in self.trained if t.optimizer is not None), *self.waiting]
 
     @property
     def schedulers(self) -> list[AcceleratedScheduler]:
-        """Every scheduler once, in the order of the optimizers that they drive."""
+        """Every scheduler once, in the order of their optimizers."""
         found = [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
         return list({id(scheduler): scheduler for scheduler in found}.values())
 
@@ -102,20 +102,20 @@ class Prepared:
 
     @property
     def waiting_windows(self) -> list[WindowOf]:
-        """The default window, which only counts, then those of optimizers whose models are not prepared."""
+        """The default window, which only counts, then the windows of optimizers without a prepared model."""
         return [(self.default_window, None), *((held.window, held.session) for held in self.waiting)]
 
     def training_of(self, model: nn.Module) -> Training | None:
-        """The entry of `model`, the prepared model or the user's own module; None if it is not prepared."""
+        """Return the entry of `model`, the prepared model or the user's own module; None if it is not prepared."""
         return next((training for training in self.trainings if training.is_of_model(model)), None)
 
     def session_of(self, model: nn.Module) -> Session | None:
-        """The session that runs `model`; None if it is not prepared."""
+        """Return the session that runs `model`; None if it is not prepared."""
         training = self.training_of(model)
         return None if training is None else training.session
 
     def measure(self) -> dict[str, float]:
-        """Measurements of the last steps; all models but the first have their index appended to the names."""
+        """Return measurements of the last steps; names of the second and later models end with the model's index."""
         return {
             f"{name}_{number}" if number else name: value
             for number, training in enumerate(self.trained)
@@ -129,7 +129,7 @@ class Prepared:
                 training.optimizer.settle()
 
     def free(self) -> None:
-        """Release everything that is prepared, and its memory."""
+        """Release all prepared objects, and their memory."""
         self.settle()
         for training in self.trainings:
             training.close()
@@ -173,7 +173,7 @@ class Prepared:
 
     @collective("prepare", waits_for_all=True)
     def prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
-        """The prepared objects, in the order of `objects`; collective. See `Accelerator.prepare`.
+        """Prepare the objects, and return them in the given order; collective. See `Accelerator.prepare`.
 
         Args:
             objects: models, optimizers, loaders and schedulers; other objects are returned unchanged.
@@ -189,6 +189,7 @@ class Prepared:
             _refuse_uninitialized(model)
         if self._run.processes.world_size > 1:
             check_same_models(call.models, call.optimizers)
+        # In this order: a model's configuration needs facts about the loaders, a scheduler its model's optimizer.
         self._prepare_loaders(call)
         self._prepare_models(call)
         for scheduler in call.schedulers:
@@ -196,11 +197,11 @@ class Prepared:
         if self.resolved is not None and (call.models or call.schedulers):
             self._run.configurations.show(self.resolved.tree.nested(auto="auto"))
         for model in self.models:
-            model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark, which scripts look for
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark; scripts look for it
         return tuple(call.ready.get(id(o), o) for o in objects)
 
     def _sort(self, objects: Sequence[Any], call: _Call) -> None:
-        """Sort the objects by kind; those that are known already are ready."""
+        """Sort the objects by kind; prepared objects are ready."""
         kinds: tuple[tuple[Any, list[Any]], ...] = (
             (DataLoader, call.loaders),
             (nn.Module, call.models),
@@ -220,11 +221,11 @@ class Prepared:
                 found.append(o)
 
     def _is_prepared(self, o: Any) -> bool:
-        """Whether the object is a prepared one, which is returned unchanged.
+        """Return whether the object is already prepared: then `prepare` returns it unchanged.
 
         Raises:
-            LoopError: the object was prepared before, and its prepared form is another object, or its optimizer is
-                one that nothing here steps.
+            LoopError: the object was prepared before, and its prepared form is another object; or the object is an
+                optimizer of another `Accelerator`, or a closed one.
         """
         if isinstance(o, AcceleratedOptimizer):
             if o.waits and not any(o is held for held in self.waiting):  # the script constructed it
@@ -233,7 +234,7 @@ class Prepared:
                 raise LoopError(
                     "prepare() got an optimizer that another Accelerator has prepared, or whose training has ended "
                     "(end_training() or free_memory() was called).\nBuild model and optimizer again and prepare these, "
-                    "or go on with the Accelerator that prepared them."
+                    "or continue with the Accelerator that prepared them."
                 )
             return True
         if isinstance(o, AcceleratedScheduler) or any(o is model for model in self.models):
@@ -255,7 +256,7 @@ class Prepared:
     def prepare_loader(
         self, loader: Any, *, is_placed: bool | None = None, slice_function: SliceFunction | None = None
     ) -> DataLoaderAdapter:
-        """This process's part of a loader; see `Accelerator.prepare_data_loader`."""
+        """Return a loader of this process's part of the data; see `Accelerator.prepare_data_loader`."""
         run, options = self._run, self._run.options
         loading = options.loading
         placed = options.device_placement if is_placed is None else is_placed
@@ -338,8 +339,8 @@ class Prepared:
         """Add an optimizer to a model that was prepared in an earlier call."""
         if training.optimizer is not None:
             raise LoopError(
-                f"prepare() got a second optimizer of the {type(training.session.module).__name__}: build one, with a "
-                "parameter group for each."
+                f"prepare() got a second optimizer of the {type(training.session.module).__name__}: build one "
+                "optimizer with two parameter groups."
             )
         (pair,) = pair_models([training.session.module], [optimizer], call.schedulers, [])
         pair, held = self._with_held(pair, call)
@@ -349,7 +350,11 @@ class Prepared:
         self._add(training, pair, held, call)
 
     def _with_held(self, pair: Pair, call: _Call) -> tuple[Pair, AcceleratedOptimizer | None]:
-        """If the pair's optimizer was prepared before: the pair with its schedulers, and its `AcceleratedOptimizer`."""
+        """Add the schedulers of an earlier call to the pair, if its optimizer was prepared before its model.
+
+        Returns:
+            The pair, and the optimizer's `AcceleratedOptimizer` from the earlier call or None.
+        """
         held = self._held(pair.optimizer)
         if held is None:
             return pair, None
@@ -372,7 +377,7 @@ class Prepared:
         if len({trained.window.steps for trained in self.trained}) > 1:
             raise LoopError(
                 "the trained models have different gradient_accumulation_steps; prepare the training loader with the "
-                "first of them, or write the number into the configuration."
+                "first model, or write the number into the configuration."
             )
         if len(self.trained) > 1:
             for trained in self.trained:
@@ -381,7 +386,7 @@ class Prepared:
     # ---- optimizers and schedulers without their models --------------------------------------------------------------
 
     def _hold(self, optimizer: Any) -> AcceleratedOptimizer:
-        """The `AcceleratedOptimizer` of an optimizer whose model is not prepared yet."""
+        """Create the `AcceleratedOptimizer` of an optimizer whose model is not prepared yet."""
         if isinstance(optimizer, DummyOptim):
             raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
         held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
@@ -390,7 +395,7 @@ class Prepared:
         return held
 
     def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """The `AcceleratedOptimizer` of an optimizer whose scheduler and model were prepared before; else None."""
+        """Return the `AcceleratedOptimizer` if the optimizer's scheduler and model were prepared before, or None."""
         for index, (given, held) in enumerate(self._unreturned):
             if given is optimizer and not held.waits:
                 del self._unreturned[index]
@@ -398,15 +403,15 @@ class Prepared:
         return None
 
     def _held(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """The optimizer without a prepared model that is, or wraps, `optimizer`; else None."""
+        """Return the optimizer without a prepared model that is, or wraps, `optimizer`; None if none does."""
         return next((held for held in self.waiting if optimizer is held or optimizer is held.optimizer), None)
 
     def _prepare_scheduler(self, scheduler: Any, call: _Call) -> AcceleratedScheduler:
-        """Prepare a scheduler; only one that is prepared without models and optimizers may come before its own."""
+        """Prepare a scheduler. Alone in its call, a scheduler may come before its optimizer."""
         run, optimizer = self._run, scheduler.optimizer
         for training in self.trained:
             if training.is_of_optimizer(optimizer):
-                # One that was built before the loader was prepared may depend on the length that it had then.
+                # A scheduler that was built before the loader was prepared may depend on the loader's length then.
                 prepared = training.prepare_scheduler(run, scheduler, built_before=bool(call.loaders))
                 self.resolved = training.resolved
                 return prepared
@@ -427,7 +432,7 @@ class Prepared:
         return AcceleratedScheduler(scheduler, held, run.options.step_scheduler_with_optimizer, times=times)
 
     def _new_window(self) -> Window:
-        """A window of as many micro-batches as configured, for what is not trained by a prepared model."""
+        """Return a window with the configured number of micro-batches, for training without a prepared model."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
         progress = LoaderProgress(ends_windows=self._run.options.accumulation.sync_with_dataloader)
         return Window(steps if isinstance(steps, int) else 1, progress)
@@ -439,9 +444,9 @@ class _Call:
 
     Attributes:
         left: ids of the models and loaders that are not moved to this process's device.
-        only_evaluates: whether its models are never trained.
+        only_evaluates: whether the models are never trained.
         loaders, models, optimizers, schedulers: the objects to prepare.
-        ready: the prepared objects, by the ids of the given ones.
+        ready: the prepared objects, by the ids of the given objects.
     """
 
     left: set[int]
@@ -466,8 +471,8 @@ def pair_models(
         prepared: the user's modules from earlier calls.
 
     Raises:
-        LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
-            parameters, or a model is distributed over devices.
+        LoopError: an optimizer has parameters of no model or of several, two optimizers have parameters of one model,
+            models share parameters, or a model is distributed over devices.
     """
     _refuse_shared(models, prepared)
     for model in models:
@@ -488,10 +493,10 @@ def pair_models(
 
 
 def refuse_other_steps(optimizer: Any) -> None:
-    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS, or that steps within backward, as LOMO.
+    """Refuse an optimizer that evaluates the loss in its step, like LBFGS, or that steps within backward, like LOMO.
 
     Raises:
-        LoopError: its `step` requires a closure, or its `fused_backward` is what steps.
+        LoopError: its `step` requires a closure, or it steps in `fused_backward`.
     """
     if hasattr(optimizer, "fused_backward"):
         refuse_lomo(f"prepare() got {type(optimizer).__name__}, which")
@@ -505,22 +510,22 @@ def refuse_other_steps(optimizer: Any) -> None:
 
 
 def refuse_lomo(what: str) -> NoReturn:
-    """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
+    """Refuse LOMO: it updates weights within backward, without averaging, accumulation or clipping.
 
     Args:
-        what: what the script did, as the subject of the message.
+        what: the subject of the message: a call or an object of the script.
 
     Raises:
         LoopError: always.
     """
     raise LoopError(
-        f"{what} changes weights within backward: that is not supported, since here optimizer.step() changes them.\n"
-        "Where optimizer states do not fit, use ZeRO with offload_optimizer."
+        f"{what} changes weights within backward, which is not supported: only optimizer.step() changes weights.\n"
+        "If optimizer states do not fit, use ZeRO with offload_optimizer."
     )
 
 
 def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
-    """Whether the optimizer has a parameter of the model."""
+    """Return whether the optimizer has a parameter of the model."""
     held = {id(p) for p in optimized_parameters(optimizer)}
     return any(id(p) in held for p in model.parameters())
 
@@ -539,11 +544,11 @@ def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) ->
                 "that module."
             )
         before, now = _places(optimized_parameters(optimizer)), _places(models[most].parameters())
-        moved = f" They are on {before}, the model's on {now}: it was moved after the optimizer was built."
+        moved = f" They are on {before}, the model's on {now}: the model was moved after the optimizer was built."
         raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's."
+            f"prepare() got an optimizer with {foreign} parameters (of {len(held)}) that are not the model's."
             f"{moved if before != now else ''}\n"
-            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
+            "Build the optimizer from model.parameters() of the model in the same call, after all changes to the model."
         )
     return models[most]
 
@@ -570,8 +575,8 @@ def _refuse_device_map(model: nn.Module) -> None:
         raise LoopError(
             f"prepare() got a {type(model).__name__} that was loaded with device_map: its layers are on "
             f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. If it "
-            "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only the "
-            "partition of this process."
+            "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only this "
+            "process's partition."
         )
     if any(hasattr(module, "_hf_hook") and has_offloaded_params(module) for module in model.modules()):
         raise LoopError(
@@ -582,10 +587,10 @@ def _refuse_device_map(model: nn.Module) -> None:
 
 
 def _refuse_uninitialized(model: nn.Module) -> None:
-    """Refuse a model with lazy layers that have had no batch yet.
+    """Refuse a model with lazy layers that no batch has initialized.
 
     Raises:
-        LoopError: which parameters and buffers have no values.
+        LoopError: parameters or buffers have no values; the error lists them.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:

@@ -1,4 +1,4 @@
-"""A progress line of a training loop: step, loss, learning rate, throughput, MFU, memory, time left."""
+"""`Progress`: a line about a training loop with step, loss, learning rate, throughput, MFU, memory and time left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PRECISIONS: Final[Mapping[object, Precision]] = {torch.bfloat16: "bf16", torch.
 
 
 class _Report(NamedTuple):
-    """What one process reports about the steps since its last report."""
+    """One process's measurements of the steps since its last report."""
 
     loss: float
     units: int
@@ -39,33 +39,33 @@ class _Report(NamedTuple):
 
 
 class Progress:
-    """Shows the progress of a training loop on the main process; every process creates it and updates it at every step.
+    """The progress line of a training loop; every process creates and updates one, the main process shows it.
 
-    A line appears about every `seconds` seconds. Only then is the loss read from the device and gathered from the
-    processes, so the other steps run without synchronization. The loss is the mean over processes, the throughput their
-    sum, and the memory the highest peak of any process (resident set size on a CPU, allocator peak on a GPU).
+    A line appears about every `seconds` seconds. Other steps run without synchronization: only for a line the loss is
+    read from the device and gathered from the processes. The loss is the mean over processes, the throughput their sum,
+    and the memory the highest peak of any process (resident set size on a CPU, allocator peak on a GPU).
 
         with Progress(total=1000) as progress:
             for step, batch in enumerate(loader, start=1):
                 ...
                 progress.update(step, loss=loss, lr=scheduler.get_last_lr()[0], units=batch.numel())
 
-    Without `with`, each line is a new one on a terminal too.
+    Without `with`, a terminal shows a new line each time instead of redrawing one.
 
-    Given the model, the line has the Model FLOPs Utilization (MFU): the floating-point operations per second that the
-    throughput makes, as a part of the device's peak by its data sheet. See `training_flops_per_token` for how they are
-    counted. A line of a device whose peak is not known, such as a CPU, has none. `launch --quiet` shows no lines.
+    With `model`, the line shows the Model FLOPs Utilization (MFU): the floating-point operations per second at this
+    throughput, relative to the peak in the device's data sheet. `training_flops_per_token` counts the operations. The
+    line has no MFU if the peak is unknown, as on a CPU. `launch --quiet` shows no lines.
 
     Args:
         total: the number of steps of the loop.
-        unit: what `units` counts, e.g. tokens.
-        seconds: the time between two lines; None is 0.5 on a terminal, where one line is redrawn, and 10 elsewhere,
-            where each is a new line.
+        unit: the name of the unit that `units` counts, e.g. tokens.
+        seconds: the time between two lines. None means 0.5 on a terminal, which redraws one line, and 10 elsewhere.
         console: a rich console; None writes to standard output.
         model: the trained model, prepared or not, if the unit is the tokens of a transformer.
-        sequence_length: the tokens of one sample; None leaves the operations of attention out.
-        flops_per_unit: the operations of forward and backward for one unit; in place of `model`, for other models.
-        peak_flops: of one device, per second; None is the data sheet's for the precision of the newest `Accelerator`.
+        sequence_length: the tokens of one sample; None leaves out the operations of attention.
+        flops_per_unit: the operations of forward and backward for one unit, for models that `model` does not support.
+        peak_flops: the peak of one device, per second. None takes the data sheet's value for the precision of the
+            newest `Accelerator`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Progress:
         self._unit = unit
         self._seconds = seconds if seconds is not None else 0.5 if self._console.is_terminal else 10.0
         self._units = 0
-        self._reported = 0  # the last step that was reported
+        self._reported = 0  # the last reported step
         self._next = 1
         self._first: tuple[int, float] | None = None  # step and time of the first line
         self._bar: Bar | None = None
@@ -103,7 +103,7 @@ class Progress:
                 TextColumn("{task.description}"),
                 *([BarColumn(bar_width=None)] if shows_bar else []),
                 console=self._console,
-                auto_refresh=False,  # without a thread: the line is drawn when it changes
+                auto_refresh=False,  # no thread: `update` redraws the line
                 expand=True,
             )
             self._bar.start()
@@ -132,8 +132,8 @@ class Progress:
         now = time.perf_counter()
         own = _Report(float(loss), self._units, now - self._before, _peak_memory_bytes())
         reports = [_Report(*one) for one in gather_values(own)]
-        # All must gather at the same step, so the clock of the main process decides for all. The interval at most
-        # doubles, since the first steps, which compile kernels and fill caches, take longer than the others.
+        # All processes must gather at the same step, so the main process's clock decides. The interval at most doubles:
+        # the first steps compile kernels and fill caches, and take longer than the others.
         steps = step - self._reported
         due = round(self._seconds * steps / max(reports[0].seconds, 1e-9))
         self._next = step + max(1, min(due, 2 * steps))
@@ -161,7 +161,7 @@ class Progress:
             f"ETA {left}",
         ]
         line = "  ".join(parts)
-        if self._bar is not None and len(line) >= self._console.width:  # 80 columns are enough for the rest
+        if self._bar is not None and len(line) >= self._console.width:  # without `lr` the line fits into 80 columns
             line = " ".join(part for part in parts if not part.startswith("lr "))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line, refresh=True)
@@ -177,14 +177,14 @@ def _flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 def _peak_flops(model: nn.Module | None) -> float | None:
-    """Of this process's GPU, in the precision of the newest `Accelerator`, else in that of the model."""
+    """Return the peak of this process's GPU in the newest `Accelerator`'s precision, or without one the model's."""
     if not torch.cuda.is_available():
         return None
     run, parameter = newest_run(), next(model.parameters(), None) if model is not None else None
     found = None if parameter is None else parameter.dtype
     precision: Any = run.expected_precision() if run is not None else _PRECISIONS.get(found, "no")
     if precision == "no" and torch.backends.cuda.matmul.allow_tf32:
-        return None  # the data sheets here have no peak of TF32
+        return None  # the table of data sheets has no peak for TF32
     return peak_flops(torch.cuda.get_device_name(), precision)
 
 

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 def open_configurations(
     config: Any, plugins: Mapping[str, DeepSpeedPlugin], newest: Run | None, overlay: Callable[[Document], Document]
 ) -> Configurations:
-    """The configurations that a run may use, overlaid with the arguments of code.
+    """Return the configurations that a run may use, overlaid with the arguments of code.
 
     Args:
         config: a path, a dict or None, as for `Accelerator`.
@@ -79,28 +79,28 @@ def open_configurations(
 class Run(ProcessCalls):
     """The configuration, processes and strategy of one `Accelerator`.
 
-    The run is ended at process exit even if the script has deleted its `Accelerator`. A run does not keep models alive.
-    Garbage is collected at different times on each process, so that releasing an `Accelerator` must not communicate,
-    and closing a run communicates in the same way whether it was released or not.
+    The run ends at process exit, even if the script has deleted its `Accelerator`. A run does not keep models alive.
+    Each process collects garbage at a different time. So releasing an `Accelerator` must not communicate, and closing a
+    run must communicate in the same way whether the `Accelerator` was released or not.
 
     Args:
-        configurations: the configurations that it may use.
+        configurations: the configurations that the run may use.
         options: the other arguments of `Accelerator`.
 
     Attributes:
-        document: the configuration in use, as it was given.
+        document: the configuration in use, as the user wrote it.
         processes: this process and its peers.
         strategy: the strategy in use.
-        sequence: the processes that share this one's samples; None if it has samples of its own.
+        sequence: the group of processes that share this process's samples; None if samples are not shared.
         intended_world_size: the number of processes that the configuration is meant for.
         micro_batches_per_loader_batch: the number of micro-batches that each batch of a loader is split into; more than
             1 if memory ran out before.
         must_resume: whether a checkpoint must be loaded before training.
         trackers: the experiment trackers.
-        place: the place in which this run saves, and other jobs do not.
+        place: the claim on the folder that this run saves to; it keeps other jobs out.
         background: writes asynchronous checkpoints.
         stop: whether the process was requested to stop.
-        leaving_files: sessions that have files to remove, which is collective.
+        leaving_files: sessions that must remove files at the end; removing is collective.
         is_open: whether the run has begun and not ended.
 
     Raises:
@@ -111,7 +111,7 @@ class Run(ProcessCalls):
     def __init__(self, configurations: Configurations, options: Options) -> None:
         self.configurations, self.options = configurations, options
         self.processes = self._processes = self._join_processes()
-        by_thread = self.processes.device.type == "xla"  # the replicas of a machine are threads there
+        by_thread = self.processes.device.type == "xla"  # on XLA, the replicas of a machine are threads
         show_messages(
             quiet=self.processes.rank != 0 and not by_thread,
             is_main=(lambda: collectives.process_index() == 0) if by_thread else None,
@@ -126,9 +126,10 @@ class Run(ProcessCalls):
         self.sequence: SequenceGroup | None = None
         self._loading = ExitStack()  # how transformers constructs models during the run
         self._prepared: Callable[[], Prepared | None] = lambda: None
-        self._cpu_bytes = available_cpu_memory()
+        self._cpu_bytes = available_cpu_memory()  # before the script loads a model
+        # First of the collective calls: the others depend on the configuration, which may differ between processes.
         check_same_run(configurations.document, self.processes)
-        self._share_samples()
+        self._share_samples()  # before its effect on `data_parallel_size` is read below
         self.meter = Meter(self.processes.data_parallel_size, self.device)
         self._keep_global_batch()
         self._use(configurations.document)
@@ -156,10 +157,10 @@ class Run(ProcessCalls):
         )
 
     def _share_samples(self) -> None:
-        """Make the group of processes that share this one's samples, if there is to be one; collective then.
+        """Create the group of processes that share this process's samples, if configured; collective then.
 
         Raises:
-            ConfigError: the processes cannot be divided into such groups.
+            ConfigError: the processes cannot be divided into groups of this size.
         """
         document = self.configurations.document
         size = sequence_parallel_size(document)
@@ -170,7 +171,7 @@ class Run(ProcessCalls):
         if self.device.type == "xla":
             problem = (f"{size}, but torch_xla's processes do not exchange sequences", "Write 1, or train on GPUs.")
         elif self.options.handlers.compiles:
-            problem = (f"{size}, but models are compiled, which the exchange would break up", "Do not compile.")
+            problem = (f"{size}, but models are compiled: the exchange would break the graph", "Do not compile.")
         if problem is not None:
             raise _refused_sequences(document, *problem)
         self.processes = self._processes = replace(self.processes, shared_by=size)
@@ -180,7 +181,7 @@ class Run(ProcessCalls):
         _log.info("%d groups of %d processes share samples", self.processes.data_parallel_size, size)
 
     def _keep_global_batch(self) -> None:
-        """Accumulate more micro-batches if fewer processes run than configured, or if these were made smaller."""
+        """Accumulate more micro-batches if fewer processes run than configured, or if micro-batches became smaller."""
         world = self.processes.world_size
         self.intended_world_size = find_intended_processes(world, os.environ)
         self.micro_batches_per_loader_batch = agree_on_cut(world, os.environ)
@@ -193,7 +194,7 @@ class Run(ProcessCalls):
     # ---- the configuration -------------------------------------------------------------------------------------------
 
     def follow_configuration(self) -> None:
-        """Switch to the plugin that was selected, with the changes that the script made to it."""
+        """Switch to the selected plugin, with the script's changes to it."""
         document = self.configurations.follow_edits()
         if document is not self.document:
             self._use(document)
@@ -204,17 +205,17 @@ class Run(ProcessCalls):
         self.document = self.configurations.document
 
     def expected_precision(self) -> str:
-        """`no`, `fp16` or `bf16`: the precision that a model would be prepared with now."""
+        """Return `no`, `fp16` or `bf16`: the precision that `prepare` would choose now."""
         return expected_precision(self.document, self.machine_facts())
 
     def machine_facts(self) -> MachineFacts:
-        """What the processes run on, for resolving a configuration."""
+        """Return facts about the machines and processes, for resolving a configuration."""
         shared_by = self.processes.shared_by
         machine = probe_machine(accelerator_kind(self.device), self.processes.data_parallel_size)
         return replace(machine, intended=self.intended_world_size // shared_by, shared_by=shared_by)
 
     def _use(self, document: Document) -> None:
-        """Set up what depends on the document: the strategy, and how transformers constructs models."""
+        """Set up the strategy, and the way transformers constructs models: both depend on the document."""
         if (size := sequence_parallel_size(document)) != self.processes.shared_by:
             message = f"{size}, but the run has begun with {self.processes.shared_by}"
             raise _refused_sequences(document, message, "Write the same number in all plugins.")
@@ -236,13 +237,13 @@ class Run(ProcessCalls):
             self.configurations.plugin.build_pretrained_by(self.strategy.load_pretrained)
 
     def _lost_without_engine(self) -> list[Problem]:
-        """Warnings of keys that only DeepSpeed's engine reads, in a run without it that no configuration requests.
+        """Return warnings about keys that only DeepSpeed's engine reads, if the configuration requests no engine.
 
         Raises:
-            ConfigError: without it, training would differ from what is written.
+            ConfigError: without the engine, training would differ from the configuration.
         """
         if self.strategy.reads_engine_keys or launch_settings(self.document).distributed_type is not None:
-            return []  # where it is requested, the check of the configuration has found them
+            return []  # with a requested type, the check of the configuration has already found these keys
         where = f"nothing requests it: the run is {self.strategy.name}"
         found = list(keys_of_the_engine(Asked(self.document), where, alone=self.processes.world_size == 1))
         if errors := [problem for problem in found if problem.severity == "error"]:
@@ -262,7 +263,7 @@ class Run(ProcessCalls):
 
     @collective("stop_requested")
     def stop_requested(self) -> bool:
-        """Whether any process was requested to stop; collective. See `Accelerator.stop_requested`."""
+        """Check whether any process was requested to stop; collective. See `Accelerator.stop_requested`."""
         self.stop.listen()
         return collectives.start_sum([int(self.stop.received)])()[0] > 0
 
@@ -300,7 +301,8 @@ class Run(ProcessCalls):
 
     @collective("end_training", waits_for_all=True, after_group="meet")
     def _close(self) -> None:
-        with ExitStack() as ends:  # in reverse order
+        # Callbacks run in reverse order: the writer of checkpoints first, the process group last.
+        with ExitStack() as ends:
             ends.callback(self.processes.stop, self.end, self.strategy.destroy_process_group)
             for session in self._sessions():
                 ends.callback(session.close)
@@ -313,12 +315,12 @@ class Run(ProcessCalls):
         self.leaving_files.clear()
 
     def _forget_dropped(self) -> None:
-        """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
+        """Forget a garbage-collected `Accelerator`. Must not communicate: each process collects at another time."""
         self.background.forget()
         self.strategy.forget_dropped()
 
     def _sessions(self) -> list[Session]:
-        """The sessions to close, in reverse order; of a released `Accelerator` only those that have files to remove."""
+        """Return the sessions to close, last first; for a released `Accelerator` only those with files to remove."""
         prepared = self._prepared()
         trainings = [] if prepared is None else prepared.trainings
         sessions = {id(session): session for session in [*(t.session for t in trainings), *self.leaving_files]}
@@ -337,23 +339,24 @@ def _refused_sequences(document: Document, message: str, fix: str) -> ConfigErro
 
 
 _WITHOUT_CHECKS: Final = (
-    "`checks` is off. Silent mistakes of a script are not found: gradients, weights or learning rates that differ "
-    "between the processes, branches of the model that only some processes take, gradients and weights that the script "
-    "writes and no step applies, loss.backward() instead of accelerator.backward(loss). Write checks: all."
+    "`checks` is off, so silent mistakes of a script are not found. Examples: gradients, weights or learning rates "
+    "that differ between the processes; branches of the model that only some processes take; gradients and weights "
+    "that the script writes and no step applies; loss.backward() instead of accelerator.backward(loss). Write checks: "
+    "all."
 )
 
 # ---- the global batch size -------------------------------------------------------------------------------------------
 
 
 def find_intended_processes(available: int, environ: Mapping[str, str]) -> int:
-    """The number of processes that the configuration is meant for: the world size or, with `min_machines`, more.
+    """Return the number of processes that the configuration is meant for: the world size, or more with `min_machines`.
 
     Args:
         available: the world size.
-        environ: the environment variables of this process, in which the launcher passes the configured number.
+        environ: the environment variables of this process; the launcher passes the configured number there.
 
     Raises:
-        LaunchError: there are fewer processes than configured, and the configuration does not allow fewer.
+        LaunchError: the number of processes is not the configured one, and the configuration does not allow this.
     """
     launched = from_environment(environ)
     if launched is None:
@@ -367,12 +370,13 @@ def find_intended_processes(available: int, environ: Mapping[str, str]) -> int:
         return configured
     raise LaunchError(
         f"the launcher was configured for {configured} processes, but the process group has {available}.\n"
-        "Does the script, or what starts it, set or unset RANK, WORLD_SIZE or MASTER_ADDR? The launcher sets them."
+        "Does the script, or a program that starts it, set or unset RANK, WORLD_SIZE or MASTER_ADDR? Only the launcher "
+        "must set them."
     )
 
 
 def redistribute_steps(steps: int, intended: int, available: int) -> int:
-    """Micro-batches per optimizer step on each available process that keep the global batch size.
+    """Return the micro-batches per optimizer step on each available process that keep the global batch size.
 
     Args:
         steps: micro-batches per optimizer step on each of the intended processes.
@@ -386,7 +390,7 @@ def redistribute_steps(steps: int, intended: int, available: int) -> int:
     if rest:
         multiple = available // math.gcd(available, intended)
         raise LaunchError(
-            f"{available} of {intended} processes are left, which cannot keep the global batch size: the "
+            f"{available} of {intended} processes are left and cannot keep the global batch size: the "
             f"{steps * intended} micro-batches of an optimizer step ({steps} on each of {intended}) cannot be divided "
             f"by {available}.\n"
             f"Write a multiple of {multiple} as gradient_accumulation_steps, with correspondingly smaller "
@@ -396,7 +400,7 @@ def redistribute_steps(steps: int, intended: int, available: int) -> int:
 
 
 def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
-    """The number of micro-batches that each batch of a loader is split into, the same on every process; collective.
+    """Return the number of micro-batches per batch of a loader, the same on every process; collective.
 
     Args:
         processes: the world size. With several machines only one launcher may know that memory ran out.
@@ -408,12 +412,12 @@ def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
 
 
 def accumulate_more(document: Document, cut: int, intended: int = 1, available: int = 1) -> Document:
-    """The document with more gradient accumulation, so that the global batch size does not change.
+    """Return the document with more gradient accumulation, to keep the global batch size.
 
-    Nothing changes if `train_batch_size` is written and the accumulation is open: it then follows from that.
+    Nothing changes if `train_batch_size` is written and the accumulation is open: `resolve` then derives it.
 
     Args:
-        document: the configuration as it was given.
+        document: the configuration as the user wrote it.
         cut: the number of micro-batches that each batch of a loader is split into.
         intended: the number of processes that the global batch size is meant for.
         available: the number of processes that run.

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same software, configuration, kind of device, models and optimizers."""
+"""Check that all processes have the same software, configuration, kind of device, models and optimizers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_same_run(document: Document, processes: Processes) -> None:
     """Compare versions, device kind and configuration with the other processes; collective.
 
     Raises:
-        LaunchError: they differ; the error lists each value and the ranks and hosts that have it.
+        LaunchError: a value differs; the error lists each value and the ranks and hosts that have it.
     """
     if processes.world_size == 1:
         return

@@ -1,6 +1,7 @@
-"""`AcceleratedScheduler`, which `prepare` returns for a learning-rate scheduler: it follows applied optimizer steps.
+"""`AcceleratedScheduler`: `prepare` returns one for a learning-rate scheduler; it follows applied optimizer steps.
 
-Also here: what is logged about one, its learning rates at the start and whether its length is that of the loop.
+The `describe_*` functions make the log lines about a scheduler: its learning rates at the start, and whether its length
+fits the loop.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: the torch scheduler.
-        optimizers: the prepared optimizer that it drives, or several, which all must have applied a step.
-        step_with_optimizer: if False, every call of `step` advances it once, independently of the optimizer.
-        split_batches: the batch size of the loader is that of all processes, so that an applied step counts once.
-        times: how many times it advances per applied step. None counts as Accelerate does: once for each process, or
-            once with `split_batches`.
+        optimizers: the prepared optimizer that the scheduler drives, or several: then all must have applied a step.
+        step_with_optimizer: if False, every call of `step` advances the scheduler once, independently of the optimizer.
+        split_batches: the loader's batch size counts all processes' samples; then an applied step counts once.
+        times: how many times the scheduler advances per applied step. None counts as Accelerate does: once for each
+            process, or once with `split_batches`.
         typed_per_step: how many of the steps that the script counts correspond to one applied step; None is `times`.
 
     Attributes:
-        length: compares the length of the scheduler with that of the loop.
-        times: how many times it advances per applied step.
+        length: compares the scheduler's length with the loop's.
+        times: how many times the scheduler advances per applied step.
     """
 
-    _is_accelerate_prepared = True  # Accelerate's mark, which scripts look for
+    _is_accelerate_prepared = True  # Accelerate's mark; scripts look for it
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             optimizer.schedulers.append(self)
         if not step_with_optimizer and (driven := getattr(scheduler, "optimizer", None)) is not None:
-            driven._opt_called = True  # else torch warns that the scheduler steps before its optimizer
+            driven._opt_called = True  # otherwise torch warns that the scheduler steps before its optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless an optimizer applied no step since the last call: inside a window, or if it was skipped.
+        """Advance, unless an optimizer applied no step since the last call: inside a window, or after a skipped step.
 
-        ReduceLROnPlateau takes every measurement.
+        ReduceLROnPlateau receives every measurement.
         """
         if self.step_with_optimizer and not self._measures:
             stays = False
@@ -87,33 +88,33 @@ class AcceleratedScheduler:
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
             if self.times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
-                break  # several steps at a time must not pass the end of OneCycleLR, where it raises
+                break  # OneCycleLR raises beyond its end, which several steps at a time could pass
             self.scheduler.step(*args, **kwargs)
 
     def describe(
         self, section: SchedulerSection | None, facts: SchedulerFacts | None, steps_per_epoch: int | None
     ) -> str | None:
-        """The line about its learning rates that is logged at the start; see `describe_section`."""
+        """Return the line about the learning rates to log at the start; see `describe_section`."""
         if isinstance(self.scheduler, CurveLR) and section is not None:
             rates = self.scheduler.base_lrs
             return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
         return describe_torch_scheduler(self.scheduler, self.times, steps_per_epoch)
 
     def describe_end(self) -> str | None:
-        """A line if the loop ended before the scheduler."""
+        """Return a line if the loop ended before the scheduler."""
         return self.length.at_end(self.get_last_lr()[0])
 
     @property
     def class_name(self) -> str:
-        """Of the torch scheduler."""
+        """The class name of the torch scheduler."""
         return type(self.scheduler).__name__
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each parameter group for the next step."""
+        """Return the learning rate of each parameter group for the next step."""
         return [float(group["lr"]) for optimizer in self.optimizers[:1] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the torch scheduler."""
+        """Return the state of the torch scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
@@ -124,13 +125,13 @@ class AcceleratedScheduler:
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]
 
     def load_counted_anew(self, state_dict: dict[str, Any], factor: float | None) -> bool:
-        """Load the state of one whose steps counted otherwise: it comes to `factor` times its count.
+        """Load the state of a scheduler that counted its steps differently: advance to `factor` times its count.
 
-        It is brought there from its beginning, as its length may be another one here.
+        A copy is advanced from the beginning, because the scheduler's length may be different here.
 
         Returns:
-            Whether it was. Else nothing is loaded: the factor is not known; or it had begun before `prepare`, or is of
-            the script's own class, or one whose rates depend on more than its count.
+            False if nothing was loaded. Reasons: the factor is not known; the scheduler had advanced before `prepare`;
+            its class is the script's own; or its rates depend on more than its count.
         """
         count, groups = state_dict.get("last_epoch"), self.scheduler.optimizer.param_groups
         beginning = self._beginning
@@ -162,20 +163,20 @@ def load_schedulers(
 ) -> list[str]:
     """Load the states of a checkpoint, on any number of processes.
 
-    A step then and a step now may have different numbers of samples, and advance a scheduler differently often. With as
-    many samples for each process, what counts once for each process counts samples, and goes on; else it comes to the
-    same part of the training.
+    A step of the saving run and a step of this run may have different numbers of samples, and may advance a scheduler a
+    different number of times. The saved count is loaded if the advances per step, or per sample, are the same.
+    Otherwise the scheduler is advanced to the same part of the training, in samples.
 
     Args:
-        schedulers: as many as there were.
+        schedulers: as many as were saved.
         saved: the training's record: `schedules`, their `schedule_classes`, `schedules_advance` and `samples_per_step`.
-        samples_per_step: of a step here; None if it is not known.
+        samples_per_step: samples of one step of this run; None if unknown.
 
     Returns:
-        What could not be restored.
+        Phrases about states that could not be restored.
 
     Raises:
-        CheckpointError: a scheduler does not take its state, since another one was saved.
+        CheckpointError: a scheduler does not accept the saved state, because another scheduler was saved.
     """
     lost = []
     before = saved.get("schedules_advance") or [scheduler.times for scheduler in schedulers]  # of earlier versions
@@ -185,31 +186,32 @@ def load_schedulers(
         here = scheduler.class_name
         factor = scheduler.times / times * then / samples_per_step if then and samples_per_step else None
         try:
-            if saved_class != here:  # torch's would take some of the other's state, and give rates that are neither's
+            if saved_class != here:  # torch would load a part of the other class's state, and compute wrong rates
                 if not scheduler.load_counted_anew(state, scheduler.times / times if factor is None else factor):
                     raise ValueError(f"it cannot be brought to the count of a {saved_class}")
-                lost.append(f"the state of {saved_class}: {here} is here in its place, and goes on at the same count")
+                lost.append(f"the state of {saved_class}: {here} replaces it here, and continues at the same count")
             elif times == scheduler.times or factor == 1:
                 scheduler.load_state_dict(state)
             elif not scheduler.load_counted_anew(state, factor):
                 scheduler.load_state_dict(state)
                 lost.append(
-                    f"the position of {here}, which goes on at its count: it advanced {times} times per optimizer step "
-                    f"when it was saved, {scheduler.times} here (scheduler_counts)"
+                    f"the position of {here}, which continues at its count: it advanced {times} times per optimizer "
+                    f"step when it was saved, {scheduler.times} here (scheduler_counts)"
                 )
         except (LookupError, AttributeError, TypeError, ValueError) as error:  # other parts, functions or lengths
             raise CheckpointError(
-                f"the checkpoint has the state of a {saved_class}, which the {here} prepared here does not take "
+                f"the checkpoint has the state of a {saved_class}, but the {here} prepared here does not accept it "
                 f"({type(error).__name__}: {error}).\nPrepare the same scheduler with the same parts, or use "
                 "load_state(weights_only=True)."
             ) from error
     return lost
 
 
-# The rates of torch's schedulers are computed by running a copy, which takes some 20 µs a step.
+# The rates of torch's schedulers are computed by running a copy, which takes about 20 µs per step.
 _MOST_SIMULATED = 20_000
 _MOST_EPOCHS = 100  # a larger multiple is probably a coincidence: 10,000 steps are a multiple of many lengths
-# These depend on the number of steps only. A copy of a script's own class or function could change its state.
+# Rates of these classes depend only on the step count. Running a copy of the script's own class or function could
+# change the script's state.
 _CLOSED = (
     lr_scheduler.ConstantLR,
     lr_scheduler.CosineAnnealingLR,
@@ -224,7 +226,7 @@ _CLOSED = (
 
 
 def own_steps(scheduler: Any) -> int | None:
-    """The number of its own steps after which a scheduler ends; None if it does not end, or the number is unknown."""
+    """Return the number of its own steps after which a scheduler ends; None if it has no end, or the end is unknown."""
     if isinstance(scheduler, CurveLR):
         return None if scheduler.curve.goes_on else scheduler.curve.total_steps
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
@@ -245,11 +247,11 @@ def own_steps(scheduler: Any) -> int | None:
 
 
 class SchedulerLength:
-    """Compares the length of a scheduler with that of the loop, in applied optimizer steps.
+    """A comparison of a scheduler's length with the loop's, in applied optimizer steps.
 
     Args:
         scheduler: the torch scheduler.
-        times: how many times it advances per applied optimizer step.
+        times: how many times the scheduler advances per applied optimizer step.
         typed_per_step: how many of the steps that the script counts correspond to one applied optimizer step.
     """
 
@@ -262,21 +264,21 @@ class SchedulerLength:
         self._taken = 0
 
     def resume(self, own_step: int) -> None:
-        """Continue at one of the scheduler's own steps, after loading its state."""
+        """Continue at this step of the scheduler's own count, after its state was loaded."""
         self._taken = -(-own_step // self._times)
 
     def count(self) -> str | None:
-        """Count a step; a line for the log at the first step beyond the end."""
+        """Count a step; return a line for the log at the first step beyond the end."""
         self._taken += 1
         if self._taken - 1 != self._steps:
             return None
         return (
             f"{self._name} is built for {self._steps} steps, but the loop continues: this was step {self._taken}. Make "
-            f"it as long as the loop: epochs × len(prepared loader) ÷ accumulation{self._counting()}."
+            f"the scheduler as long as the loop: epochs × len(prepared loader) ÷ accumulation{self._counting()}."
         )
 
     def at_end(self, rate: float) -> str | None:
-        """A line if the loop ended before the scheduler, at the learning rate `rate`."""
+        """Return a line if the loop ended before the scheduler, at the learning rate `rate`."""
         if self._steps is None or not 0 < self._taken < self._steps:
             return None
         return (
@@ -292,12 +294,12 @@ class SchedulerLength:
 def describe_section(
     section: SchedulerSection, rates: Sequence[float], facts: SchedulerFacts | None, steps_per_epoch: int | None
 ) -> str | None:
-    """A line about the configuration's scheduler; None if it is not one of DeepSpeed's types.
+    """Return a line about the configuration's scheduler; None if its type is not one of DeepSpeed's.
 
     Args:
         section: the section, in optimizer steps.
         rates: the optimizer's own learning rate of each group.
-        facts: facts about the DummyScheduler, whose numbers may have been divided by the number of processes.
+        facts: facts about the DummyScheduler; its numbers may have been divided by the number of processes.
         steps_per_epoch: optimizer steps of one epoch; None if unknown.
     """
     if section.type not in CURVES:
@@ -311,7 +313,7 @@ def describe_section(
         for name in ("total_num_steps", "warmup_num_steps")
         if name in section.params and getattr(facts, name, None) not in (None, section.params[name])
     }
-    if typed and total is not None:  # they were divided by the number of processes
+    if typed and total is not None:  # the script's numbers were divided by the number of processes
         other = describe_curve(SchedulerSection(section.type, {**section.params, **typed}), rates)
         line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])
     return line
@@ -320,15 +322,15 @@ def describe_section(
 def describe_counting(
     name: str, length: int, facts: Facts, accumulation: int, *, by_process: bool, built_before: bool
 ) -> str | None:
-    """A warning if the length of a scheduler fits only the other value of `scheduler_counts`; else None.
+    """Return a warning if the length of a scheduler fits only the other value of `scheduler_counts`; otherwise None.
 
-    A length fits if it is an integer number of epochs of the loader: of the prepared loader if each optimizer step
-    counts once, of the loader as the script gave it if each counts once for each process. If the length fits both, the
+    A length fits if it is an integer number of epochs of a loader: of the prepared loader if an optimizer step counts
+    once, of the given loader if an optimizer step counts once for each process. If the length fits both loaders, the
     scheduler is assumed to count the given loader only if it was built before the loader was prepared.
 
     Args:
         name: the name of the scheduler's class.
-        length: the length that the script gave.
+        length: the length in the script.
         facts: facts about the loop and the machine.
         accumulation: micro-batches per optimizer step.
         by_process: whether a scheduler advances once for each process per optimizer step.
@@ -342,26 +344,26 @@ def describe_counting(
     if by_process and of_prepared and not of_given:
         return (
             f"warning: {name} is {length} steps long: {_epochs(of_prepared)} of the prepared loader, which has "
-            f"{prepared} batches on each process{micro}. But scheduler_counts is processes, so that it advances "
+            f"{prepared} batches on each process{micro}. But scheduler_counts is processes: the scheduler advances "
             f"{processes} steps for each optimizer step, and ends after {-(-length // processes)}.\n"
-            "Write scheduler_counts: steps into the config, or build the scheduler from the length of the loader as it "
-            f"was before prepare(), {given} batches."
+            "Write scheduler_counts: steps into the config. Or build the scheduler from the loader's length before "
+            f"prepare(), {given} batches."
         )
     if not by_process and of_given and (built_before or not of_prepared):
         ends = length * accumulation / prepared
         return (
-            f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader as it was before prepare(), "
+            f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader before prepare(), "
             f"{given} batches{micro}. But the prepared loader has {prepared} batches on each process, and "
-            "scheduler_counts is steps, so that it advances one step for each optimizer step, and ends after "
+            "scheduler_counts is steps: the scheduler advances one step for each optimizer step, and ends after "
             f"{ends:.3g} epochs.\n"
-            "Write scheduler_counts: processes into the config (or leave the key out), or build the scheduler "
-            "from the length of the prepared loader."
+            "Write scheduler_counts: processes into the config, or remove the key. Or build the scheduler from the "
+            "length of the prepared loader."
         )
     return None
 
 
 def _whole_epochs(steps: int, batches: int, accumulation: int) -> int | None:
-    """How many epochs of a loader `steps` optimizer steps are, with any rounding; None if it is not an integer."""
+    """Return how many epochs of a loader `steps` optimizer steps are, with any rounding; None if not an integer."""
     shorter, longer = batches // accumulation, -(-batches // accumulation)
     nearest = round(steps * accumulation / batches)
     exact = steps in (nearest * batches // accumulation, -(-nearest * batches // accumulation))
@@ -374,11 +376,11 @@ def _epochs(count: int) -> str:
 
 
 def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:
-    """A line about a scheduler of the script; None if its learning rates cannot be predicted.
+    """Return a line about a scheduler of the script; None if its learning rates cannot be predicted.
 
     Args:
         scheduler: a scheduler that has not advanced yet.
-        times: how many times it advances per applied optimizer step.
+        times: how many times the scheduler advances per applied optimizer step.
         steps_per_epoch: optimizer steps of one epoch; None if unknown.
     """
     own = own_steps(scheduler)
@@ -389,7 +391,7 @@ def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | 
     if not _is_closed(scheduler):
         start = scheduler.optimizer.param_groups[0]["lr"]
         return _points(type(scheduler).__name__, lambda _: float(start), None, None, None) + _epoch(steps_per_epoch)
-    # Several steps at a time do not pass the end of OneCycleLR, whose rate is no longer meant there.
+    # The last meaningful rate of OneCycleLR is at step `total_steps - 1`: several steps at a time do not pass it.
     rates = _simulate(scheduler, last - isinstance(scheduler, lr_scheduler.OneCycleLR))
     total = -(-last // times)
     peak = rates.index(max(rates))
@@ -431,18 +433,18 @@ def _other_end(total: int, here: float, other: float) -> str:
 
 
 def _is_closed(scheduler: Any) -> bool:
-    """Whether running a copy calls no code of the script."""
+    """Return whether running a copy calls no code of the script."""
     kind = type(scheduler)
     if kind in (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
         return all(map(_is_closed, scheduler._schedulers))
-    if kind is lr_scheduler.LambdaLR:  # transformers' schedulers are partials of its own functions
+    if kind is lr_scheduler.LambdaLR:  # transformers' schedulers are partial objects of its own functions
         functions = [getattr(shape, "func", shape) for shape in scheduler.lr_lambdas]
         return all(str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
     return kind in _CLOSED
 
 
 def _simulate(scheduler: lr_scheduler.LRScheduler, steps: int) -> list[float]:
-    """The first group's learning rate before each of `steps` steps and after the last, from a copy of the scheduler."""
+    """Return the first group's learning rate before each of `steps` steps and after the last, by running a copy."""
     twin, groups = _twin(scheduler)
     rates = [float(groups[0]["lr"])]
     with warnings.catch_warnings():
@@ -454,7 +456,7 @@ def _simulate(scheduler: lr_scheduler.LRScheduler, steps: int) -> list[float]:
 
 
 def _twin(scheduler: lr_scheduler.LRScheduler) -> tuple[lr_scheduler.LRScheduler, list[dict[str, Any]]]:
-    """A copy of a scheduler that has not advanced, and the parameter groups, without parameters, that it drives."""
+    """Copy a scheduler that has not advanced; return the copy and its parameter groups, which have no parameters."""
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     optimizer.param_groups = [
         copy.deepcopy({**{key: value for key, value in group.items() if key != "params"}, "params": [], "lr": rate})

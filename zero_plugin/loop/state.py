@@ -33,7 +33,7 @@ class AcceleratorView(Protocol):
 
 
 class _SharedState(ProcessCalls):
-    """What the two states have in common: all instances of each share one state.
+    """The common part of both states: all instances of a class share one state.
 
     Attributes:
         debug: whether `ACCELERATE_DEBUG_MODE` is set.
@@ -55,7 +55,7 @@ class _SharedState(ProcessCalls):
         return self._processes.backend
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
+        """Destroy `group`, or by default close all runs and destroy the default process group; collective."""
         if group is not None:
             dist.destroy_process_group(group)
         else:
@@ -66,16 +66,16 @@ class _SharedState(ProcessCalls):
         if self.initialized or name not in (*dir(type(self)), "device", "distributed_type", "debug", "fork_launched"):
             raise AttributeError(f"'{kind}' object has no attribute '{name}'")
         raise AttributeError(
-            f"`{kind}` object has no attribute `{name}`, since `{kind}._reset_state()` was called. "
-            "Make a new `Accelerator()` or `PartialState()`."
+            f"`{kind}` object has no attribute `{name}`, because `{kind}._reset_state()` was called. "
+            "Create a new `Accelerator()` or `PartialState()`."
         )
 
 
 class PartialState(_SharedState):
     """The ranks and the device of this process, for scripts without an `Accelerator`; all instances share one state.
 
-    The first instance initializes the process group, unless an `Accelerator` has done so. It shows the processes of the
-    newest `Accelerator`.
+    The first instance initializes the process group, unless an `Accelerator` has done so. The state then shows the
+    processes of the newest `Accelerator`.
 
     Args:
         cpu: compute on the CPU even if a GPU is available.
@@ -145,11 +145,11 @@ class AcceleratorState(_SharedState):
     """The state of the newest `Accelerator`; all instances share it.
 
     Args:
-        mixed_precision, cpu: accepted for compatibility; they must be those of the `Accelerator`.
+        mixed_precision, cpu: accepted for compatibility; they must agree with the `Accelerator`.
         **settings: other arguments of Accelerate's class; they must be None or False.
 
     Raises:
-        LoopError: there is no `Accelerator`, or it was configured differently.
+        LoopError: no `Accelerator` exists, or its configuration differs.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -160,13 +160,13 @@ class AcceleratorState(_SharedState):
         typed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False))
         if not self.initialized:
             raise LoopError(
-                f"AcceleratorState({typed}) shows the newest Accelerator, and there is none.\n"
-                f"Write accelerator = Accelerator({typed}) before, or take PartialState(), which needs none."
+                f"AcceleratorState({typed}) shows the newest Accelerator, but none exists.\n"
+                f"Write accelerator = Accelerator({typed}) before, or use PartialState(), which needs none."
             )
         is_so = mixed_precision in (None, self.mixed_precision) and not (cpu and self.device.type != "cpu")
         if not is_so or any(value not in (None, False) for value in settings.values()):
             raise LoopError(
-                f"AcceleratorState({typed}): the newest Accelerator, whose state this is, was configured differently.\n"
+                f"AcceleratorState({typed}) shows the newest Accelerator, but that was configured differently.\n"
                 f"Write Accelerator({typed}), and AcceleratorState()."
             )
 
@@ -177,12 +177,12 @@ class AcceleratorState(_SharedState):
             raise AttributeError("_accelerator")
         accelerator: AcceleratorView | None = self._shared_state["_run"]()
         if accelerator is None:
-            raise LoopError("AcceleratorState shows the newest Accelerator, which no longer exists.")
+            raise LoopError("AcceleratorState shows the newest Accelerator, but that no longer exists.")
         return accelerator
 
     @property
     def initialized(self) -> bool:
-        """Whether there is an `Accelerator`."""
+        """Whether an `Accelerator` exists."""
         return is_initialized()
 
     @property
@@ -201,12 +201,12 @@ class AcceleratorState(_SharedState):
         return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed configuration of that name."""
+        """Return the DeepSpeed configuration of that name."""
         return self._named_plugins(name)[name]
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How models are compiled."""
+        """The settings of the compiler."""
         return self._accelerator._run.options.handlers.compiler
 
     def select_deepspeed_plugin(self, name: str) -> None:
@@ -228,7 +228,7 @@ class AcceleratorState(_SharedState):
     def _named_plugins(self, name: str) -> Mapping[str, Any]:
         plugins = self.deepspeed_plugins or {}
         if name not in plugins:
-            raise LoopError(f"there is no DeepSpeed plugin {name!r}; there is {', '.join(plugins) or 'none'}.")
+            raise LoopError(f"no DeepSpeed plugin {name!r} exists. Existing plugins: {', '.join(plugins) or 'none'}.")
         return plugins
 
     def __repr__(self) -> str:
@@ -238,7 +238,7 @@ class AcceleratorState(_SharedState):
 
 
 def is_initialized() -> bool:
-    """Whether there is an `Accelerator` that the states show."""
+    """Return whether an `Accelerator` exists that the states show."""
     shown = AcceleratorState._shared_state.get("_run")
     return shown is not None and shown() is not None
 
@@ -252,6 +252,7 @@ def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> 
     """
     run = accelerator._run
     processes, device, distributed_type = run.processes, run.device, run.distributed_type
+    # PartialState first: AcceleratorState gets a copy of its state.
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
     shown = weakref.ref(accelerator)
     AcceleratorState._shared_state.update(PartialState._shared_state, _run=shown, _newest_run=run)
@@ -260,21 +261,21 @@ def show_run(accelerator: AcceleratorView, plugin_kwargs: Mapping[str, Any]) -> 
 
 
 def newest_run() -> Run | None:
-    """The run of the newest `Accelerator`, even if that no longer exists; None before the first one."""
+    """Return the run of the newest `Accelerator`, even if that no longer exists; None before the first one."""
     run: Run | None = AcceleratorState._shared_state.get("_newest_run")
     return run
 
 
 def newest_accelerator() -> Any:
-    """The newest `Accelerator` in this process, to which a pickled one is unpickled.
+    """Return the newest `Accelerator` in this process; unpickling an `Accelerator` calls this function.
 
     Raises:
-        LoopError: there is none.
+        LoopError: no `Accelerator` exists.
     """
     return AcceleratorState()._accelerator
 
 
 def forget_run() -> None:
-    """Clear all states, in a process that was forked from one that had them."""
+    """Clear all states in a forked process: they are copies of its parent's."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,6 +1,6 @@
 """`step`: complete the gradients of a window, and apply or drop them.
 
-`AcceleratedOptimizer.step()` calls `apply` where a window ends, and `AcceleratedOptimizer.zero_grad()` calls
+`AcceleratedOptimizer.step()` calls `apply` at the end of a window, and `AcceleratedOptimizer.zero_grad()` calls
 `drop_if_meant`.
 """
 
@@ -13,7 +13,7 @@ from zero_plugin.strategies.base import Session, release_failed_backward
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import FoundInf
 
-_ADDED = (Phase.EMPTY, Phase.ACCUMULATED)  # phases whose gradients are still to be completed
+_ADDED = (Phase.EMPTY, Phase.ACCUMULATED)  # phases in which gradients are not complete yet
 
 
 def apply(window: Window, session: Session | UnpreparedOptimizer) -> bool | FoundInf:
@@ -43,7 +43,7 @@ def apply(window: Window, session: Session | UnpreparedOptimizer) -> bool | Foun
 
 
 def complete(window: Window, session: Session | UnpreparedOptimizer) -> None:
-    """Make the accumulated gradients those of the step: averaged, and without a loss scale. Collective.
+    """Turn the accumulated gradients into the step's: averaged, and without a loss scale. Collective.
 
     Raises:
         LoopError: a backward has failed; or see `Session.complete_gradients`.
@@ -70,7 +70,7 @@ def complete(window: Window, session: Session | UnpreparedOptimizer) -> None:
 
 
 def first_nonfinite(window: Window, session: Session | UnpreparedOptimizer) -> str | None:
-    """Return the name of the first parameter whose gradient is not finite; None if all are. Collective."""
+    """Return the name of the first parameter with a non-finite gradient; None if all are finite. Collective."""
     if window.phase in (Phase.EMPTY, Phase.APPLIED):
         return None
     complete(window, session)
@@ -80,7 +80,7 @@ def first_nonfinite(window: Window, session: Session | UnpreparedOptimizer) -> s
 def drop_if_meant(window: Window, session: Session | UnpreparedOptimizer) -> None:
     """Drop the gradients if `zero_grad()` is called between a backward and its step, or after a failed backward.
 
-    Otherwise there is nothing to drop: `apply` clears the gradients, and inside a window they accumulate.
+    At other times nothing is dropped: `apply` clears the gradients, and inside a window they accumulate.
 
     Raises:
         LoopError: see `Session.agree_to_drop`.
@@ -99,21 +99,21 @@ def drop_if_meant(window: Window, session: Session | UnpreparedOptimizer) -> Non
         in_window = not window.ends_here and window.phase is not Phase.APPLIED
         session.drop_foreign_gradients(in_window=in_window)
         if isinstance(session, UnpreparedOptimizer):
-            window.enter(Phase.EMPTY)  # the script may compute gradients itself, which are not seen here
+            window.enter(Phase.EMPTY)  # the script may have computed gradients itself, which the window did not count
 
 
 def drop(window: Window, session: Session | UnpreparedOptimizer) -> None:
     """Drop the gradients of the window, in every phase."""
     if window.phase is Phase.FAILED:
-        release_failed_backward()  # of the script itself
+        release_failed_backward()  # it may be a backward that the script ran itself
     session.drop_gradients(failed=window.phase is Phase.FAILED)
     window.enter(Phase.EMPTY)
 
 
 def describe_kept_gradients(window: Window) -> str:
-    """Describe what plain torch would do with the gradients of the last step, which the script has kept.
+    """Describe what plain torch would do with the last step's gradients, because the script did not drop them.
 
-    To be called before `Window.count_step`.
+    Must be called before `Window.count_step`, which resets `since_step`.
     """
     if window.since_step == 0:
         return (

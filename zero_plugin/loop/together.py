@@ -1,7 +1,7 @@
-"""Windows of several trained models, of which one micro-batch may compute gradients in more than one.
+"""Windows of several trained models: one micro-batch may compute gradients in more than one model.
 
 A model's accumulated gradients may then have parts from other models' windows (`Window.others`). Each part was divided
-by the size of its own window, and has to be corrected if that window turns out shorter.
+by the planned size of its own window, and must be corrected if that window is shorter in the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
 WindowOf = tuple[Window, Session | UnpreparedOptimizer | None]
-"""A window, and what holds its gradients; None if the window only counts."""
+"""A window, and the holder of its gradients; None if the window only counts."""
 
 
 class TogetherWindows:
@@ -34,13 +34,13 @@ class TogetherWindows:
 
 
 def share_divisor(windows: Sequence[WindowOf]) -> int:
-    """Return the number that a loss of all these windows is divided by, before it is counted.
+    """Return the common divisor of a loss for all these windows, before the micro-batch is counted.
 
-    If they would divide it by different ones, all divide by their `steps`, and correct that where they end.
+    If the windows have different divisors, all switch to their `steps`, and correct this at their ends.
     """
     if len({window.next_divisor for window, _ in windows}) > 1:
         for window, session in windows:
-            if window.next_divisor != window.steps:
+            if window.next_divisor != window.steps:  # its epoch ends within the window
                 _divide_by(window.steps, window, session)
     return windows[0][0].next_divisor
 
@@ -54,7 +54,7 @@ def share_loss_scale(windows: Sequence[tuple[Window, Session]]) -> None:
 
 
 def set_loss_scale(scale: float, window: Window, session: Session) -> None:
-    """Change the loss scale of a model, and rescale the gradients that have it."""
+    """Change the loss scale of a model, and rescale its scaled gradients."""
     are_complete = window.phase in (Phase.COMPLETE, Phase.CLIPPED)
     session.set_loss_scale(scale, accumulated=window.phase is Phase.ACCUMULATED, complete=are_complete)
 
@@ -64,12 +64,12 @@ def count_foreign_backward(window: Window, *, ends: bool, windows: Iterable[Wind
 
     Args:
         window: the window of the model.
-        ends: whether the other windows end there. If this model has gradients of such backwards alone, a step applies
-            them where theirs does.
+        ends: whether the other windows end there. If this model has only gradients of foreign backwards, its step
+            applies them where the other models' steps act.
         windows: the windows of the other models.
 
     Raises:
-        LoopError: the gradients need a correction, and those that they were added to have had theirs.
+        LoopError: the gradients need a correction, but were added to complete gradients, which are already corrected.
     """
     window.since_step += 1
     for other in windows:
@@ -82,10 +82,10 @@ def count_foreign_backward(window: Window, *, ends: bool, windows: Iterable[Wind
 
 
 def correction(window: Window) -> float:
-    """Return the factor on the accumulated gradients that corrects their divisors to the numbers of micro-batches.
+    """Return the factor that corrects the accumulated gradients from their divisors to the micro-batch counts.
 
     Raises:
-        LoopError: the gradients are of windows that need different factors.
+        LoopError: the gradients come from windows that need different factors.
     """
     known = [(of.correction, multiplied) for of, multiplied in window.others.items()]
     factors = [factor / multiplied for factor, multiplied in known if factor is not None]
@@ -101,9 +101,9 @@ def correction(window: Window) -> float:
 
 
 def settle_correction(window: Window) -> float:
-    """Return the correction of a step.
+    """Return the correction of a step, and record it in open windows of other models.
 
-    The correction of another model's window that is still open has to turn out the same.
+    An open window must reach the recorded correction when it ends, because this step has used its gradients.
 
     Raises:
         LoopError: a step of another model has used these gradients with another correction; or see `correction`.
@@ -118,7 +118,7 @@ def settle_correction(window: Window) -> float:
 
 
 def _divide_by(divisor: int, window: Window, session: Session | UnpreparedOptimizer | None) -> None:
-    """Divide the losses of the window by another number, also those that were accumulated already."""
+    """Change the divisor of the window's losses, and rescale gradients that are already accumulated."""
     if divisor == window.own.divisor:
         return
     factor = window.own.divisor / divisor

@@ -1,7 +1,8 @@
 """`Training`: one prepared model with its configuration, session, optimizer, schedulers and accumulation window.
 
-`start_training` makes one. Its optimizer, its schedulers and the loader may come in the same `prepare` call or in later
-ones: then its configuration is resolved again. A checkpoint has its `record`: counters, parameter groups, loss scale.
+`start_training` creates a `Training`. The optimizer, the schedulers and the loader may come in the same `prepare` call
+or in later ones; a later call resolves the configuration again. Checkpoints hold the `record` of each `Training`:
+counters, parameter groups, loss scale.
 """
 
 from __future__ import annotations
@@ -61,21 +62,21 @@ class Training:
 
     Attributes:
         session: the session that runs the model.
-        facts: what the configuration was resolved from.
+        facts: the facts that the configuration was resolved from.
         resolved: the resolved configuration.
         window: counts the micro-batches.
-        parameters: the trained parameters. They are listed once, since iterating over a module takes time, and since a
-            loop may freeze a model temporarily for another model's loss.
+        parameters: the trained parameters, listed once: iterating over a module takes time, and a loop may freeze a
+            model temporarily for another model's loss.
         given_optimizer: the optimizer that was passed to `prepare`.
         optimizer: the prepared optimizer; None for a model that is not trained.
         ids: the ids of the parameters.
         looks: how many of its backwards `FirstSteps` has checked.
-        reached: whether the model got a gradient since this was last set to False; see `watch_gradients`.
-        remove_scheduler: removes the configuration's scheduler, if that advances by itself.
-        prediction: the memory that a plan predicts; None if there was no plan.
+        reached: whether the model got a gradient since this attribute was last set to False; see `watch_gradients`.
+        remove_scheduler: removes the configuration's scheduler, if that advances automatically.
+        prediction: the memory that a plan predicts; None without a plan.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not only in the last
             one of a window.
-        stepped_apart: whether each process has stepped by its own gradients, as inside `LocalSGD`.
+        stepped_apart: whether each process has stepped with its own gradients, as inside `LocalSGD`.
     """
 
     session: Session
@@ -98,15 +99,15 @@ class Training:
         self.ids = frozenset(map(id, self.parameters))
 
     def is_of_model(self, model: Any) -> bool:
-        """Whether `model` is the prepared model or the user's own module."""
+        """Return whether `model` is the prepared model or the user's own module."""
         return model is self.session.model or model is self.session.module
 
     def is_of_optimizer(self, optimizer: Any) -> bool:
-        """Whether `optimizer` is the given one, the prepared one, or the torch optimizer that runs."""
+        """Return whether `optimizer` is the given one, the prepared one, or the running torch optimizer."""
         known = (self.given_optimizer, self.optimizer, self.session.optimizer)
         return any(optimizer is candidate for candidate in known if candidate is not None)
 
-    # ---- what later calls of `prepare` add ---------------------------------------------------------------------------
+    # ---- additions by later calls of `prepare` -----------------------------------------------------------------------
 
     def add_optimizer(self, run: Run, pair: Pair) -> None:
         """Add the pair's optimizer to the session of a model that was prepared without one.
@@ -117,9 +118,9 @@ class Training:
         """
         if any(p.requires_grad and id(p) not in self.ids for p in pair.model.parameters()):
             raise LoopError(
-                f"prepare() got the optimizer of the {type(pair.model).__name__} in a later call than the model, of "
-                "which some parameters were frozen then.\nPass them in one call, or set requires_grad of all before "
-                "the first call."
+                f"prepare() got the optimizer of the {type(pair.model).__name__} in a later call than the model, and "
+                "some parameters were frozen in the model's call.\nPass both in one call, or set requires_grad of all "
+                "parameters before the first call."
             )
         facts = _with_pair(self.facts, pair)
         self._use(run, facts, resolve(run.document, facts))
@@ -127,7 +128,7 @@ class Training:
         run.strategy.add_optimizer(self.session, _request(pair, self.resolved))
 
     def wrap_optimizer(self, run: Run, pair: Pair, held: AcceleratedOptimizer | None) -> AcceleratedOptimizer:
-        """Create the `AcceleratedOptimizer` of the session, which has the pair's optimizer.
+        """Create the `AcceleratedOptimizer` of the session, which already runs the pair's optimizer.
 
         Args:
             run: the run.
@@ -144,7 +145,7 @@ class Training:
         self._follow(self.facts, self.resolved)
         if self.prediction is not None:
             memory_check.watch_memory(self.session, optimizer, self.prediction)
-        for scheduler in optimizer.schedulers:  # those of earlier `prepare` calls
+        for scheduler in optimizer.schedulers:  # schedulers of earlier `prepare` calls
             self._log_learning_rate(scheduler)
             self._warn_of_counting(scheduler)
         section = self.resolved.scheduler
@@ -153,17 +154,17 @@ class Training:
             self.remove_scheduler = _step_by_itself(section, optimizer)
             self._log_learning_rate(optimizer.schedulers[-1])
             _log.info(
-                "the configuration's scheduler advances with each optimizer step, since no scheduler was prepared"
+                "the configuration's scheduler advances with each optimizer step, because no scheduler was prepared"
             )
         return optimizer
 
     def prepare_scheduler(self, run: Run, scheduler: Any, *, built_before: bool) -> AcceleratedScheduler:
-        """Create the `AcceleratedScheduler` for a scheduler, or for what the configuration describes for a placeholder.
+        """Create the `AcceleratedScheduler` for a scheduler; for a placeholder, build the configuration's scheduler.
 
         Args:
             run: the run.
             scheduler: the scheduler or placeholder of the script, which drives this model's optimizer.
-            built_before: whether it was built before the loader was prepared.
+            built_before: whether the scheduler was built before the loader was prepared.
         """
         optimizer = self.optimizer
         assert optimizer is not None, "the model was found by its optimizer"
@@ -176,7 +177,7 @@ class Training:
                 scheduler = scheduler.lr_scheduler_callable(optimizer.optimizer)
             else:
                 assert self.resolved.scheduler is not None, "resolution gives every placeholder a section"
-                typed = counted if scheduler.total_num_steps is not None else 1  # a section's are optimizer steps
+                typed = counted if scheduler.total_num_steps is not None else 1  # a section counts optimizer steps
                 scheduler = build_scheduler(self.resolved.scheduler, optimizer.optimizer)
         follows = run.options.step_scheduler_with_optimizer
         prepared = AcceleratedScheduler(scheduler, optimizer, follows, times=times, typed_per_step=typed)
@@ -190,7 +191,7 @@ class Training:
         Args:
             run: the run.
             loop: facts about the loaders.
-            surely_trains: whether the loader is certainly not one for evaluation; otherwise problems are only logged.
+            surely_trains: whether the loader is certainly not for evaluation; otherwise problems are only logged.
 
         Raises:
             ConfigError: the loader contradicts the configuration.
@@ -206,8 +207,8 @@ class Training:
             if before != now:
                 raise LoopError(
                     f"train_batch_size was resolved to gradient_accumulation_steps {before} before the DataLoader was "
-                    f"prepared; with it, the number is {now}.\nPass the loader to prepare() with the model, or before "
-                    "it; or write gradient_accumulation_steps."
+                    f"prepared; with the loader, the number is {now}.\nPass the loader to prepare() with the model, or "
+                    "before it; or write gradient_accumulation_steps."
                 )
         except (ConfigError, LoopError) as error:
             if surely_trains:
@@ -234,7 +235,7 @@ class Training:
         if known is not None:
             if placeholder and known.placeholder and self.optimizer.schedulers:
                 raise LoopError(
-                    "prepare() got a second DummyScheduler of one optimizer; use what it returned for the first."
+                    "prepare() got a second DummyScheduler of one optimizer; use the scheduler of the first call."
                 )
             if known.placeholder or not placeholder:
                 return
@@ -278,10 +279,10 @@ class Training:
         facts, real, by_process = self.facts, scheduler.scheduler, self._counts_processes
         name, length = type(real).__name__, own_steps(real)
         if isinstance(real, CurveLR):
-            # A section's own numbers are optimizer steps, a placeholder's depend on `scheduler_counts`.
+            # The numbers of a section are optimizer steps. The numbers of a placeholder depend on `scheduler_counts`.
             name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
         elif scheduler.times != (facts.machine.counted if by_process else 1):
-            return  # `lr_scheduler_callable` built it, or it counts calls: `scheduler_counts` has no effect
+            return  # built by `lr_scheduler_callable`, or counts calls: `scheduler_counts` has no effect
         if length is None or facts.split_batches:
             return
         accumulation = self.resolved.accumulation
@@ -293,16 +294,16 @@ class Training:
 
     @property
     def is_inside_window(self) -> bool:
-        """Whether there are accumulated gradients, which are in no checkpoint."""
+        """Whether gradients are accumulating. Checkpoints do not include them."""
         return self.optimizer is not None and self.window.holds_gradients
 
     def describe_end(self) -> list[str]:
-        """Lines about schedulers that the loop did not run to their end."""
+        """Return lines about schedulers that the loop did not run to their end."""
         schedulers = [] if self.optimizer is None else self.optimizer.schedulers
         return [line for scheduler in schedulers if (line := scheduler.describe_end()) is not None]
 
     def measure(self) -> dict[str, float]:
-        """Measurements of the last step; see `Accelerator.metrics`."""
+        """Return measurements of the last step; see `Accelerator.metrics`."""
         optimizer = self.optimizer
         if optimizer is None:
             return {}
@@ -314,12 +315,12 @@ class Training:
         return values
 
     def watch_gradients(self) -> None:
-        """From now on set `reached` when the model gets a gradient, to know which models a loss depends on."""
+        """Set `reached` whenever the model gets a gradient, from now on, to know which models a loss depends on."""
         if self._watching:
             return
         self.window.plans_ahead = False
 
-        reference = weakref.ref(self)  # the hooks' references are in C++, where Python's GC cannot see them
+        reference = weakref.ref(self)  # C++ holds the hooks: Python's GC could not break a cycle through them
 
         def note(_: Tensor) -> None:
             if (training := reference()) is not None:
@@ -328,7 +329,7 @@ class Training:
         self._watching = [p.register_post_accumulate_grad_hook(note) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Release the model: nothing of its training is left in it, nor gradients of a window that is open."""
+        """Release the model: remove hooks, marks and gradients, including gradients of an open window."""
         session = self.session
         if session.before_change is not None:
             session.before_change()
@@ -343,7 +344,7 @@ class Training:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint has of it beside its tensors; the same in every process."""
+        """Return the part of a checkpoint that is not tensors; the same in every process."""
         session = self.session
         extra = {name: module.get_extra_state() for name, module in _with_extra_state(session.module)}
         record: dict[str, Any] = {"class": type(session.module).__name__, "extra_states": extra, "optimizer": None}
@@ -370,7 +371,7 @@ class Training:
         """
         saved, running = record["optimizer"], self.session.optimizer
         if saved is None or running is None or saved["algorithm"] is None:
-            return  # None: an imported checkpoint, whose files do not name it
+            return  # the files of an imported checkpoint do not name the algorithm
         if saved["algorithm"] != (own := optimizer_states.algorithm_of(running)):
             raise CheckpointError(
                 f"The checkpoint of the {record['class']} was saved with {saved['algorithm']}, but this run uses "
@@ -379,7 +380,7 @@ class Training:
             )
 
     def restore(self, record: Mapping[str, Any]) -> list[str]:
-        """Restore a record, whose tensors are loaded already; returns what was not restored."""
+        """Restore a record after its tensors were loaded; return phrases about parts that were not restored."""
         session, saved = self.session, record["optimizer"]
         for name, module in _with_extra_state(session.module):
             if name in record["extra_states"]:
@@ -387,15 +388,15 @@ class Training:
         if self.optimizer is None or session.optimizer is None:
             return []
         if saved is None:
-            return [f"an optimizer of the {record['class']}: it was not trained there"]
+            return [f"an optimizer of the {record['class']}: the saving run did not train it"]
         left: list[str] = []
         pieces = session.optimized_pieces()
         if not optimizer_states.restore_groups(session.optimizer, pieces, saved["groups"]):
-            left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
+            left.append("learning rates and other settings of the parameter groups, which hold other parameters here")
         further = saved.get("further_states")  # older checkpoints have none
         names = [] if further is None else optimizer_states.restore_further_states(session.optimizer, pieces, further)
         if names:
-            left.append(f"states of {', '.join(names)} that belong to the whole parameter, which ZeRO has partitioned")
+            left.append(f"states of {', '.join(names)} that belong to a complete parameter, which ZeRO has partitioned")
         session.restore_scale(saved["loss_scale"])
         self.optimizer.restore_counts(saved["applied_steps"], saved["skipped_in_a_row"])
         return left
@@ -408,16 +409,16 @@ def start_training(
 
     Args:
         run: the run.
-        facts: facts about the loop and the machine; those about the model, optimizer and schedulers are added here.
+        facts: facts about the loop and the machine; facts about model, optimizer and schedulers are added here.
         window: the default accumulation window, for models without an optimizer.
         pair: the user's module, with its optimizer and schedulers.
-        peek: returns an example batch; None if there is none.
+        peek: returns an example batch, or None if no loader can give one.
         **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
-        ConfigError: see `resolve` and `plan_open_fields`; or processes are to share samples, and the model cannot; see
-            `share_model`.
-        MachineError, StrategyError: memory does not suffice; see `check_memory` and `check_memory_without_zero`.
+        ConfigError: see `resolve` and `plan_open_fields`; or the model does not support that processes share samples,
+            see `share_model`.
+        MachineError, StrategyError: memory is not sufficient; see `check_memory` and `check_memory_without_zero`.
     """
     document, strategy, processes, model = run.document, run.strategy, run.processes, pair.model
     facts = _with_pair(replace(facts, model=probe_model(model)), pair)
@@ -437,7 +438,7 @@ def start_training(
     elif activations is not None:
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     left_out = _find_left_out(pair)
-    if processes.shared_by > 1:  # from here on its forward is that of a group of processes
+    if processes.shared_by > 1:  # from here on, a forward of the model needs all processes of the group
         share_model(model, document)
     session = strategy.build_session(_request(pair, resolved, **how), processes)
     session.left_out = left_out
@@ -445,7 +446,7 @@ def start_training(
     each_batch = run.options.accumulation.sync_each_batch
     training = Training(session, facts, resolved, window, parameters, reduces_each_batch=each_batch)
     if predicted is not None:
-        before = peak_before if facts.loop.micro_batch else None  # else the plan had to guess the micro-batch size
+        before = peak_before if facts.loop.micro_batch else None  # None: the plan had to guess the micro-batch size
         training.prediction = memory_check.Prediction(predicted, local_processes(processes), processes.device, before)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
@@ -456,18 +457,18 @@ def log_dropped(window: Window, of: str | None) -> None:
 
     Args:
         window: the accumulation window.
-        of: the class of its model, or of an optimizer without a prepared model. None if the window is not its own.
+        of: the class of the window's model, or of an optimizer without a prepared model; None without both.
     """
     if of is not None and window.holds_gradients:
         times = "1 backward" if window.backwards == 1 else f"{window.backwards} backwards"
         announce(
-            f"free_memory() drops the gradients of {times} of the {of}, which optimizer.step() has not applied: the "
-            "accumulation window was open"
+            f"free_memory() drops the gradients of {times} of the {of}: the accumulation window was open, and "
+            "optimizer.step() has not applied them"
         )
 
 
 def optimized_parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
-    """The parameters in the optimizer's groups."""
+    """Return the parameters in the optimizer's groups."""
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         given = group["params"]
@@ -476,7 +477,7 @@ def optimized_parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
 
 
 def _with_pair(facts: Facts, pair: Pair) -> Facts:
-    """The facts, with those about the optimizer and the schedulers of the pair."""
+    """Return the facts, with facts about the pair's optimizer and schedulers added."""
     optimizer, schedulers = pair.optimizer, pair.schedulers
     described = None
     if optimizer is not None:
@@ -492,7 +493,7 @@ def _request(pair: Pair, resolved: Resolved, **how: bool) -> SessionRequest:
 
 
 def _log_resolved(resolved: Resolved, run: Run, logged: Sequence[str] = ()) -> None:
-    """Log the resolved values that affect the training, and where the complete configuration is written."""
+    """Log the resolved values that affect the training, and write the complete configuration to a file."""
     for line in resolved.logged:
         if line not in logged:
             _log.info(line)
@@ -502,7 +503,7 @@ def _log_resolved(resolved: Resolved, run: Run, logged: Sequence[str] = ()) -> N
 
 
 def _find_left_out(pair: Pair) -> list[nn.Parameter]:
-    """See `Session.left_out`; it is logged."""
+    """Return the trainable parameters that no optimizer holds, and log their number; see `Session.left_out`."""
     if pair.optimizer is None:
         return []
     held = {id(p) for p in optimized_parameters(pair.optimizer)}
@@ -518,7 +519,7 @@ def _find_left_out(pair: Pair) -> list[nn.Parameter]:
 
 
 def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """Advance the section's scheduler with each optimizer step; the returned function undoes all of it."""
+    """Advance the section's scheduler with each optimizer step; the returned function undoes everything."""
     settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
     scheduler = AcceleratedScheduler(build_scheduler(section, optimizer.optimizer), optimizer, times=1)
     optimizer.call_after_step(scheduler.step)

@@ -55,7 +55,7 @@ class Weights:
 
     Args:
         run: the run.
-        prepared: what is prepared.
+        prepared: the prepared objects.
     """
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -65,7 +65,7 @@ class Weights:
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """The user's own module inside a prepared model; see `Accelerator.unwrap_model`."""
+        """Return the user's own module inside a prepared model; see `Accelerator.unwrap_model`."""
         session = self._prepared.session_of(model)
         if session is None:
             return extract_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -74,7 +74,7 @@ class Weights:
 
     @collective("get_state_dict", waits_for_all=True, after_group="alone")
     def collect(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
+        """Collect unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
         state: dict[str, Tensor] = {}
         with working(f"gathering the weights of the {type(self.unwrap(model)).__name__}") as work:
             for name, tensor in self._named_tensors(model):
@@ -100,7 +100,7 @@ class Weights:
         if not safe_serialization:
             raise LoopError(
                 "save_model(safe_serialization=False): weights are always written as safetensors, without pickle.\n"
-                "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
+                "Remove it, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
         limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), save_model.parse_dtype(dtype)
         target = Path(save_directory).expanduser().absolute()
@@ -168,7 +168,7 @@ class Weights:
         return self._own_tensors(model, self._saved_names(self.unwrap(model)))
 
     def _own_tensors(self, model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors of a model that is not prepared."""
+        """Return the named tensors of a model that is not prepared."""
         module = self.unwrap(model)
         if any(hasattr(p, "ds_id") for p in module.parameters()):
             raise LoopError(
@@ -177,7 +177,7 @@ class Weights:
         return stored_values(module, persistent_tensors(module, names))
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
-        """The names of the tensors that are saved, as on the main process; None for all."""
+        """Return the names of the tensors to save, the same on all processes; None for all tensors."""
         if not save_model.has_adapters(module):
             return None
         names = sorted(save_model.adapter_names(module)) if self._run.processes.rank == 0 else None
@@ -187,7 +187,7 @@ class Weights:
 
     @contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Inside, weights can be read and written as in plain PyTorch; see `Accelerator.whole_weights`."""
+        """Make weights readable and writable as in plain PyTorch; see `Accelerator.whole_weights`."""
         with ExitStack() as stack:
             self._enter_whole_weights(stack, models)
             yield
@@ -207,12 +207,12 @@ class Weights:
     def init_model(
         self, weights: str | os.PathLike[str] | None = None, *, strict: bool = True
     ) -> AbstractContextManager[list[WeightsReport]]:
-        """Inside, models are constructed partitioned at stage 3; see `Accelerator.init_model`."""
+        """Return a context in which models are constructed partitioned at stage 3; see `Accelerator.init_model`."""
         self._run.follow_configuration()
         if self._run.document.deepspeed.value("zero_optimization", "stage") is AUTO:
             _log.info(
                 "zero_optimization.stage is open until prepare(), so init_model() builds the unpartitioned model in "
-                "every process; with `zero-plugin launch --model …` the plan chooses the stage before"
+                "every process. With `zero-plugin launch --model …` the plan chooses the stage earlier."
             )
         return self._building(None if weights is None else Path(weights), strict)
 
@@ -274,7 +274,7 @@ class Weights:
         return report
 
     def _check_memory(self, module: nn.Module) -> None:
-        """Raise if CPU memory does not hold what the processes of this machine are about to allocate."""
+        """Raise if CPU memory does not hold the tensors that this machine's processes are about to allocate."""
         empty = {id(slot.tensor): slot.tensor for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta}
         size = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
         parts = self._run.processes.world_size if self._run.strategy.partitions_parameters else 1
@@ -283,18 +283,18 @@ class Weights:
             local_processes(self._run.processes),
             available_cpu_memory(),
             f"the {type(module).__name__}",
-            "Start fewer processes on this machine, or use ZeRO stage 3, where each process holds a partition.",
+            "Start fewer processes on this machine, or use ZeRO stage 3: each process then holds a partition.",
         )
 
     def _initialize(self, module: nn.Module, names: Collection[str]) -> None:
         if names:
             for fragment in self._run.strategy.fragments_to_fill(module, names):
-                fragment.values.fill_(torch.nan)
+                fragment.values.fill_(torch.nan)  # `initialize_tensors` finds tensors that no initializer has written
             initialize_tensors(module, names, self._run.strategy.gathered_tensors)
 
 
 def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
-    """The names of parameters on the meta device that are not in the files, and must be initialized.
+    """Return the names of parameters on the meta device that are not in the files, and must be initialized.
 
     Raises:
         CheckpointError: buffers are on the meta device too, and their values are unknown.
@@ -311,7 +311,10 @@ def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
 
 
 def _without_initializing() -> AbstractContextManager[None]:
-    """Inside, transformers models do not initialize weights, which are read afterwards; they still tie them."""
+    """Return a context in which transformers models do not initialize weights, but still tie them.
+
+    The values are read from files afterwards.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return nullcontext()

@@ -1,7 +1,7 @@
-"""`Window`: the phase and the counts of one accumulation window of a model. It calls no session.
+"""`Window`: the phase and the counts of one accumulation window of a model. This module calls no session.
 
-`loop/backward.py`, `loop/clip.py` and `loop/step.py` have a function for each thing that a loop does with a window and
-the session of its model. `loop/together.py` has what only scripts with several trained models need.
+`loop/backward.py`, `loop/clip.py` and `loop/step.py` have a function for each act of a loop on a window and the session
+of its model. `loop/together.py` has the functions for several trained models.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ CLIP_VALUE: Final = "clip_grad_value_()"
 class Phase(enum.Enum):
     """The state of a window's gradients.
 
-    `NEXT_PHASES` has the legal transitions. Everything else raises `LoopError`, or does nothing where the docstring of
-    the function says so.
+    `NEXT_PHASES` has the legal transitions. A call that does not fit the phase raises a `LoopError`, or has no effect
+    if the function's docstring says so.
     """
 
     EMPTY = enum.auto()
     """No backward has reached the model since the gradients were dropped."""
 
     ACCUMULATED = enum.auto()
-    """Backwards have reached it; the gradients are divided by `Window.divisor`, and may have a loss scale."""
+    """Backwards have reached the model; gradients are divided by `Window.divisor`, and may have a loss scale."""
 
     COMPLETE = enum.auto()
     """The gradients are the step's: averaged over processes and micro-batches, and without a loss scale."""
 
     CLIPPED = enum.auto()
-    """The same, and the script has clipped them."""
+    """The gradients are complete, and the script has clipped them."""
 
     APPLIED = enum.auto()
     """The step was taken, or skipped. Scripts may read the gradients until the next backward."""
 
     FAILED = enum.auto()
-    """A backward or a step raised, and has left gradients that must not be applied."""
+    """A backward or a step raised and left gradients that must not be applied."""
 
 
 NEXT_PHASES: Final[Mapping[Phase, frozenset[Phase]]] = {
@@ -58,21 +58,21 @@ NEXT_PHASES: Final[Mapping[Phase, frozenset[Phase]]] = {
 
 
 class Place(enum.Enum):
-    """Where the loop is in its window. `zero_grad()` and the next backward depend on it alone.
+    """The position of the loop in its window. `zero_grad()` and the next backward depend only on this position.
 
     Attributes:
-        drops: which gradients `zero_grad()` drops between a backward and its step: `all`, `none`, or `foreign`, those
-            of other models' windows. Loops also call it at their start, or after each micro-batch.
+        drops: the gradients that `zero_grad()` drops between a backward and its step: `all`, `none`, or `foreign` (from
+            other models' windows). Loops also call `zero_grad()` at their start, or after each micro-batch.
     """
 
     drops: str
 
     IN_BATCH = ("in a micro-batch of accumulate()", "foreign")
-    LAST_BATCH = ("in the window's last accumulate(), after a backward", "all")  # a script may leave out the step
+    LAST_BATCH = ("in the window's last accumulate(), after a backward", "all")  # the script may skip the step
     BETWEEN_BATCHES = ("between two accumulate() of one window", "foreign")
     AFTER_BATCHES = ("after the window's last accumulate()", "all")
     BY_HAND = ("in a loop without accumulate()", "all")
-    SCRIPT_OPEN = ("the script has set that the window goes on", "none")
+    SCRIPT_OPEN = ("the script has set that the window continues", "none")
     SCRIPT_END = ("the script has set that the window ends", "all")
 
     def __init__(self, _: str, drops: str) -> None:
@@ -84,11 +84,11 @@ class MicroBatches:
     """The micro-batches of one accumulation window.
 
     Attributes:
-        divisor: the number that their losses are divided by: their number by `len(loader)` when the window opened.
-        most: how many there are if the epoch turns out longer than `len(loader)`.
-        count: how many there are so far.
-        are_all: whether the window ended with the last one.
-        expected: the correction with which a step of another model has used gradients of theirs before that.
+        divisor: losses are divided by this number: the planned size, according to `len(loader)` when the window opened.
+        most: the size of the window if the epoch is longer than `len(loader)`.
+        count: the micro-batches so far.
+        are_all: whether the window has ended.
+        expected: the correction with which a step of another model has used these gradients before the window ended.
     """
 
     divisor: int
@@ -99,45 +99,47 @@ class MicroBatches:
 
     @property
     def correction(self) -> float | None:
-        """The factor that corrects the divisor to their number; None as long as nothing depends on it."""
+        """The factor that corrects the divisor to the real count; None while the window is open and unused."""
         return self.divisor / self.count if self.are_all else self.expected
 
 
 class Window:
-    """Counts a model's micro-batches, and knows the phase of its gradients.
+    """The counts of a model's micro-batches, and the phase of its gradients.
 
-    A window has `steps` micro-batches; the last one of an epoch may have fewer. Micro-batches are counted in one of
-    three ways. With `accumulate()`, which returns the window as a context manager, each entry is one (`enter_batch`).
-    Without it, each backward is one. Or the script sets whether the window ends (`decide`), and no micro-batch is
-    counted until the next `accumulate()`.
+    A window has `steps` micro-batches; the last window of an epoch may have fewer. Micro-batches are counted in one of
+    three ways:
+
+    * With `accumulate()`, which returns the window as a context manager, each entry counts (`enter_batch`).
+    * Without `accumulate()`, each backward counts.
+    * If the script sets whether the window ends (`decide`), nothing is counted until the next `accumulate()`.
 
     The loss of each micro-batch is divided by the actual size of the window, if the loader knows its length when the
-    window opens. Otherwise it is divided by `steps`, and if the window was shorter, the accumulated gradients are
+    window opens. Otherwise the loss is divided by `steps`; if the window was shorter, the accumulated gradients are
     multiplied by `divisor / count` when they are completed.
 
     Args:
         steps: micro-batches per optimizer step, at least 1.
-        progress: where the loop is in the epochs of the prepared loaders.
+        progress: the loop's position in the epochs of the prepared loaders.
 
     Attributes:
         steps: micro-batches per optimizer step, from the next window on.
-        plans_ahead: whether losses are divided by the actual size, if it is known, outside `accumulate()` too. False
-            with several models: there it is known only after the backward whose micro-batch it was.
+        plans_ahead: whether losses are divided by the actual size, if known, outside `accumulate()` too. False with
+            several models: there, only the finished backward shows which model a micro-batch belongs to.
         in_context: whether the loop is inside `accumulate()`.
-        ends_here: whether the current micro-batch is the window's last, so that `step()` applies the gradients.
+        ends_here: whether the current micro-batch is the window's last: then `step()` applies the gradients.
         is_decided: whether the script has set `ends_here`.
         phase: the state of the gradients.
-        measured: what is known of COMPLETE gradients.
+        measured: facts about COMPLETE gradients, such as their norm.
         clipping: the configured norm at which steps clip; infinite for no clipping.
-        typed_clipping: the same as a user has typed it; None if that is open, and the script may choose.
+        typed_clipping: the norm that the user typed; None if it is open, and the script may choose.
         completed_by: the last call of the script that needs the gradients COMPLETE.
         keeps_gradients: whether the gradients of the last step are still in `p.grad`, because the script has not called
-            zero_grad(). None after a step, until the next backward shows it (under ZeRO, never).
+            zero_grad(). None after a step, until the next backward shows it (under ZeRO, always None).
         own: the micro-batches of this window.
-        others: micro-batches of other models' windows that have also contributed to the accumulated gradients -> the
-            factor by which these gradients were multiplied since; see `loop/together.py`.
-        backwards: backwards of the window so far, which no step has applied yet.
-        since_step: backwards since the last call of step(), also those of other models' micro-batches.
+        others: micro-batches of other models' windows that also contributed to the accumulated gradients -> the factor
+            by which these gradients were multiplied since; see `loop/together.py`.
+        backwards: backwards of the window that no step has applied yet.
+        since_step: backwards since the last call of step(), including backwards of other models' micro-batches.
     """
 
     def __init__(self, steps: int, progress: LoaderProgress | None = None) -> None:
@@ -157,19 +159,19 @@ class Window:
         self.own = MicroBatches(steps, steps)
         self.others: dict[MicroBatches, float] = {}
         self.backwards = 0
-        self._before_batch = 0  # backwards of the window before accumulate() was entered last
+        self._before_batch = 0  # backwards of the window before the last entry of accumulate()
         self.since_step = 0
 
-    # ---- where the loop is -------------------------------------------------------------------------------------------
+    # ---- the position of the loop ------------------------------------------------------------------------------------
 
     @property
     def divisor(self) -> int:
-        """The number that the loss of the current micro-batch is divided by."""
+        """The divisor of the current micro-batch's loss."""
         return self.own.divisor
 
     @property
     def next_divisor(self) -> int:
-        """The number that the loss of the next backward is divided by, before it is counted, with several models."""
+        """The divisor of the next backward's loss, before this backward is counted; for several models."""
         opens = not self.in_context and (self._by_context or self.own.count == 0 or self.steps == 1)
         return self.steps if opens else self.own.divisor
 
@@ -180,12 +182,12 @@ class Window:
 
     @property
     def is_begun(self) -> bool:
-        """Whether micro-batches of this window were counted, and others are to come."""
+        """Whether micro-batches of this window were counted, and their gradients are not applied yet."""
         return self.holds_gradients or (self.own.count > 0 and not self.ends_here)
 
     @property
     def place(self) -> Place:
-        """Where the loop is in the window."""
+        """The position of the loop in the window."""
         if self.is_decided and not self.ends_here:
             return Place.SCRIPT_OPEN
         if self.in_context:
@@ -199,7 +201,7 @@ class Window:
 
     @property
     def dropping_is_meant(self) -> bool:
-        """Whether `zero_grad()`, called now, is between a backward and its step, so that it drops gradients."""
+        """Whether a `zero_grad()` now would be between a backward and its step, and must drop gradients."""
         if self.since_step == 0:
             return False
         drops = self.place.drops
@@ -207,7 +209,7 @@ class Window:
 
     @property
     def next_backward_ends(self) -> bool:
-        """Whether the next backward is the last of the window, before the forward of its micro-batch."""
+        """Whether the next backward is the last of the window. Valid before the forward of its micro-batch."""
         match self.place:
             case Place.IN_BATCH | Place.LAST_BATCH if self.own.count == 0 and not self.is_decided:
                 return self._is_end(1, is_counted=True)  # the window was opened again at this micro-batch
@@ -240,7 +242,7 @@ class Window:
         self._advance()
 
     def leave_batch(self, *_: object) -> None:
-        """Called when `accumulate()` is exited."""
+        """Leave the micro-batch when `accumulate()` is exited."""
         self.in_context = False
 
     __enter__, __exit__ = enter_batch, leave_batch
@@ -250,7 +252,7 @@ class Window:
 
         Raises:
             LoopError: outside `accumulate()`, more backwards ran without `step()` than the window has micro-batches, or
-                a second one ran in one batch of a prepared loader.
+                two backwards ran in one batch of a prepared loader.
         """
         self.since_step += 1
         if self.in_context:
@@ -268,13 +270,13 @@ class Window:
             raise window_errors.two_backwards_in_a_batch(self.steps)
 
     def count_step(self, *, has_stepped: bool = False) -> bool:
-        """Count a call of `optimizer.step()`; whether it is to apply the gradients.
+        """Count a call of `optimizer.step()`; return whether this call must apply the gradients.
 
         Args:
             has_stepped: whether the optimizer has applied gradients before.
 
         Raises:
-            LoopError: outside `accumulate()`, it is called neither after every micro-batch nor after every window.
+            LoopError: outside `accumulate()`, the loop calls it neither after every micro-batch nor after every window.
         """
         # Without accumulation every step applies the gradients of all backwards since the last one.
         applies = self.ends_here or (self.steps == 1 and not self.in_context and not self.is_decided)
@@ -310,11 +312,13 @@ class Window:
         """End the window after its step."""
         self.enter(Phase.APPLIED)
         self.backwards = 0
-        if not self.in_context:  # there the next accumulate() opens a window; a second step is of the same micro-batch
+        # Inside accumulate() the counts stay: a second step belongs to the same micro-batch, and the next accumulate()
+        # opens a window.
+        if not self.in_context:
             self.own = MicroBatches(self.steps, self.steps)
 
     def restart(self) -> None:
-        """Restart the window after gradients were dropped; inside `accumulate()` with the next backward."""
+        """Restart the window after gradients were dropped; inside `accumulate()` it begins with the next backward."""
         self.since_step = 0
         if self.backwards:
             self._progress.repeat(self.backwards)
@@ -334,14 +338,14 @@ class Window:
         self.ends_here &= self.is_decided
 
     def _reopen(self) -> None:
-        """Open the window again, inside `accumulate()` at the current micro-batch if a backward of it follows."""
+        """Open the window again; inside `accumulate()` at the current micro-batch, if another backward follows."""
         self._open()
         self._by_context = self.in_context
         if self.in_context:
             self._plan()
 
     def _plan(self) -> None:
-        """Set the divisor to the number of micro-batches that the epoch still has for this window, if it is known."""
+        """Set the divisor to the number of micro-batches that the epoch still has for this window, if known."""
         if (self.plans_ahead or self.in_context) and self.steps > 1 and (left := self._progress.left) is not None:
             self.own.divisor = min(self.steps, left + 1)
 
@@ -360,6 +364,8 @@ class Window:
 
     def _is_end(self, batches: int, *, is_counted: bool) -> bool:
         progress = self._progress
+        # The divisor is the planned size. An epoch may be longer than `len(loader)`: while a loop runs, only its last
+        # batch or `most` micro-batches end the window.
         if batches >= self.own.most or (batches >= self.own.divisor and not progress.is_running):
             return True
         return progress.is_last if is_counted else progress.next_is_last

@@ -1,4 +1,4 @@
-"""Errors about accumulation windows: what the loop did, and what to write instead."""
+"""Errors about accumulation windows; each message names the mistake in the loop and its fix."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _FAILED: Final = (
     "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
     "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
 )
-# Why no backward may follow one of the script's calls that complete the gradients of a step, before that step.
+# By call that completes the gradients: why no backward may run between this call and the step.
 _TOO_LATE: Final = {
     "clip_grad_norm_()": "the clipped norm would not be the step's",
     "clip_grad_value_()": "the gradients that it adds would not be clamped",
 }
 _SCALED: Final = "the gradients that it adds would have the loss scale, which was divided out of the others"
 _APART: Final = (
-    "A stream, whose length is unknown, ends so. Use a map-style dataset, or leave the last batches of a stream out; "
-    "accumulate the models together (`with accelerator.accumulate(one, other):`); or freeze a model for the losses of "
-    "the other one (model.requires_grad_(False) before the forward)."
+    "This happens at the end of a stream, whose length is unknown. Use a map-style dataset, or leave out the last "
+    "batches of a stream. Or accumulate the models together: `with accelerator.accumulate(one, other):`. Or freeze a "
+    "model for the losses of the other one: model.requires_grad_(False) before the forward."
 )
 
 
@@ -33,14 +33,14 @@ def missing_step(steps: int, count: int, backwards: int) -> LoopError:
 
     Args:
         steps: the configured micro-batches of a window.
-        count: those that the window had.
+        count: the micro-batches that the window had.
         backwards: backwards since the last step.
     """
     if count < steps:  # the epoch has ended earlier
         return LoopError(
-            f"optimizer.step() was not called at the end of the epoch, whose last accumulation window has "
+            f"optimizer.step() was not called at the end of the epoch. Its last accumulation window has "
             f"{count} micro-batches; gradient_accumulation_steps is {steps}.\n"
-            "Call optimizer.step() after every backward: it acts where a window ends. Or step by hand "
+            "Call optimizer.step() after every backward: it acts at the end of a window. Or step by hand "
             f"`if (i + 1) % {steps} == 0 or i + 1 == len(loader)`."
         )
     return LoopError(
@@ -84,7 +84,7 @@ def late_backward(call: str) -> LoopError:
     """Return the error for a backward after a call that needs complete gradients, and before the step.
 
     Args:
-        call: what the script has called.
+        call: the call of the script.
     """
     return LoopError(
         f"backward() after {call} and before optimizer.step(): {_TOO_LATE.get(call, _SCALED)}.\n"
@@ -93,10 +93,10 @@ def late_backward(call: str) -> LoopError:
 
 
 def clipped_after_step(call: str) -> LoopError:
-    """Return the error for a clipping of gradients that a step has applied already.
+    """Return the error for clipping gradients that a step has already applied.
 
     Args:
-        call: what the script has called.
+        call: the call of the script.
     """
     return LoopError(
         f"{call} was called after optimizer.step(), which has applied and cleared the gradients.\n"
@@ -105,14 +105,14 @@ def clipped_after_step(call: str) -> LoopError:
 
 
 def different_sizes(sizes: list[str]) -> LoopError:
-    """Return the error for gradients of windows that need different corrections.
+    """Return the error for accumulated gradients from windows that need different corrections.
 
     Args:
         sizes: a phrase for each window.
     """
     return LoopError(
-        "the gradients of a model are from accumulation windows of different sizes, which was not known when they "
-        f"were added up: {', '.join(sizes)}.\n{_APART}"
+        "the accumulated gradients of a model come from accumulation windows of different sizes: "
+        f"{', '.join(sizes)}. The sizes were not known in time.\n{_APART}"
     )
 
 
@@ -121,9 +121,9 @@ def used_gradients(count: int, taken_for: int) -> LoopError:
 
     Args:
         count: the micro-batches of the window.
-        taken_for: the number that the step of the other model took for it.
+        taken_for: the number that the step of the other model assumed.
     """
     return LoopError(
-        f"an accumulation window has {count} micro-batches, but gradients of their losses were in a step of "
-        f"another model's optimizer before that was known, as if it had {taken_for}.\n{_APART}"
+        f"an accumulation window has {count} micro-batches, but another model's optimizer has applied gradients of "
+        f"their losses as though it had {taken_for}. Its size was not known in time.\n{_APART}"
     )

@@ -1,4 +1,4 @@
-"""Experiment trackers: what every one has, the known ones, those that `log_with` asks for, and the started ones."""
+"""Experiment trackers: their base class, the built-in ones, the choice by `log_with`, and the started ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_main_process(method: Method) -> Method:
-    """A tracker's method that does nothing on other processes, unless the tracker says `main_process_only = False`."""
+    """Decorate a tracker's method to run on the main process only, unless its `main_process_only` is False."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +40,10 @@ def on_main_process(method: Method) -> Method:
 
 
 class GeneralTracker:
-    """An experiment tracker. Subclass it for a tracker of your own.
+    """An experiment tracker. Subclass this class for your own tracker.
 
-    A subclass has a `name`, says in `requires_logging_directory` whether it writes files, and returns from `tracker`
-    the object that it writes through. Example, which keeps all values in a list:
+    A subclass has a `name`, a `requires_logging_directory` (True if the tracker writes files), and a `tracker`: the
+    object that it writes to. Example, with all values in a list:
 
         class Memory(GeneralTracker):
             name = "memory"
@@ -59,7 +59,7 @@ class GeneralTracker:
         print(accelerator.get_tracker("memory", unwrap=True))
 
     Raises:
-        NotImplementedError: a subclass lacks one of the three; names those.
+        NotImplementedError: a subclass lacks one of the three; the error names the missing ones.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -70,15 +70,15 @@ class GeneralTracker:
         missing = [part for part in ("name", "requires_logging_directory", "tracker") if part not in dir(self)]
         if missing and not _blank:
             raise NotImplementedError(
-                f"{type(self).__name__} lacks {', '.join(missing)}; a tracker has a name, says whether it "
-                "requires_logging_directory, and has a property tracker."
+                f"{type(self).__name__} lacks {', '.join(missing)}. A tracker needs the attributes name, "
+                "requires_logging_directory and tracker."
             )
 
     def start(self) -> None:
         """Open the run; called once, by `init_trackers`."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the run's hyper-parameters.
+        """Store the run's hyperparameters.
 
         Args:
             values: numbers, booleans, strings and None by name.
@@ -89,8 +89,8 @@ class GeneralTracker:
 
         Args:
             values: numbers, strings, or dicts of numbers, by name.
-            step: which step they are of.
-            **kwargs: for what the tracker writes through.
+            step: the step of these values.
+            **kwargs: for the object that the tracker writes to.
         """
 
     def finish(self) -> None:
@@ -98,13 +98,13 @@ class GeneralTracker:
 
 
 class KnownTracker(GeneralTracker):
-    """A tracker that `log_with` knows by name.
+    """A tracker that `log_with` accepts by name.
 
     Attributes:
-        tracker: what it writes through, once it is started.
+        tracker: the object that the tracker writes to, once it is started.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()  # the modules that have to be installed
+    needs: ClassVar[tuple[str, ...]] = ()  # the modules that must be installed
     tracker: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class KnownTracker(GeneralTracker):
 
 
 class JsonlTracker(KnownTracker):
-    """One JSON object per line in `<logging_dir>/<run_name>/metrics.jsonl`; hyper-parameters in `config.json` there.
+    """One JSON object per line in `<logging_dir>/<run_name>/metrics.jsonl`; hyperparameters in `config.json` there.
 
     A line holds the `step`, the `time` in seconds since 1970, and the values. Numbers that JSON cannot hold are the
     strings `nan`, `inf` and `-inf`. A second run of the same name appends to the file.
@@ -138,7 +138,7 @@ class JsonlTracker(KnownTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         line = {**({} if step is None else {"step": step}), "time": round(time.time(), 3), **_json(values)}
         self.tracker.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.tracker.flush()  # for who follows the file, and for the end that comes without warning
+        self.tracker.flush()  # for programs that follow the file, and to lose nothing if the process is killed
 
     @on_main_process
     def finish(self) -> None:
@@ -146,7 +146,7 @@ class JsonlTracker(KnownTracker):
 
 
 def _json(value: Any) -> Any:
-    """Replace what JSON does not support, such as nan, by its string, and tensors and arrays by their numbers."""
+    """Replace values that JSON does not support, such as nan, by strings; replace tensors and arrays by numbers."""
     value = _plain_values(value)
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
@@ -157,6 +157,7 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+# Limits of MLflow.
 _LONGEST: Final = 500  # characters of a parameter's value
 _BATCH: Final = 100  # parameters in a call
 
@@ -165,9 +166,11 @@ class MLflowTracker(KnownTracker):
     """MLflow.
 
     Args:
-        experiment_name: where runs are listed; the environment's `MLFLOW_EXPERIMENT_NAME` comes before it.
-        logging_dir: not used; MLflow keeps runs at `tracking_uri`.
-        tracking_uri: where runs are kept; by default the environment's `MLFLOW_TRACKING_URI`, else MLflow's own choice.
+        experiment_name: the experiment that lists the runs; the environment variable `MLFLOW_EXPERIMENT_NAME` overrides
+            it.
+        logging_dir: not used; MLflow stores runs at `tracking_uri`.
+        tracking_uri: the store of the runs. None takes the environment variable `MLFLOW_TRACKING_URI`, or MLflow's own
+            default.
         nested_run: whether the run is a child of the active one.
         **kwargs: for `mlflow.start_run`: `run_id`, `run_name`, `tags`, `description`, ….
     """
@@ -201,7 +204,7 @@ class MLflowTracker(KnownTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See `GeneralTracker.store_init_configuration`; values too long for MLflow are cut, and end with …."""
+        """Store the hyperparameters; values too long for MLflow are cut, and end with …."""
         import mlflow
 
         texts = [(name, str(value)) for name, value in values.items()]
@@ -211,7 +214,7 @@ class MLflowTracker(KnownTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See `GeneralTracker.log`; strings become tags, dicts `name/inner`; `kwargs` go to `log_metrics`."""
+        """Write measurements; strings become tags, dicts `name/inner`; `kwargs` go to `log_metrics`."""
         import mlflow
 
         flat = _flat(values)
@@ -229,7 +232,7 @@ class MLflowTracker(KnownTracker):
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A dict's values under `name/inner`."""
+    """Flatten a dict: inner values get the name `name/inner`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(_flat(value, f"{above}{key}/") if isinstance(value, Mapping) else {f"{above}{key}": value})
@@ -251,14 +254,14 @@ class TensorBoardTracker(KnownTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See `GeneralTracker.store_init_configuration`; what TensorBoard cannot hold is written as text."""
+        """Store the hyperparameters; values that TensorBoard does not support are written as text."""
         legal = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
         self.writer.add_hparams(legal, metric_dict={}, run_name="hparams")
         self.writer.flush()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See `GeneralTracker.log`; `kwargs` go to `add_scalar`, `add_scalars` or `add_text`. The rest is left out."""
+        """Write measurements; `kwargs` go to `add_scalar`, `add_scalars` or `add_text`. Other types are left out."""
         for key, value in values.items():
             if isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
@@ -298,7 +301,7 @@ class WandBTracker(KnownTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See `GeneralTracker.log`; `kwargs` go to the run's `log`."""
+        """Write measurements; `kwargs` go to the run's `log`."""
         self.run.log(values, step=step, **kwargs)
 
     @on_main_process
@@ -318,7 +321,7 @@ class WandBTracker(KnownTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a table, of `columns` and `data` or of a `dataframe`."""
+        """Write a table from `columns` and `data`, or from a `dataframe`."""
         import wandb
 
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
@@ -330,7 +333,7 @@ class WandBTracker(KnownTracker):
 
 @dataclass(frozen=True)
 class _OfAccelerate:
-    """A tracker of Accelerate's by its name there, which is its package's too; called as a known tracker's class is.
+    """One of Accelerate's trackers, by its name, which is also its package's. Calling it builds the tracker.
 
     Keyword arguments go to Accelerate's class.
     """
@@ -345,15 +348,15 @@ class _OfAccelerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from accelerate import tracking  # type: ignore[import-untyped]
 
-        # Its logger, and trackers that it runs on the main process only, are for a state that its Accelerator sets up;
-        # `Trackers` calls a tracker on the main process alone.
+        # Accelerate's logger and its `main_process_only` need a state that Accelerate's `Accelerator` sets up. Replace
+        # both: here, `Trackers` calls trackers only on the main process.
         tracking.logger = _OnceLogger(logging.getLogger(tracking.__name__), {})
         kind: Any = tracking.LOGGER_TYPE_TO_CLASS[self.name]
         return type(kind.__name__, (kind,), {"main_process_only": False})(*args, **kwargs)
 
 
 class _OnceLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from Python 3.11 on
-    """What Accelerate's trackers call of its logger."""
+    """The part of Accelerate's logger that its trackers call."""
 
     def warning_once(self, message: str) -> None:
         if once(_OnceLogger, message):
@@ -366,18 +369,18 @@ _KNOWN: Final[tuple[Known, ...]] = (
     _OfAccelerate("aim", requires_logging_directory=True),
     *map(_OfAccelerate, ("clearml", "comet_ml", "dvclive", "swanlab", "trackio")),
 )
-# What `log_with` knows by name, also trackers that scripts have registered.
+# The trackers that `log_with` accepts by name, including those that scripts have registered.
 LOGGER_TYPE_TO_CLASS: Final[dict[str, Known]] = {kind.name: kind for kind in _KNOWN}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` know a tracker of the script's own by its `name`.
+    """Make `log_with` accept the script's own tracker class by its `name`.
 
-    `init_trackers` calls the class with the project's name, then with the logging folder if the class requires one, and
-    with the keyword arguments that `init_kwargs` has for its name.
+    `init_trackers` calls the class with the project's name, the logging folder if the class requires one, and the
+    keyword arguments in `init_kwargs` for its name.
 
     Raises:
-        ValueError: it is no `GeneralTracker`, or has no `name` or no `requires_logging_directory`.
+        ValueError: the class is no `GeneralTracker`, or has no `name` or no `requires_logging_directory`.
     """
     is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
     missing = [part for part in ("name", "requires_logging_directory") if not hasattr(tracker_class, part)]
@@ -393,20 +396,20 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers of this package and of Accelerate whose package is installed; `jsonl` needs none."""
+    """Return the trackers of this package and of Accelerate whose package is installed; `jsonl` needs none."""
     return [LoggerType(kind.name) for kind in _KNOWN if not _missing(kind)]
 
 
 def choose_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Known | GeneralTracker]:
-    """The trackers that `log_with` names: what builds the known ones, and objects as they are.
+    """Return the trackers in `log_with`: classes for names, and the script's objects unchanged.
 
     Args:
-        log_with: names, `LoggerType`s or `GeneralTracker`s, one or several; `all` for every one that is installed and,
-            without a `logging_dir`, writes no files.
-        logging_dir: where those that write files do.
+        log_with: names, `LoggerType`s or `GeneralTracker`s, one or several; `all` selects every installed tracker, or
+            without a `logging_dir` only those that write no files.
+        logging_dir: the folder of trackers that write files.
 
     Raises:
-        ConfigError: a name is not known, its package is not installed, or it needs a folder; names all such.
+        ConfigError: a name is unknown, a package is not installed, or a tracker needs a folder; the error lists all.
     """
     several = log_with if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     given = [each for each in several if each is not None]
@@ -428,7 +431,7 @@ def _find_problem(name: str, logging_dir: Any) -> Problem | None:
     where, kind = f"Accelerator(log_with={name!r})", LOGGER_TYPE_TO_CLASS.get(name)
     if kind is None:
         legal = ", ".join([*LOGGER_TYPE_TO_CLASS, "all"])
-        return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
+        return Problem(where, "", "is no tracker", f"Write {legal}, or pass an instance of your own GeneralTracker.")
     if missing := _missing(kind):
         are = "is" if len(missing) == 1 else "are"
         return Problem(where, "", f"{' and '.join(missing)} {are} not installed", f"pip install {' '.join(missing)}")
@@ -438,7 +441,7 @@ def _find_problem(name: str, logging_dir: Any) -> Problem | None:
 
 
 def _missing(kind: Known) -> list[str]:
-    """The modules that are not installed."""
+    """Return the modules that are not installed."""
     return [module for module in getattr(kind, "needs", ()) if importlib.util.find_spec(module) is None]
 
 
@@ -446,8 +449,8 @@ class Trackers:
     """The started trackers of one run. They act on the main process and do nothing on others.
 
     Args:
-        project: has the folder of those that write files.
-        rank: of this process.
+        project: has the folder for trackers that write files.
+        rank: the rank of this process.
 
     Attributes:
         started: the trackers.
@@ -455,7 +458,7 @@ class Trackers:
 
     def __init__(self, project: ProjectConfiguration, rank: int) -> None:
         self.started: list[GeneralTracker] = []
-        self._closed = ""  # the names of those that `finish` has closed
+        self._closed = ""  # the names of the trackers that `finish` has closed
         self._project = project
         self._is_main = rank == 0
 
@@ -466,7 +469,7 @@ class Trackers:
         config: dict[str, Any] | None,
         init_kwargs: Mapping[str, dict[str, Any]],
     ) -> None:
-        """Start those of `log_with`; see `Accelerator.init_trackers`."""
+        """Start the trackers of `log_with`; see `Accelerator.init_trackers`."""
         if not self._is_main:
             return
         if unknown := sorted(init_kwargs.keys() - {tracker.name for tracker in log_with}):
@@ -482,7 +485,7 @@ class Trackers:
                 tracker.store_init_configuration(config)
 
     def find(self, name: str, *, unwrap: bool) -> Any:
-        """The started tracker of that name; see `Accelerator.get_tracker`."""
+        """Return the started tracker of that name; see `Accelerator.get_tracker`."""
         if not self._is_main or not self.started:
             self._refuse_closed("get_tracker()")
             return GeneralTracker(_blank=True)
@@ -491,7 +494,7 @@ class Trackers:
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]  # a subclass has it
         started = ", ".join(tracker.name for tracker in self.started)
         raise LoopError(
-            f"no tracker {name!r} is started (started: {started}); name it in Accelerator(log_with=…) and call "
+            f"no tracker {name!r} is started (started: {started}). Add the name to Accelerator(log_with=…) and call "
             "init_trackers(…)."
         )
 
@@ -505,7 +508,7 @@ class Trackers:
                 tracker.log(plain, step=step, **log_kwargs.get(tracker.name, {}))
 
     def finish(self) -> None:
-        """Have all of them write what they keep, though one fails."""
+        """Close all trackers, even if closing one of them fails."""
         with ExitStack() as ends:
             for tracker in reversed(self.started):
                 ends.callback(tracker.finish)
@@ -513,20 +516,20 @@ class Trackers:
             self.started.clear()
 
     def _refuse_closed(self, call: str) -> None:
-        """Raise if the trackers are closed, so that no measurement is lost silently.
+        """Refuse to lose measurements silently.
 
         Raises:
             LoopError: the trackers are closed.
         """
         if self._closed:
             raise LoopError(
-                f"{call} came after end_training(), which has closed the trackers ({self._closed}). Nothing was "
+                f"{call} was called after end_training(), which has closed the trackers ({self._closed}). Nothing was "
                 f"written.\nCall {call} before end_training()."
             )
 
 
 def _plain_values(values: Any) -> Any:
-    """Tensors and arrays, also in dicts, as the numbers, or lists of numbers, that they hold."""
+    """Replace tensors and arrays, also in dicts, by their numbers or lists of numbers."""
     if isinstance(values, Mapping):
         return {key: _plain_values(value) for key, value in values.items()}
     if isinstance(values, torch.Tensor) or (hasattr(values, "dtype") and hasattr(values, "tolist")):

@@ -1,4 +1,4 @@
-"""What scripts import from `accelerate.utils`, under the same names; loaded when it is used."""
+"""The names that scripts import from `accelerate.utils`; each is loaded on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_plugin.utils.lazy import lazy_names
 
-# Now: loaded later, the module would take the place of its function here.
+# Import this now: a later import of the module `tqdm` would replace the function of that name here.
 from zero_plugin.utils.tqdm import tqdm as tqdm
 
 if TYPE_CHECKING:  # each module's public names, for editors and type checkers
@@ -62,7 +62,7 @@ __all__ = [*_listed, "tqdm"]
 
 
 def __getattr__(name: str) -> Any:
-    # One rule for the questions `is_…_available`, of which there is one for every package that a script may want.
+    # One rule for all functions `is_…_available`: `imports` makes them for any package.
     if name.startswith("is_") and name.endswith("_available"):
         from zero_plugin.utils import imports
 

@@ -1,4 +1,4 @@
-"""File names and words that `accelerate.utils.constants` gives a name."""
+"""The constants of `accelerate.utils.constants`: file names and words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAFE_MODEL_NAME: Final = "model"
 SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME: Final = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
-# Of Accelerate's own checkpoints, which `Accelerator.load_state` does not read.
+# Files of Accelerate's own checkpoints, which `Accelerator.load_state` does not read.
 OPTIMIZER_NAME: Final = "optimizer"
 SCHEDULER_NAME: Final = "scheduler"
 SAMPLER_NAME: Final = "sampler"

@@ -1,4 +1,4 @@
-"""Placeholders and the DeepSpeed configuration, as scripts import them from `accelerate.utils.deepspeed`."""
+"""Placeholders and the DeepSpeed configuration, under the names of `accelerate.utils.deepspeed`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_plugin.utils.lazy import stand_in
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The `DeepSpeedPlugin` that is in use.
+    """Return the selected `DeepSpeedPlugin`.
 
     Args:
         state: `AcceleratorState()`, or `accelerator.state`.
@@ -20,7 +20,7 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
         ValueError: the run does not use DeepSpeed.
     """
     if (plugin := state.deepspeed_plugin) is None:
-        raise ValueError("this run does not use DeepSpeed; give it a DeepSpeed configuration (zero-plugin config)")
+        raise ValueError("this run does not use DeepSpeed; add a DeepSpeed configuration (zero-plugin config)")
     return plugin
 
 

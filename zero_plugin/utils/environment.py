@@ -1,4 +1,4 @@
-"""Environment variables, and what the machine says of itself without starting a device."""
+"""Environment variables, and facts about the machine that do not need a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables that is set and not negative."""
+    """Return the first of these variables that is set and not negative, or `default`."""
     for key in env_keys:
         if (value := int(os.environ.get(key, -1))) >= 0:
             return value
@@ -33,12 +33,12 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable's text."""
+    """Return the variable's text, or `default`."""
     return os.environ.get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """The given modules that have been imported."""
+    """Return the given modules that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -47,7 +47,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """No environment variables inside; afterwards those of before."""
+    """Remove all environment variables inside the context, and restore them afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -59,7 +59,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Variables set inside, names in capitals and values as text; afterwards as before."""
+    """Set variables inside the context, with names in capitals and values as text; restore them afterwards."""
     with variables_while({key.upper(): str(value) for key, value in kwargs.items()}):
         yield
 
@@ -84,8 +84,8 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Restore the `ACCELERATE_…` variables after each call of a function, or of each test of a class.
 
     Args:
-        func_or_cls: a function, also an asynchronous one; or a class, whose methods `test…` are replaced, also those
-            of its subclasses.
+        func_or_cls: a function, also an asynchronous one; or a class: its methods `test…` and those of its subclasses
+            are replaced.
     """
     if not isinstance(func_or_cls, type):
         return _restoring(func_or_cls)
@@ -126,11 +126,11 @@ def _restoring(function: Any) -> Any:
 
 @dataclass
 class CPUInformation:
-    """This process among the others, as a launcher's variables say.
+    """The ranks of this process, according to a launcher's variables.
 
     Attributes:
         rank, world_size: among all processes.
-        local_rank, local_world_size: among those of this machine.
+        local_rank, local_world_size: among the processes of this machine.
     """
 
     rank: int = 0
@@ -140,7 +140,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """What torchrun, Intel MPI, Open MPI or MVAPICH2 say in the environment; one process where none does."""
+    """Read the variables of torchrun, Intel MPI, Open MPI or MVAPICH2; one process if none of them is set."""
     launchers = (TORCH, *MPI)
     return CPUInformation(
         rank=get_int_from_env([names.rank for names in launchers], 0),
@@ -151,7 +151,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names of the NVIDIA GPUs, and how many there are.
+    """Return the names of the NVIDIA GPUs, and their number.
 
     Raises:
         OSError, CalledProcessError: nvidia-smi is missing or fails.
@@ -161,7 +161,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Version of the NVIDIA driver.
+    """Return the version of the NVIDIA driver.
 
     Raises:
         OSError, CalledProcessError: nvidia-smi is missing or fails.
@@ -170,7 +170,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """False where NCCL must not use P2P or InfiniBand: several RTX 40 on a driver older than 550.40.07."""
+    """Return False if NCCL must not use P2P or InfiniBand: several RTX 40 on a driver older than 550.40.07."""
     try:
         names, count = get_gpu_info()
         affected = count > 1 and any("RTX 40" in name for name in names)

@@ -1,4 +1,4 @@
-"""Which packages and devices this machine has, as scripts ask: `is_<name>_available()`."""
+"""`is_<name>_available()` for packages and devices, under the names of `accelerate.utils.imports`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALLED_ALIKE: Final = """
     amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib numpy pandas peft pytest sagemaker
     schedulefree swanlab timm torch_xla torchdata torchvision tqdm trackio transformer_engine transformers triton wandb
 """
-# What `is_<name>_available` asks for: one of these, installed.
+# `is_<name>_available` is True if one of these packages is installed.
 PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     **{name: (name.replace("_", "-"),) for name in _CALLED_ALIKE.split()},
     "4bit_bnb": ("bitsandbytes>=0.39.0",),
@@ -37,7 +37,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "torchdata_stateful_dataloader": ("torchdata>=0.8.0",),
 }
 
-# The module that adds the device to torch. The package trains on CUDA and CPU; a script may ask for any.
+# The module that adds the device to torch. This package does not train on these devices, but scripts ask for them.
 DEVICES: Final[dict[str, str]] = {
     "hpu": "habana_frameworks.torch",
     "mlu": "torch_mlu",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_installed(name: str, min_version: str | None = None) -> bool:
-    """Whether one of the packages is installed, in a version that serves."""
+    """Return whether one of the packages is installed, in a sufficient version."""
     for requirement in map(Requirement, PACKAGES[name]):
         try:
             found = importlib.metadata.version(requirement.name)
@@ -71,7 +71,7 @@ def _is_installed(name: str, min_version: str | None = None) -> bool:
 
 
 def _has_device(name: str, *_: bool, **__: bool) -> bool:
-    """Whether torch can compute on such a device here; whether a device is there is always looked at."""
+    """Return whether torch can compute on this kind of device; the device is always checked, whatever the arguments."""
     import torch
 
     try:
@@ -82,56 +82,57 @@ def _has_device(name: str, *_: bool, **__: bool) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA GPU, asked of the driver's library, so that processes can still be forked after."""
+    """Return whether this machine has a CUDA GPU; processes can still be forked afterwards."""
     import torch
 
+    # With this variable torch asks the driver's library (NVML), and does not initialize CUDA.
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
 
 
 def is_rocm_available() -> bool:
-    """Whether there is an AMD GPU."""
+    """Return whether this machine has an AMD GPU."""
     import torch
 
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is an Apple GPU, and torch is no older than `min_version`."""
+    """Return whether this machine has an Apple GPU, and torch is not older than `min_version`."""
     import torch
 
     return parse(torch.__version__) >= parse(min_version) and torch.backends.mps.is_available()
 
 
 def is_xccl_available() -> bool:
-    """Whether torch was built with Intel's collectives."""
+    """Return whether torch was built with Intel's collectives."""
     import torch
 
     return torch.distributed.is_available() and torch.distributed.distributed_c10d.is_xccl_available()
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether torch was built with process groups."""
+    """Return whether torch was built with process groups."""
     import torch
 
     return torch.distributed.is_available()
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed, and `USE_TORCH_XLA` does not say no; with a check, whether it runs on that."""
+    """Return whether torch_xla is installed and `USE_TORCH_XLA` is not off; with a check, whether it runs on that."""
     if not (parse_flag_from_env("USE_TORCH_XLA", default=True) and _is_installed("torch_xla")):
         return False
     if not (check_is_tpu or check_is_gpu):
         return True
     try:
         device: str = import_torch_xla().runtime.device_type()
-    except MachineError:  # it is built for another torch, so it runs on nothing
+    except MachineError:  # torch_xla is built for another torch release, and cannot run
         return False
     return device == "TPU" if check_is_tpu else device in ("GPU", "CUDA")
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine computes in bfloat16; CPUs do."""
+    """Return whether this machine computes in bfloat16; CPUs do."""
     import torch
 
     if is_torch_xla_available(check_is_tpu=True):
@@ -140,25 +141,25 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """True: torch computes in float16 on CUDA and CPU; DeepSpeed does not on a CPU."""
+    """Return True: torch computes in float16 on CUDA and CPU. DeepSpeed does not on a CPU."""
     return True
 
 
 def is_fp8_available() -> bool:
-    """Whether a package for fp8 is installed; this package itself does not train in it."""
+    """Return whether a package for fp8 is installed; this package itself does not train in fp8."""
     return any(map(_is_installed, ("msamp", "transformer_engine", "torchao")))
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes is installed with its back ends other than CUDA."""
+    """Return whether bitsandbytes is installed with backends other than CUDA."""
     return _is_installed("bnb") and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 
 def is_rich_available() -> bool:
-    """Whether rich is installed, and `ACCELERATE_ENABLE_RICH` asks for it."""
+    """Return whether `ACCELERATE_ENABLE_RICH` requests rich, which is always installed."""
     return parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
 def is_weights_only_available() -> bool:
-    """True: every torch that this package runs with loads without pickled code."""
+    """Return True: every supported torch release can load without pickled code."""
     return True

@@ -1,4 +1,4 @@
-"""Names that load when they are used, and names that Accelerate has and this package has not."""
+"""Names that are loaded on first use, and stand-ins for names of Accelerate that this package does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
-# With what to use instead.
+# Names of Accelerate that this package does not have -> the reason, with a replacement.
 LEFT_OUT: Final[dict[str, str]] = {
     name: reason
     for reason, names in (
@@ -35,7 +35,7 @@ LEFT_OUT: Final[dict[str, str]] = {
             is_transformer_engine_mxfp8_available torchao_required""",
         ),
         (
-            "is for quantized weights; load the model by transformers' quantization_config, and prepare() that",
+            "is for quantized weights; load the model with transformers' quantization_config, and prepare() it",
             "BnbQuantizationConfig CustomDtype has_4bit_bnb_layers load_and_quantize_model",
         ),
         (
@@ -54,12 +54,12 @@ LEFT_OUT: Final[dict[str, str]] = {
             prepare_tpu""",
         ),
         (
-            "is a part of Accelerate's own preparation; Accelerator.prepare does what it is for",
+            "is a part of Accelerate's own preparation; Accelerator.prepare replaces it",
             """DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper compile_regions_deepspeed
             deepspeed_required get_grad_scaler get_mixed_precision_context_manager map_pytorch_optim_to_deepspeed""",
         ),
         (
-            "is about back ends of Accelerate's own; zero_plugin runs on CUDA, CPU or TPU",
+            "is about Accelerate's own backends; zero_plugin runs on CUDA, CPU or TPU",
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
         ),
@@ -85,14 +85,14 @@ LEFT_OUT: Final[dict[str, str]] = {
 def lazy_names(
     module: str, homes: Mapping[str, str], submodules: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a module whose names load on first use.
+    """Return the `__getattr__`, `__dir__` and `__all__` of a module whose names are loaded on first use.
 
-    So importing the package, the command line and a question to the environment need no torch.
+    So torch is not needed to import the package, to run the command line, or to read the environment.
 
     Args:
-        module: its name.
-        homes: the names, with blanks between them, by the module that has them.
-        submodules: its modules that are attributes without an import of their own, as Accelerate's are.
+        module: the name of the module.
+        homes: module -> the names that it defines, separated by blanks.
+        submodules: modules that become attributes without their own import, as in Accelerate.
     """
     inside = frozenset(submodules.split())
     home_of = {name: home for home, names in homes.items() for name in names.split()}
@@ -102,7 +102,7 @@ def lazy_names(
             return importlib.import_module(f"{module}.{name}")
         if name not in home_of:
             return stand_in(module, name)
-        # Here, so that the package itself imports nothing.
+        # Import here: the package itself must import nothing.
         from zero_plugin.config.installed import garbage_collection_paused
 
         with garbage_collection_paused():
@@ -115,7 +115,7 @@ def lazy_names(
 
 
 class _LeftOut(type):
-    """The type of a stand-in: a class, so that `isinstance` may ask for it, that says why it cannot be used."""
+    """The type of a stand-in: a class, because scripts use it in `isinstance`; any other use raises the reason."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"{cls.__name__} {LEFT_OUT[cls.__name__]}.")
@@ -124,20 +124,20 @@ class _LeftOut(type):
         raise AttributeError(f"{cls.__name__} {LEFT_OUT[cls.__name__]}.")
 
 
-_stand_ins: dict[str, _LeftOut] = {}  # one for each name, so that `is` holds between two imports
+_stand_ins: dict[str, _LeftOut] = {}  # one per name: two imports must return the same object
 
 
 def stand_in(module: str, name: str) -> Any:
-    """What a module's `__getattr__` gives for a name that it does not have.
+    """Return the stand-in for a name of Accelerate that a module does not have; for a module's `__getattr__`.
 
-    A script may import a name for a case that never comes (an FSDP plugin behind a flag), so the import succeeds.
+    A script may import a name for a case that never happens (an FSDP plugin behind a flag), so the import succeeds.
 
     Returns:
-        Where Accelerate has the name, a class of which there is no instance; calling it, or looking something up in it,
-        raises NotImplementedError or AttributeError with what to use instead.
+        A class without instances. Calling the class, or reading an attribute, raises NotImplementedError or
+        AttributeError with a replacement.
 
     Raises:
-        AttributeError: Accelerate has no such name either.
+        AttributeError: Accelerate does not have this name either.
     """
     if name not in LEFT_OUT:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Find a batch size that fits, and give memory back."""
+"""Find a batch size that fits, and release memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zero_plugin.machine.hardware import clear_device_cache as clear_device_cach
 
 _logger = logging.getLogger(__name__)
 
-_TOO_LARGE = Foreign(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.")  # it has no algorithm for a batch that large
+_TOO_LARGE = Foreign(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\.")  # no algorithm for a batch of this size
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and clear the device's cache; `a, b = release_memory(a, b)` lets go of both.
+    """Collect garbage and clear the device's cache; `a, b = release_memory(a, b)` drops both references.
 
     Returns:
-        A None for each object. What an object holds is freed when the caller's name for it is gone.
+        A None for each object. An object's memory is freed when the caller has dropped its reference.
     """
     released: list[None] = [None] * len(objects)
     del objects
@@ -30,7 +30,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a GPU or a CPU, or that cuDNN cannot do a batch that large."""
+    """Return whether GPU or CPU memory ran out, or cuDNN does not support a batch of this size."""
     return is_out_of_memory(exception) or _TOO_LARGE.find(exception) is not None
 
 
@@ -39,7 +39,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorator that calls `function(batch_size, …)` with smaller and smaller batches until memory suffices.
+    """Decorate `function(batch_size, …)`: a call retries with smaller batches until memory is sufficient.
 
     A later call begins with the batch size that the last one ended with.
 
@@ -49,9 +49,9 @@ def find_executable_batch_size(
         train(model)
 
     Args:
-        function: its first parameter is the batch size, which the caller leaves out.
-        starting_batch_size: the first to try.
-        reduce_batch_size_fn: gives the next batch size; by default nine tenths of the last, rounded down.
+        function: its first parameter is the batch size; the caller does not pass this argument.
+        starting_batch_size: the first batch size to try.
+        reduce_batch_size_fn: returns the next batch size; by default nine tenths of the last, rounded down.
 
     Raises:
         TypeError: the caller passed the batch size.
@@ -83,10 +83,10 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Behind the `except`: until its end, the traceback holds the frames that hold the tensors.
+            # After the `except`: inside it, the traceback still keeps the frames and their tensors alive.
             clear_device_cache(garbage_collection=True)
             smaller = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(batch_size * 0.9)
-            _logger.warning(f"{name}: memory does not suffice for batch size {batch_size}; next is {smaller}")
+            _logger.warning(f"{name}: memory is not sufficient for batch size {batch_size}; next is {smaller}")
             batch_size = smaller
         raise RuntimeError("No executable batch size found, reached zero.")
 

@@ -1,4 +1,4 @@
-"""Names, sizes and places of a model's tensors, as `accelerate.utils.modeling` has them."""
+"""Names, sizes and devices of a model's tensors, under the names of `accelerate.utils.modeling`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ id_tensor_storage = tensor_storage
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether the model, without what wraps it, is PEFT's."""
-    peft = sys.modules.get("peft")  # a model of PEFT's has imported it
+    """Return whether the model inside its wrappers is PEFT's."""
+    peft = sys.modules.get("peft")  # a PEFT model exists only if peft was imported
     return peft is not None and isinstance(extract_model(model), peft.PeftModel)
 
 

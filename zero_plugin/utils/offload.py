@@ -1,4 +1,4 @@
-"""Weights in files and maps over them, as `accelerate.utils.offload` has them."""
+"""Weights in files and mappings of them, under the names of `accelerate.utils.offload`."""
 
 from zero_plugin.big_models.stored import OffloadedWeightsLoader as OffloadedWeightsLoader
 from zero_plugin.big_models.stored import PrefixedDataset as PrefixedDataset

@@ -1,4 +1,4 @@
-"""What a script calls on tensors, its own or those of all processes, as `accelerate.utils.operations` has it."""
+"""Operations on a script's tensors, local or over all processes, under the names of `accelerate.utils.operations`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from zero_plugin.tensors.nested import send_to_device as send_to_device
 from zero_plugin.tensors.nested import slice_tensors as slice_tensors
 from zero_plugin.utils.lazy import stand_in
 
-# What every collective raises where the processes' tensors do not match, in any mode.
+# Every collective raises this if the processes' tensors do not match, with and without debug mode.
 DistributedOperationException = LoopError
 
 
 def gather(tensor: Any) -> Any:
-    """The processes' tensors one after another along the first dimension, on every process; with one, as they are.
+    """Concatenate the processes' tensors along the first dimension, on every process; one process returns its own.
 
     A 0-dimensional tensor counts as one row. First dimensions may differ between the processes.
 
@@ -54,10 +54,10 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name for it
-    """The processes' lists of picklable objects as one list, process 0's first; with one process, as it is.
+    """Join the processes' lists of picklable objects, process 0's first; one process returns its own.
 
     Raises:
-        LoopError: it is no list, tuple or set, which could be joined.
+        LoopError: `object` is no list, tuple or set, and cannot be joined.
     """
     if PartialState().num_processes == 1:
         return object
@@ -65,12 +65,12 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name for it
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
+    """Return the elementwise sum, mean or maximum of the processes' tensors on every process.
 
     Args:
-        tensor: containers, or a tensor.
-        reduction: which.
-        scale: what the result is multiplied by.
+        tensor: a tensor, or containers of tensors.
+        reduction: `sum`, `mean`, `max`, or `none`: each process keeps its own values.
+        scale: the factor on the result.
 
     Raises:
         TypeError: a leaf is no tensor.
@@ -81,7 +81,7 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite the tensors, in place, by those of process `from_process`; returns them. With one, they stay.
+    """Overwrite the tensors in place by those of process `from_process`, and return them; one process keeps its own.
 
     Raises:
         TypeError: a leaf is no tensor.
@@ -99,15 +99,15 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of the list, in place, by those of process `from_process`; returns the list."""
+    """Replace the items of the list in place by those of process `from_process`, and return the list."""
     PartialState()
     return collectives.broadcast_object_list(object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
+    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, at the end or at the start.
 
-    A tensor that has no dimension `dim` is returned as it is, and so is a nested tensor, with a warning.
+    A tensor without a dimension `dim` is returned unchanged. A nested tensor is also unchanged, with a warning.
 
     Raises:
         TypeError: a leaf is no tensor.
@@ -121,12 +121,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 def GatheredParameters(  # noqa: N802 - DeepSpeed's name for it
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, parameters that ZeRO-3 has partitioned are unpartitioned on every process. Collective.
+    """Gather parameters that ZeRO-3 has partitioned: inside, every process has them complete. Collective.
 
     Args:
         params: parameters, or a parameter.
-        modifier_rank: the process whose changes stay; None where none changes them.
-        fwd_module: of a module's forward that gathers what is registered as external.
+        modifier_rank: the process whose changes are kept; None if no process changes them.
+        fwd_module: see DeepSpeed: the module whose forward gathers parameters that are registered as external.
         enabled: False does nothing.
     """
     given: Iterable[Tensor] = [params] if isinstance(params, Tensor) else list(params)
@@ -143,7 +143,7 @@ def _only_tensors(tree: Any, call: str) -> Any:
     def same(leaf: Tensor) -> Tensor:
         return leaf
 
-    same.__name__ = call  # the message names it
+    same.__name__ = call  # `recursively_apply` shows this name in its error
     return recursively_apply(same, tree, error_on_other_type=True)
 
 

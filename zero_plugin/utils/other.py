@@ -1,4 +1,4 @@
-"""Saving, unwrapping and small questions, as `accelerate.utils.other` has them."""
+"""Saving, unwrapping and small helpers, under the names of `accelerate.utils.other`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ convert_bytes = show_bytes
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """`torch.save` on the main process only.
+    """Save an object with `torch.save` on the main process only.
 
     Args:
-        obj: what to save.
-        f: path, or file opened for writing.
-        save_on_each_node: on each machine's main process.
+        obj: the object to save.
+        f: a path, or a file opened for writing.
+        save_on_each_node: save on each machine's main process.
         safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`.
     """
     state = PartialState()
@@ -37,31 +37,32 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: str | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """What `save` wrote: tensors, NumPy arrays and plain containers, without running pickled code.
+    """Load the file of a `save`: tensors, NumPy arrays and plain containers, without running pickled code.
 
     Args:
-        f: path, or file opened for reading.
-        map_location: where tensors come to, as `torch.load` takes it.
+        f: a path, or a file opened for reading.
+        map_location: the device of the tensors, as in `torch.load`.
         **kwargs: for `torch.load`; `weights_only=False` runs the code in a pickle.
     """
     return read_object(f, map_location, **kwargs)
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has come here."""
+    """Wait until every process has reached this call."""
     PartialState().wait_for_everyone()
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The model inside DDP, DataParallel or a DeepSpeed engine.
+    """Return the model inside DDP, DataParallel or a DeepSpeed engine.
 
     Args:
-        model: wrapped, or not.
-        keep_fp32_wrapper: leave its forward as it is; else the class' own comes back, so that it can be pickled.
-        keep_torch_compile: of a compiled model, give the compiled one, with the inner model inside.
-        recursive: take submodules out of theirs too.
+        model: a wrapped model, or any other.
+        keep_fp32_wrapper: keep the forward under autocast. If False, restore the class's own forward: the model can
+            then be pickled.
+        keep_torch_compile: return a compiled model in its compiled form, with the inner model inside.
+        recursive: also unwrap submodules.
     """
     return extract_model(
         model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile, recursive=recursive
@@ -69,7 +70,7 @@ def extract_model_from_parallel(
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put what `source` holds into `destination`, dict by dict, and return that."""
+    """Merge `source` into `destination`, dict by dict, and return `destination`."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -79,18 +80,18 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """`getattr` with a dotted name."""
+    """Get an attribute by a dotted name."""
     return functools.reduce(getattr, attr.split("."), obj)
 
 
 def get_pretty_name(obj: Any) -> str:
-    """A function's or class' qualified name; of another object, its class'."""
+    """Return the qualified name of a function or class, or of another object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether something answers on this port of this machine; None is 29500, the launcher's own."""
+    """Return whether a server answers on this port of this machine; None is 29500, the launcher's own port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 

@@ -10,15 +10,15 @@ from zero_plugin.utils.constants import STR_OPERATION_TO_FUNC
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version compares to another as `operation` says.
+    """Return the result of comparing two versions by `operation`.
 
     Args:
-        library_or_version: name of an installed package, or a parsed version.
+        library_or_version: the name of an installed package, or a parsed version.
         operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
-        requirement_version: what it is compared with.
+        requirement_version: the other version.
 
     Raises:
-        ValueError: another operation.
+        ValueError: `operation` is another string.
         PackageNotFoundError: the package is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
@@ -29,5 +29,5 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch compares to `version` as `operation` says; torch itself is not imported."""
+    """Compare the installed torch with `version` by `operation`; torch itself is not imported."""
     return compare_versions("torch", operation, version)
