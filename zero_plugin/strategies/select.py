@@ -1,4 +1,4 @@
-"""Selects the strategy of a run."""
+"""Select the strategy of a run."""
 
 from __future__ import annotations
 
