@@ -30,8 +30,8 @@ OF_BACKWARD = (
     Foreign(
         "SparseTensorImpl",
         _TORCH,
-        "a gradient of the {model} is a sparse tensor, but does not come from an nn.Embedding(sparse=True): DDP averages "
-        "only dense gradients and the gradients of such layers.\n"
+        "a gradient of the {model} is a sparse tensor, but does not come from an nn.Embedding(sparse=True): DDP "
+        "averages only dense gradients and the gradients of such layers.\n"
         "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True).",
     ),
 )

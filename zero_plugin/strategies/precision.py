@@ -110,7 +110,7 @@ class _Watch:
 def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:
     """Return how many skipped steps in a row stop a run: by then the scale has reached its minimum.
 
-    The first `hysteresis` - 1 skips do not change the scale, the next log2(initial / smallest) halve it, and one more
+    The first `hysteresis` - 1 skips do not change the scale. The next log2(initial / smallest) skips halve it. One more
     shows that the scale was not the cause.
     """
     halvings = 0
