@@ -157,7 +157,7 @@ def cut(whole: Tensor, dim: int = 1) -> Tensor:
         The part. Its size along `dim` is the size of `whole` divided by the number of processes of the group.
 
     Raises:
-        LoopError: the size along `dim` is not a multiple of the group's, or there is no such dimension.
+        LoopError: the size along `dim` is not a multiple of the group's, or `whole` has no dimension `dim`.
     """
     _check_tensor("cut()", whole, dim)
     group = CURRENT.find()
@@ -179,7 +179,7 @@ def gather(part: Tensor, dim: int = 1) -> Tensor:
         dim: the dimension of the sequence.
 
     Raises:
-        LoopError: there is no such dimension.
+        LoopError: `part` has no dimension `dim`.
     """
     _check_tensor("gather()", part, dim)
     group = CURRENT.find()
@@ -201,7 +201,7 @@ def total(part: Tensor) -> Tensor:
 
 
 def _check_tensor(call: str, given: Any, dim: int | None = None) -> None:
-    """Check the arguments, with one process too, where torch would raise its own error only with several."""
+    """Check the arguments, with one process too: with several, torch would raise an unclear error."""
     if not isinstance(given, Tensor):
         raise LoopError(f"{call}: it got a {type(given).__name__}; give a tensor.")
     if dim is not None and not -given.ndim <= dim < given.ndim:

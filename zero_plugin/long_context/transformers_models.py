@@ -153,7 +153,7 @@ def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
         chunks: the number of chunks of a micro-batch's tokens; 1 switches chunks off.
 
     Raises:
-        LoopError: `model` holds no such model, or `chunks` is below 1.
+        LoopError: `model` holds no causal language model, or `chunks` is below 1.
     """
     found = [causal for causal in causal_models(model) if causal.base_model is not causal]
     if len(found) != 1 or not (is_tokenwise(found[0]) and takes_any(found[0])):

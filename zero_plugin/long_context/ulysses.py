@@ -114,7 +114,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, of_whole: dict[str,
     """Check that the parts fit each other, and that arguments of complete sequences have their length.
 
     Raises:
-        LoopError: they do not fit. Some wrong shapes would silently give an output of another shape, which a later sum
+        LoopError: the shapes do not fit. Some would silently give an output of another shape, which a later sum
             broadcasts.
     """
     for name, part in {"query": query, "key": key, "value": value}.items():

@@ -53,7 +53,7 @@ class Saving(NamedTuple):
     """A change of the configuration that needs less device memory.
 
     Attributes:
-        text: what to write into the configuration.
+        text: the lines to write into the configuration.
         changes: the fields of a plan's `Setup` that it changes.
     """
 

@@ -139,7 +139,7 @@ class FoundInf:
         # Reading `value` would wait for all queued work. Its copy is ready as soon as the event is.
         self._copy = value.to("cpu", non_blocking=value.is_cuda)
         self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
-        self._found: bool | None = None  # what was read
+        self._found: bool | None = None  # the result of `read`
 
     def read(self) -> bool:
         """Return the number as a bool. The first call waits for its computation, but not for work queued later."""

@@ -36,7 +36,7 @@ def select_strategy(
 
     Args:
         document: the configuration.
-        settings: its launch settings.
+        settings: the launch settings of the configuration.
         processes: the processes of the run.
         own: the class of the script's own strategy, or None.
 

@@ -90,7 +90,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     if replacement is None:
         return optimizer
     _move_schedulers(request.schedulers, replacement)
-    # The script's unprepared objects on its own optimizer, e.g. another library's scheduler, must drive the new one.
+    # Unprepared objects on the script's optimizer, e.g. another library's scheduler, must drive the new one.
     optimizer.param_groups = replacement.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers would warn that it never steps
     return replacement
@@ -178,7 +178,7 @@ def _cpu_optimizer(optimizer: Optimizer, resolved: Resolved) -> Any:
 
 
 def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
-    """Log if torch's optimizer runs offloaded, and refuse what the configuration does not allow.
+    """Log if torch's optimizer runs offloaded. Refuse an optimizer that the configuration does not allow.
 
     Args:
         optimizer: the optimizer of the script.
@@ -207,12 +207,12 @@ def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sessi
 
 
 def _check_full_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
-    """Refuse a ratio below 1 if DeepSpeed would step the part that stays on the device with another algorithm."""
+    """Refuse a ratio below 1 if DeepSpeed would step the part on the device with another algorithm."""
     ratio = resolved.tree.get(*_RATIO)
     is_split = ratio is not None and isinstance(ratio.value, int | float) and ratio.value < 1
     if ratio is None or not is_split or adamw or resolved.zero_stage < 3:
         return
-    message = f"{ratio.value}, but DeepSpeed steps what is not offloaded by AdamW, and the optimizer is {name}"
+    message = f"{ratio.value}, but DeepSpeed steps the part on the device with AdamW, and the optimizer is {name}"
     fix = "Write 1.0, or train with AdamW."
     raise ConfigError([Problem(ratio.origin.where, ".".join(_RATIO), message, fix)])
 

@@ -450,7 +450,7 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
     """Gather partitioned parameters on every process inside this context; rank 0's values are kept. Collective.
 
     Raises:
-        LoopError: they are offloaded to NVMe.
+        LoopError: the parameters are offloaded to NVMe.
     """
     partitioned = refuse_weights_on_nvme(module, "whole_weights()")
     with zero.GatheredParameters(partitioned, modifier_rank=0):

@@ -2,7 +2,7 @@
 
 DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`. This fails for scalar parameters, such as
 CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. The wrappers
-in this module make such broadcasts work.
+in this module make these broadcasts work.
 """
 
 from __future__ import annotations
