@@ -590,7 +590,7 @@ class SecondGradientError(LoopError):
 
 
 def describe_second_gradient(why: str, *, is_nested: bool = False) -> str:
-    """Return the message for a parameter with two gradients in one backward, which no strategy can average correctly.
+    """Return the message for a parameter with two gradients in one backward, which this strategy cannot average.
 
     Args:
         why: the consequence.
