@@ -848,7 +848,7 @@ def test_other_samples_in_a_group_are_refused(path: str) -> None:
         ):
             raised(
                 LoopError,
-                "got different ones",
+                "got different samples",
                 "set_seed",
                 "on all processes, not under",
                 by=lambda other=other: model(**other),
@@ -993,7 +993,7 @@ def test_a_loss_function_of_the_script_is_refused(path: str) -> None:
         model = llama()
         model, _ = accelerator.prepare(model, _sgd(model))
         accelerator.unwrap_model(model).loss_function = lambda logits, labels, **_: logits.mean()
-        raised(LoopError, "computes its loss by itself", by=lambda: model(**_batch()))
+        raised(LoopError, "computes its own loss", by=lambda: model(**_batch()))
 
 
 @on_paths("zero2")

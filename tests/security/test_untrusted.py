@@ -196,32 +196,32 @@ def test_checkpoints(tries: int, checkpoint: Path, memory: None, tried: Callable
 @pytest.mark.parametrize(
     ("change_it", "said"),
     [
-        (lambda m: m.update(processes=float("nan")), "nan in place of a number"),
-        (lambda m: m.update(processes=-1), "-1 in place of a number"),
+        (lambda m: m.update(processes=float("nan")), "nan instead of a number"),
+        (lambda m: m.update(processes=-1), "-1 instead of a number"),
         (lambda m: m.update(processes=0), "processes is 0"),
         (lambda m: m.update(processes=10**9), "processes is 1000000000"),
-        (lambda m: m.update(processes=True), "True in place of a number"),
+        (lambda m: m.update(processes=True), "True instead of a number"),
         (lambda m: m.update(order=2**60), f"order is {2**60}"),
-        (lambda m: m.update(order=1.5), "1.5 in place of a number"),
+        (lambda m: m.update(order=1.5), "1.5 instead of a number"),
         (lambda m: m["files"]["training.json"].update(xxh3=2**64), f"the checksum of training.json is {2**64}"),
-        (lambda m: m["files"]["training.json"].update(xxh3="1"), "'1' in place of a number"),
+        (lambda m: m["files"]["training.json"].update(xxh3="1"), "'1' instead of a number"),
         (lambda m: m.update(models=[m["models"][0] | {"tensors": {}}] * 20_000), "20000 models"),
-        (lambda m: _first(m).update(shape=[0, 10**30]), "10000.*… in place of a number"),
+        (lambda m: _first(m).update(shape=[0, 10**30]), "10000.*… instead of a number"),
         (lambda m: [entry.update(start=0) for entry in _tensors(m)], "share bytes"),
         (lambda m: _first(m).update(start=_first(m)["start"] + 1), "share bytes|is not inside"),
         (lambda m: _named(m, "bias").update(start=0), "leave out bytes"),  # in the header, and so is the next one
         (lambda m: _named(m, "bias").update(start=1), "leave out bytes"),
         (lambda m: _named(m, "bias").update(shape=[1]), "leave out bytes"),
-        (lambda m: _named(m, "bias").update(shape=[10**4000] * 1000), "10000.*… in place of a number from 0 to"),
+        (lambda m: _named(m, "bias").update(shape=[10**4000] * 1000), "10000.*… instead of a number from 0 to"),
         (lambda m: _named(m, "bias").update(shape=[0, *[2**62] * 100_000]), r"a tensor of the shape \(0, 461.*…\)"),
-        (lambda m: _named(m, "bias").update(start=10**4000), "10000.*… in place of a number"),
+        (lambda m: _named(m, "bias").update(start=10**4000), "10000.*… instead of a number"),
         (lambda m: _named(m, "bias").update(dtype=10**4000), r"a tensor of type 10000.*…\)"),
         (lambda m: m["models"][0].update(folder=10**4000), "10000.*… is no path"),
-        (lambda m: m["files"]["training.json"].update(size=10**4000), "10000.*… in place of a number"),
-        (lambda m: m["files"]["training.json"].update(xxh3=10**4000), "10000.*… in place of a number"),
-        (lambda m: m.update(order=10**4000), "10000.*… in place of a number"),
+        (lambda m: m["files"]["training.json"].update(size=10**4000), "10000.*… instead of a number"),
+        (lambda m: m["files"]["training.json"].update(xxh3=10**4000), "10000.*… instead of a number"),
+        (lambda m: m.update(order=10**4000), "10000.*… instead of a number"),
         (lambda m: m.update(format=0), "format is 0"),
-        (lambda m: m.update(format=10**4000), "10000.*… in place of a number"),
+        (lambda m: m.update(format=10**4000), "10000.*… instead of a number"),
     ],
 )
 @pytest.mark.timeout(60)
@@ -262,7 +262,7 @@ def test_a_header_with_a_shape_of_no_tensor_is_refused_at_once(shape: list[int],
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(CheckpointError, match=r"in place of a number|a tensor of the shape") as refused:
+    with pytest.raises(CheckpointError, match=r"instead of a number|a tensor of the shape") as refused:
         read_complete_file(file, file.name)
     assert re.search(r"\d{31}", str(refused.value)) is None
 

@@ -234,7 +234,7 @@ def test_a_new_layer(path: str, folder: Path) -> None:
         told = [
             line
             for line in report.not_restored
-            if line.startswith(f"step of {len(net) - 1}.weight, which had none: it is 1")
+            if line.startswith(f"step of {len(net) - 1}.weight, which had none, is now 1")
         ]
         assert len(told) == (is_zero(path) and path != "zero0")
 

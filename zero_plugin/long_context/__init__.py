@@ -1,9 +1,10 @@
-"""Training on long sequences: a group of processes computes on parts of the same samples, and losses in chunks.
+"""Training on long sequences: sequence parallelism, and losses and layers in chunks.
 
-With `sequence_parallel_size` a prepared model takes complete samples, as with one process, and gives complete results;
-inside of it each process has its part of every sequence. `attention`, `cut`, `gather`, `total` and `own_random_numbers`
-are for models that compute attention by themselves; with a group of one process the last four do nothing, so that the
-same model runs without sequence parallelism. `chunk_loss` and `chunk_layer` save memory with any number of processes.
+With `sequence_parallel_size`, a prepared model takes complete samples and returns complete results, as with one
+process. Inside the model each process has its part of every sequence. `attention`, `cut`, `gather`, `total` and
+`own_random_numbers` are for models that implement their own attention. With one process the last four do nothing, so
+the same model runs without sequence parallelism. `chunk_loss` and `chunk_layer` save memory with any number of
+processes.
 """
 
 from zero_plugin.long_context.chunks import chunk_layer as chunk_layer

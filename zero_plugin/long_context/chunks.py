@@ -1,7 +1,8 @@
-"""Computation in chunks of tokens, and anew in the backward, so that less is kept at once: losses, and layers.
+"""Compute losses and layers in chunks of tokens, and again in the backward, to hold fewer activations at a time.
 
-A language model's logits are one number for each token and word: of 32,768 tokens and 128,256 words 16.8 GB in fp32,
-and as much for their gradients. In chunks only those of one are there at a time. The result is the same sum.
+A language model's logits are one number for each token and word of the vocabulary. With 32,768 tokens and 128,256 words
+they take 16.8 GB in fp32, and their gradients as much. In chunks, only one chunk's logits exist at a time. The result
+is the same sum.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from zero_plugin.errors import LoopError
 
 
 class Deferred(nn.Module):
-    """In place of a model's head while the model runs: the head is applied later, to chunks.
+    """A stand-in for a model's head during the forward. The loss applies the head later, to chunks.
 
     Attributes:
-        given: what it was to be applied to.
+        given: the input of the head.
     """
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self._head = (head,)  # so that it is no part of this module
+        self._head = (head,)  # in a tuple, so torch does not register the head as a submodule
         self.given: Tensor | None = None
 
     @property
     def head(self) -> nn.Module:
-        """The model's head, which this stands in for."""
+        """The model's head."""
         return self._head[0]
 
     def __getattr__(self, name: str) -> Any:
-        """A model that uses its head's weights by itself does not call it alone.
+        """Refuse a model that reads attributes of its head, e.g. the weights, instead of only calling the head.
 
         Raises:
-            LoopError: the head has such an attribute.
+            LoopError: the head has an attribute of this name.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("_") or name == "given" or not hasattr(self.head, name):
                 raise
-        raise LoopError(f"chunk_loss(): the model uses the {name} of its head by itself, which is not supported.")
+        raise LoopError(f"chunk_loss(): the model reads the {name} of its head directly, which is not supported.")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The hidden states, as they are."""
+        """Return the hidden states unchanged."""
         self.given = hidden
         return hidden
 
@@ -56,14 +57,14 @@ class Deferred(nn.Module):
 def loss_in_chunks(
     head: nn.Module, hidden: Tensor, following: Tensor, tokens: Tensor | int, chunks: int, ignored: int
 ) -> Tensor:
-    """The cross entropy of each token's next one, summed and divided by a number of tokens.
+    """Sum the cross entropy of each token's next token, and divide by a number of tokens.
 
     Args:
-        head: makes logits of hidden states.
+        head: computes logits from hidden states.
         hidden: of shape (batch, sequence, size).
-        following: of shape (batch, sequence), each token's next one.
-        tokens: what the sum is divided by.
-        chunks: how many.
+        following: of shape (batch, sequence): the next token of each token.
+        tokens: the divisor of the sum.
+        chunks: the number of chunks.
         ignored: the label of tokens that do not count.
 
     Returns:
@@ -80,18 +81,19 @@ def _summed_loss(head: nn.Module, hidden: Tensor, labels: Tensor, ignored: int) 
 
 
 def chunk_layer(layer: nn.Module, chunks: int) -> None:
-    """Have a layer compute chunks of tokens one after the other, in training, and anew in the backward.
+    """Make a layer compute chunks of tokens one after the other in training, and again in the backward.
 
-    For layers that compute each token by itself, as the MLP of a transformer: what they keep between is then that of
-    one chunk. The numbers stay the same but for rounding. A second call changes the number.
+    For layers that compute each token independently, such as the MLP of a transformer. The layer then holds the
+    intermediate results of only one chunk. The results are the same except for rounding. A second call changes the
+    number of chunks.
 
     Args:
-        layer: its forward takes hidden states of shape (batch, sequence, size) first, and returns a tensor of as many
-            tokens.
-        chunks: into how many parts the sequence is cut; 1 for the layer as it was.
+        layer: the first argument of its forward is the hidden states, of shape (batch, sequence, size). The forward
+            returns one tensor with the same number of tokens.
+        chunks: the number of chunks of a sequence; 1 switches chunks off.
 
     Raises:
-        LoopError: `chunks` is below 1, something else has replaced the layer's forward, or a part of the layer attends,
+        LoopError: `chunks` is below 1, other code has replaced the layer's forward, or a part of the layer attends,
             convolves or is recurrent.
     """
     if chunks < 1:
@@ -99,17 +101,17 @@ def chunk_layer(layer: nn.Module, chunks: int) -> None:
     if (mixing := next((part for part in layer.modules() if _mixes_tokens(part)), None)) is not None:
         found = "it" if mixing is layer else f"a {type(mixing).__name__} in it"
         raise LoopError(
-            f"chunk_layer(): a {type(layer).__name__} does not compute each token by itself: {found} takes others into "
-            "account.\nGive a layer that does, as a block's MLP: chunk_layer(block.mlp, 4)."
+            f"chunk_layer(): a {type(layer).__name__} does not compute each token independently: {found} uses other "
+            "tokens.\nPass a layer that does, such as a block's MLP: chunk_layer(block.mlp, 4)."
         )
     if "forward" in vars(layer) and not hasattr(layer, _CHUNKS):
         raise LoopError(f"chunk_layer(): the forward of this {type(layer).__name__} has been replaced already.")
     setattr(layer, _CHUNKS, chunks)
-    layer.forward = MethodType(forward, layer)  # a deep copy of the layer gets one of its own
+    layer.forward = MethodType(forward, layer)  # a method, so a deep copy of the layer gets its own
 
 
 def _mixes_tokens(part: nn.Module) -> bool:
-    """Whether a module is known to compute a token from others; transformers' attention says whether it is causal."""
+    """Return whether a module is known to mix tokens; transformers' attentions have an attribute `is_causal`."""
     convolves = isinstance(part, nn.Conv1d) and part.kernel_size != (1,)
     return convolves or isinstance(part, nn.MultiheadAttention | nn.RNNBase) or hasattr(part, "is_causal")
 
@@ -118,20 +120,21 @@ _CHUNKS = "_zero_plugin_chunks"  # attribute of a layer
 
 
 def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of a layer's forward; it has that name, by which pickle finds the layer's own."""
+    """Compute a layer in chunks. The name must be `forward`: pickle looks up a bound method by name."""
     complete: Any = MethodType(type(layer).forward, layer)
     chunks = getattr(layer, _CHUNKS)
-    # A checkpoint of the older kind (use_reentrant=True) runs its first forward without gradients: were that one
-    # complete, dropout would draw others than in the second.
+    # A checkpoint of the older kind (use_reentrant=True) runs its first forward without gradients. Use chunks there
+    # too: otherwise dropout would draw other random numbers than in the second forward.
     if chunks == 1 or not (layer.training or torch.is_grad_enabled()):
         return complete(hidden, *args, **kwargs)  # type: ignore[no-any-return]
 
     def compute(part: Tensor) -> Any:
-        return complete(part.contiguous(), *args, **kwargs)  # layers of experts view it; a copy here is not kept
+        return complete(part.contiguous(), *args, **kwargs)  # expert layers call `view`; autograd keeps no copy
 
     parts = [checkpoint(compute, part, use_reentrant=False) for part in hidden.chunk(chunks, 1)]
     if any(not isinstance(part, Tensor) for part in parts) or sum(p.shape[1] for p in parts) != hidden.shape[1]:
         raise LoopError(
-            f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor of as many tokens."
+            f"chunk_layer(): the forward of a {type(layer).__name__} does not return one tensor with the same number "
+            "of tokens."
         )
     return torch.cat(parts, 1)

@@ -1,10 +1,11 @@
-"""The processes that share the samples of one batch, and how tensors are cut, exchanged and joined among them.
+"""`SequenceGroup`: the processes that share the samples of a batch; cut, exchange and join tensors among them.
 
-Gradients: each process computes the loss of its group, the same number on all of them, and the gradients of all
-processes are averaged. A parameter that is used on a part of the samples gets a part of its gradient on each process.
-`gather` and `total` therefore add up, backwards, what reaches their results on all processes of the group: each part
-is multiplied by the size of the group, and the average over the group is the sum of the parts. `cut` undoes it: what is
-before it gets complete gradients.
+Gradients: all processes of a group compute the same loss, and the strategy averages the gradients of all processes. A
+parameter between `cut` and `gather` gets a part of its gradient on each process.
+
+In the backward, `gather` and `total` sum the gradients of their results over the group. Each part is then multiplied by
+the size of the group, so the average over the group is the sum of the parts. `cut` undoes the multiplication: tensors
+before `cut` get complete gradients.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from torch.autograd.function import Function, once_differentiable
 from zero_plugin.errors import LoopError
 
 _OfTensor = Callable[[Tensor], Tensor]
-_SAME = 1e-5  # relative; a sum over processes may be rounded otherwise on each
-_SAME_LOSS = 1e-6  # a loss in fp32 is rounded to 1e-7, and a small term that is that of a part has a gradient too
+_SAME = 1e-5  # relative: processes may round the same sum differently.
+_SAME_LOSS = 1e-6  # fp32 rounds a loss to 1e-7. Not larger: even a small term of a part of the tokens has gradients.
 
 
 class SequenceGroup:
-    """This process among those that share its samples.
+    """The group of processes that share this process's samples.
 
     Args:
         size: the number of processes of each group; consecutive ranks are one group.
 
     Attributes:
         size: the number of processes of the group.
-        rank: index of this process in it, which is that of its part of each sequence.
+        rank: the index of this process in the group, and of its part in each sequence.
     """
 
     def __init__(self, size: int) -> None:
@@ -48,23 +49,23 @@ class SequenceGroup:
             parts: of shape (size, …).
 
         Returns:
-            Of the same shape: what each process has sent to this one.
+            The parts that each process has sent to this one, in the same shape.
         """
         return _apply(parts, self._exchange, self._exchange)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """The parts of all processes, one after the other along `dim`."""
+        """Concatenate the parts of all processes along `dim`."""
         parts = _apply(part, self._gather, lambda gradients: self._exchange(gradients).sum(0))
         return torch.cat(parts.unbind(), dim)
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum over the processes."""
+        """Return the sum over the processes."""
         return _apply(part, self._total, self._total)
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
-        """This process's part of `whole` along `dim`, whose size is a multiple of the group's.
+        """Return this process's part of `whole` along `dim`. The size along `dim` must be a multiple of the group's.
 
-        Backwards every process gets the gradient of all of `whole`, which may be a result of no weights at all.
+        In the backward every process gets the gradient of the complete `whole`.
         """
         length = whole.shape[dim] // self.size
         return _apply(
@@ -89,7 +90,7 @@ class SequenceGroup:
         return summed
 
     def is_same(self, numbers: Tensor, tolerance: float = _SAME) -> bool:
-        """Whether all processes have the same `numbers`; not differentiable, and waits for the device."""
+        """Return whether all processes have the same `numbers`; not differentiable, and waits for the device."""
         both = torch.stack([numbers, -numbers]).detach()
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         largest, smallest = both[0], -both[1]
@@ -98,22 +99,22 @@ class SequenceGroup:
         return bool(torch.isclose(largest, smallest, rtol=tolerance, atol=0.0, equal_nan=True).all())
 
     def check_same_loss(self, loss: Tensor) -> None:
-        """Check that a loss is that of the group, not of this process's part; collective in the group.
+        """Check that all processes of the group have the same loss, not their parts' losses; collective in the group.
 
         Raises:
-            LoopError: it is not the same on all processes.
+            LoopError: the losses differ.
         """
         if not self.is_same(loss.double(), _SAME_LOSS):
             raise LoopError(
-                f"the loss of this backward() differs among the {self.size} processes that share their samples: it is "
-                "that of a part of them, and the gradients would be those of another loss.\nUse the loss that the "
-                "model returns for labels, or compute it from complete logits: model(**batch) without labels gives "
-                "them. In a model of one's own, add up the parts by zero_plugin.long_context.total()."
+                f"the loss of this backward() differs among the {self.size} processes that share their samples. It is "
+                "the loss of a part of the tokens, so the gradients would be wrong.\nUse the loss that the model "
+                "returns for labels, or compute the loss from complete logits, which model(**batch) returns without "
+                "labels. In a model of your own, add up the parts with zero_plugin.long_context.total()."
             )
 
 
 class _Linear(Function):
-    """A linear function of one tensor, and the function that its gradient goes through, which differ over processes."""
+    """A linear function of one tensor, with an explicit function for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, function: _OfTensor, backwards: _OfTensor) -> Tensor:
@@ -132,10 +133,10 @@ def _apply(tensor: Tensor, function: _OfTensor, backwards: _OfTensor) -> Tensor:
 
 
 class _Current:
-    """The group of the newest run, for the functions that a model calls.
+    """The sequence group of the newest run, for the functions that a model calls.
 
     Attributes:
-        find: returns the group of the newest run that has not ended; None where samples are not shared.
+        find: returns the group of the newest run that has not ended; None without sequence parallelism.
     """
 
     def __init__(self) -> None:
@@ -146,17 +147,17 @@ CURRENT = _Current()
 
 
 def cut(whole: Tensor, dim: int = 1) -> Tensor:
-    """This process's part of a tensor that all processes of its group have.
+    """Return this process's part of a tensor that all processes of its group have.
 
     Args:
         whole: the same on all processes, e.g. embeddings of shape (batch, sequence, hidden).
         dim: the dimension of the sequence.
 
     Returns:
-        Of the size of `whole` along `dim`, divided by the processes of the group.
+        The part. Its size along `dim` is the size of `whole` divided by the number of processes of the group.
 
     Raises:
-        LoopError: the size along `dim` is not a multiple of the group's, or there is no such dimension.
+        LoopError: the size along `dim` is not a multiple of the group's, or `whole` has no dimension `dim`.
     """
     _check_tensor("cut()", whole, dim)
     group = CURRENT.find()
@@ -171,14 +172,14 @@ def cut(whole: Tensor, dim: int = 1) -> Tensor:
 
 
 def gather(part: Tensor, dim: int = 1) -> Tensor:
-    """The complete tensor, of which each process of the group has a part of one size; collective in the group.
+    """Return the complete tensor from the equally sized parts of all processes of the group; collective in the group.
 
     Args:
         part: this process's part, e.g. hidden states of shape (batch, part of the sequence, hidden).
         dim: the dimension of the sequence.
 
     Raises:
-        LoopError: there is no such dimension.
+        LoopError: `part` has no dimension `dim`.
     """
     _check_tensor("gather()", part, dim)
     group = CURRENT.find()
@@ -186,13 +187,13 @@ def gather(part: Tensor, dim: int = 1) -> Tensor:
 
 
 def total(part: Tensor) -> Tensor:
-    """The sum of the parts of all processes of the group, e.g. of a loss summed over tokens; collective in the group.
+    """Sum the parts of all processes of the group, e.g. of a loss summed over tokens; collective in the group.
 
     Args:
-        part: of any shape, the same on all processes.
+        part: this process's part, of any shape. The shape is the same on all processes.
 
     Raises:
-        LoopError: it is not a tensor.
+        LoopError: `part` is not a tensor.
     """
     _check_tensor("total()", part)
     group = CURRENT.find()
@@ -200,7 +201,7 @@ def total(part: Tensor) -> Tensor:
 
 
 def _check_tensor(call: str, given: Any, dim: int | None = None) -> None:
-    """Check with one process too what would end in torch's words with several."""
+    """Check the arguments, with one process too: with several, torch would raise an unclear error."""
     if not isinstance(given, Tensor):
         raise LoopError(f"{call}: it got a {type(given).__name__}; give a tensor.")
     if dim is not None and not -given.ndim <= dim < given.ndim:
@@ -209,11 +210,11 @@ def _check_tensor(call: str, given: Any, dim: int | None = None) -> None:
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """A context in which each process of the group draws other random numbers, as its part of the samples is another.
+    """Draw different random numbers on each process of the group inside this context.
 
-    It is for what a model draws between `cut` and `gather`, a dropout above all. Outside, all processes of the group
-    draw the same, as is right for what each of them computes on complete samples. Where nothing is drawn inside, the
-    generators stay as they are, so that a shuffle that follows is that of one process.
+    Use it for random numbers between `cut` and `gather`, e.g. of a dropout. Outside, all processes of the group draw
+    the same numbers, as they must on complete samples. If the code inside draws no random numbers, the generators stay
+    unchanged, so a following shuffle is the same as with one process.
     """
     group = CURRENT.find()
     if group is None:
@@ -221,13 +222,13 @@ def own_random_numbers() -> Iterator[None]:
         return
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
-        seed = int(torch.randint(2**62, ()))  # the same on all of them, if they were seeded alike
+        seed = int(torch.randint(2**62, ()))  # the same on all processes of the group, if the script seeded them alike
         torch.manual_seed(seed + group.rank)
         before = _generators(devices)
         yield
         has_drawn = not all(map(torch.equal, before, _generators(devices)))
     if has_drawn:
-        torch.randint(2**62, ())  # the next numbers inside are others
+        torch.randint(2**62, ())  # advance the generator that `fork_rng` restored, so the next context has a new seed
 
 
 def _generators(devices: list[int]) -> list[Tensor]:

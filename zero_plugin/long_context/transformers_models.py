@@ -1,10 +1,10 @@
-"""Makes transformers' causal language models compute on this process's part of each sequence, and losses in chunks.
+"""Make transformers' causal language models compute on this process's part of each sequence, and losses in chunks.
 
-Two hooks around the model's forward do it: before it the complete arguments become this process's part of them, and
-after it the parts of the results become complete ones. In between, the model calls an attention function of this
-package, which is registered with transformers under its own name and set in this model's configuration alone, and a
-loss function, which adds up the losses of parts and of chunks. A forward with a cache of keys, as `generate` has, is
-left as it is.
+Two hooks surround the model's forward. The first replaces the complete arguments by this process's parts. The second
+replaces the parts of the results by complete results. In between, the model calls this package's attention, which
+is registered with transformers under its own name and set only in this model's configuration. The model also calls this
+package's loss function, which adds up the losses of parts and of chunks. A forward with a cache of keys, as in
+`generate`, stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_plugin.long_context.ulysses import Layout, attend, documents_of, with_
 
 NAME = "zero_plugin_sequence_parallel"  # of the attention, in transformers' registry
 _IGNORED = -100  # the label of tokens that are in no loss
-# What fills sequences up to a multiple of the group's size; other arguments of a value for each token are not known.
+# Values that pad sequences to a multiple of the group's size. Other arguments with a value per token are refused.
 _FILLING = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}
 _OF_TOKENS = (*_FILLING, "labels", "shift_labels", "attention_mask", "position_ids")
 _SHOWN = 3  # names in a warning
@@ -38,11 +38,11 @@ _SHOWN = 3  # names in a warning
 
 @dataclass
 class _Settings:
-    """How a model computes; it is kept with the model, so that a copy computes likewise.
+    """A model's settings, stored on the model, so a copy of the model has them too.
 
     Attributes:
-        shares: whether its samples are shared by the processes of a group.
-        chunks: into how many the tokens of its loss are cut.
+        shares: whether a group of processes shares the model's samples.
+        chunks: the number of chunks of the loss.
     """
 
     shares: bool = False
@@ -54,15 +54,15 @@ _SETTINGS = "_zero_plugin_long_context"  # attribute of a model
 
 @dataclass
 class _Parts:
-    """What a forward on parts needs to know.
+    """The state of a forward on parts.
 
     Attributes:
         group: the processes that share the samples.
-        layout: what may attend to what, in complete sequences.
-        length: of the complete sequences, without what fills them up.
+        layout: the attention layout of complete sequences.
+        length: the length of the complete sequences, without padding at the end.
         part: the length of a part.
-        keeps: how many logits are wanted, from the end; 0 for all.
-        attended: how many layers have computed attention.
+        keeps: the number of last positions whose logits are requested; 0 for all.
+        attended: the number of layers that have computed attention.
     """
 
     group: SequenceGroup
@@ -75,16 +75,16 @@ class _Parts:
 
 @dataclass
 class _Forward:
-    """A forward that runs.
+    """A running forward.
 
     Attributes:
         module: the model.
-        chunks: into how many the tokens of its loss are cut.
-        has_labels: whether it is to compute a loss.
-        has_loss: whether it has.
-        parts: None where it has complete samples.
-        head: what stands in for the model's head, where the loss is computed in chunks; else None.
-        undo: what is undone when it ends.
+        chunks: the number of chunks of the loss.
+        has_labels: whether the model got labels and must compute a loss.
+        has_loss: whether the model has computed the loss.
+        parts: the state of a forward on parts; None for complete samples.
+        head: the stand-in for the model's head, if the loss is computed in chunks; None otherwise.
+        undo: the changes that the end of the forward undoes.
     """
 
     module: nn.Module
@@ -96,22 +96,22 @@ class _Forward:
     undo: ExitStack = field(default_factory=ExitStack)
 
 
-_RUNNING: list[_Forward] = []  # a model may be called by another
+_RUNNING: list[_Forward] = []  # a stack, because one model may call another
 
 
-# ---- which models compute so -----------------------------------------------------------------------------------------
+# ---- preparing a model -----------------------------------------------------------------------------------------------
 
 
 def share_model(module: nn.Module, document: Document) -> None:
     """Make a model that is being prepared compute on parts of sequences.
 
     Args:
-        module: holds models of transformers, or calls the functions of `zero_plugin.long_context` by itself, which
-            an attribute `supports_sequence_parallel` of it, or of one of its parts, says.
+        module: contains transformers models, or calls the functions of `zero_plugin.long_context` itself. The attribute
+            `supports_sequence_parallel` of the module or of a submodule declares the latter.
         document: the configuration, whose `sequence_parallel_size` is above 1.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model cannot compute on parts of sequences.
     """
     where, size = document.place(("deepspeed", SEQUENCE_KEY)), sequence_parallel_size(document)
     models = list(causal_models(module))
@@ -135,31 +135,32 @@ def share_model(module: nn.Module, document: Document) -> None:
         more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
         announce(
             f"{SEQUENCE_KEY}: {', '.join(f'{name} ({place})' for name, place in [*strangers.items()][:_SHOWN])}{more} "
-            "within the model get a part of each sequence. What computes each token by itself is right; what looks "
-            "along the sequence, or at its length, gives other numbers."
+            "within the model get a part of each sequence. Code that computes each token independently is right. Code "
+            "that uses other tokens, or the sequence's length, gives other numbers."
         )
 
 
 def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
-    """Have a causal language model of transformers compute the loss of its `labels` in chunks of tokens.
+    """Make a transformers causal language model compute the loss of its `labels` in chunks of tokens.
 
-    In training, the logits of one chunk are there at a time, in the forward and again in the backward. The loss and its
-    gradients are the same sums; `logits` are left out of what the model returns. Evaluation is as before. Call it
-    before or after `prepare`, with or without ZeRO and sequence parallelism; a second call changes the number.
+    In training, only one chunk's logits exist at a time, in the forward and again in the backward. The loss and its
+    gradients are the same sums. The model's output has no `logits`. Evaluation does not change. Call this function
+    before or after `prepare`, with or without ZeRO and sequence parallelism. A second call changes the number of
+    chunks.
 
     Args:
-        model: the model, or a prepared one.
-        chunks: into how many parts the tokens of a micro-batch are cut; 1 for the loss as it was.
+        model: the model, prepared or not.
+        chunks: the number of chunks of a micro-batch's tokens; 1 switches chunks off.
 
     Raises:
-        LoopError: it holds no such model, or `chunks` is below 1.
+        LoopError: `model` holds no causal language model, or `chunks` is below 1.
     """
     found = [causal for causal in causal_models(model) if causal.base_model is not causal]
     if len(found) != 1 or not (is_tokenwise(found[0]) and takes_any(found[0])):
         kinds = ", ".join(type(one).__name__ for one in found) or "none in it"
         raise LoopError(
             f"chunk_loss(): it takes a causal language model of transformers; found {kinds}.\n"
-            "Compute the loss of a model of your own by torch.nn.functional.linear_cross_entropy, or by "
+            "Compute the loss of a model of your own with torch.nn.functional.linear_cross_entropy or with "
             "torch.utils.checkpoint."
         )
     if chunks < 1:
@@ -168,10 +169,10 @@ def chunk_loss(model: nn.Module, chunks: int = 8) -> None:
 
 
 def _settings_of(model: Any) -> _Settings:
-    """How a model computes, to be changed; its hooks are registered at the first call.
+    """Return a model's mutable settings. The first call registers the hooks.
 
     Raises:
-        LoopError: the script has set a loss function of its own.
+        LoopError: the script has set its own loss function.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -180,7 +181,7 @@ def _settings_of(model: Any) -> _Settings:
         if model.base_model is not model and model.loss_function is not ForCausalLMLoss:
             raise LoopError(
                 f"the loss_function of the {type(model).__name__} is the script's own: it would get parts of samples.\n"
-                "Compute the loss in the loop, from the logits that a forward without labels gives."
+                "Compute the loss in the loop, from the logits that a forward without labels returns."
             )
         settings = _Settings()
         setattr(model, _SETTINGS, settings)
@@ -192,14 +193,14 @@ def _settings_of(model: Any) -> _Settings:
 
 
 def _attend_by_parts(model: Any) -> None:
-    """Set this package's attention in the configuration of this model alone."""
+    """Set this package's attention in the configuration of this model only."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
     before = model.config
-    own = copy.deepcopy(before)  # another model may have the same object
+    own = copy.deepcopy(before)  # another model may share the configuration object
     for part in model.modules():
         if getattr(part, "config", None) is before:
             part.config = own
@@ -210,7 +211,7 @@ def _attend_by_parts(model: Any) -> None:
 
 
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a forward: this process's part of each argument, and something in place of the head."""
+    """Prepare a forward: replace each argument by this process's part, and the head by its stand-in."""
     settings, group = getattr(module, _SETTINGS), CURRENT.find()
     given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
     forward = _Forward(module, settings.chunks, has_labels=given.get("labels") is not None)
@@ -218,7 +219,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     defers = settings.chunks > 1 and forward.has_labels and torch.is_grad_enabled()
     if defers and _wants_a_tuple(module, given):
-        raise LoopError("chunk_loss(): return_dict=False: there are no logits in the tuple's place; leave it out.")
+        raise LoopError("chunk_loss(): return_dict=False is not supported: the output has no logits. Leave it out.")
     if settings.shares and group is not None and tokens is not None and not _caches(module, given):
         forward.parts = _cut_arguments(module, group, given, tokens)
         if module.training:
@@ -233,7 +234,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _caches(module: Any, given: dict[str, Any]) -> bool:
-    """Whether a forward takes or makes a cache of keys, with which a script decodes: each process computes it alone."""
+    """Return whether a forward uses or creates a cache of keys, as in decoding. Each process computes it alone."""
     if given.get("past_key_values") is not None:
         return True
     if given.get("labels") is not None:
@@ -243,7 +244,7 @@ def _caches(module: Any, given: dict[str, Any]) -> bool:
 
 
 def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG001 - a hook's arguments
-    """After a forward: the complete results, without logits where none were made, or each process has other ones."""
+    """Finish a forward: return complete results, without logits if they are missing or differ between processes."""
     if not _RUNNING or _RUNNING[-1].module is not module:
         return None
     forward = _RUNNING.pop()
@@ -251,7 +252,7 @@ def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG0
     if output is None:
         return None  # the forward has raised
     if forward.has_labels and not forward.has_loss and (forward.parts or forward.head):
-        raise _refusal(module, "it computes its loss by itself")
+        raise _refusal(module, "it computes its own loss")
     if forward.parts is not None:
         return _complete_results(
             module, forward.parts, output, leaves_out=forward.has_labels and torch.is_grad_enabled()
@@ -262,7 +263,7 @@ def _end(module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG0
 
 
 def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any], tokens: Tensor) -> _Parts:
-    """Replace the complete arguments by this process's parts of them."""
+    """Replace the complete arguments by this process's parts."""
     _refuse_arguments(module, given, tokens)
     _check_same_batch(group, given, tokens)
     _check_words(module, given)
@@ -275,7 +276,7 @@ def _cut_arguments(module: nn.Module, group: SequenceGroup, given: dict[str, Any
         documents_of(positions.expand(batch, -1)) if mask is None else None,
         None if mask is None or bool(mask.all()) else mask == 0,
     )
-    after = positions[:, -1:].expand(-1, filled - length)  # a table of positions may end with the samples
+    after = positions[:, -1:].expand(-1, filled - length)  # repeat the last one: a position table may end here
     given["position_ids"] = group.part_of(torch.cat([positions, after], 1), 1)
     ignored = given.get("ignore_index", _IGNORED)
     if given.get("labels") is not None:
@@ -297,18 +298,18 @@ def _wants_a_tuple(module: Any, given: dict[str, Any]) -> bool:
 
 
 def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bool) -> Any:
-    """The results with what is complete in place of parts.
+    """Return the results with parts replaced by complete tensors.
 
     Args:
         module: the model.
-        parts: of the forward.
-        output: what it returned.
-        leaves_out: whether parts are left out: in training a loss was computed of them.
+        parts: the state of the forward.
+        output: the forward's result.
+        leaves_out: whether to leave out tensors of parts: in training, the model has computed its loss from them.
     """
     layers = getattr(module.config, "num_hidden_layers", parts.attended)
     if parts.attended != layers:
         raise _refusal(
-            module, f"{parts.attended} of its {layers} layers attend by transformers' interface; the others do not"
+            module, f"{parts.attended} of its {layers} layers use transformers' attention interface; the others do not"
         )
     results = {}
     for name, value in output.items():
@@ -319,7 +320,7 @@ def _complete_results(module: Any, parts: _Parts, output: Any, *, leaves_out: bo
             if name == "logits" and parts.keeps:
                 value = value[:, -parts.keeps :]
         elif name != "loss" and isinstance(value, Tensor | tuple | list):
-            raise _refusal(module, f"its {name} would be that of a part")
+            raise _refusal(module, f"its {name} would cover only a part")
         results[name] = value
     return type(output)(**results)
 
@@ -335,9 +336,9 @@ def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Any) -> None:
             raise _refusal(module, f"{name} have to be a tensor of shape {shape}")
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if given.get(name, getattr(config, name, False)):
-            raise _refusal(module, f"{name}: each process has a part of them only; leave it out")
+            raise _refusal(module, f"{name}: each process has only a part of them; leave it out")
     if _wants_a_tuple(module, given):
-        raise _refusal(module, "return_dict=False: the results are complete in a dict only; leave it out")
+        raise _refusal(module, "return_dict=False: only a dict has complete results; leave it out")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise _refusal(module, "attention_mask has to be of shape (batch, sequence), with 0 for padding")
@@ -345,7 +346,7 @@ def _refuse_arguments(module: Any, given: dict[str, Any], tokens: Any) -> None:
         raise _refusal(module, "position_ids have to be of shape (batch, sequence)")
     for name, value in given.items():
         if name not in _OF_TOKENS and isinstance(value, Tensor) and value.ndim > 1:
-            raise _refusal(module, f"{name} of shape {tuple(value.shape)}: how it is cut is not known; leave it out")
+            raise _refusal(module, f"{name} of shape {tuple(value.shape)}: its layout is not known; leave it out")
     for name in _OF_TOKENS:
         value = given.get(name)
         if isinstance(value, Tensor) and value.shape[1] != tokens.shape[1]:
@@ -363,15 +364,15 @@ def _check_same_batch(group: SequenceGroup, given: dict[str, Any], tokens: Tenso
         digests.append(digest.reshape(1))
     if not group.is_same(torch.cat(digests)):
         raise LoopError(
-            f"the {group.size} processes that share their samples (sequence_parallel_size) got different ones, or one "
-            "of them makes a forward that the others do not make.\nTake batches from a prepared loader. If the dataset "
-            "draws random numbers, call set_seed() with one seed on all processes. Evaluate on all processes, not under"
+            f"the {group.size} processes that share their samples (sequence_parallel_size) got different samples, or "
+            "only some of them run a forward.\nTake batches from a prepared loader. If the dataset draws random "
+            "numbers, call set_seed() with the same seed on all processes. Evaluate on all processes, not under"
             " `if accelerator.is_main_process:`."
         )
 
 
 def _check_words(module: Any, given: dict[str, Any]) -> None:
-    """Check on all processes what would be an error on those alone that have the part with the wrong word."""
+    """Check all token ids on all processes. Otherwise only the process whose part has the wrong id would raise."""
     rows = getattr(module.get_input_embeddings(), "num_embeddings", None)
     wanted = {"input_ids": rows, "labels": getattr(module.config, "vocab_size", rows)}
     for name, words in wanted.items():
@@ -386,21 +387,21 @@ def _check_words(module: Any, given: dict[str, Any]) -> None:
 
 
 def _digest_of_floats(embedded: Tensor) -> Tensor:
-    """Two positive numbers that differ with the embeddings; for those that are equal but for rounding, they do not."""
+    """Return two positive numbers that differ for different embeddings, and are close for nearly equal embeddings."""
     lengths, sums = embedded.detach().norm(1, -1, dtype=torch.float32), embedded.detach().float().sum(-1)
     weights = torch.linspace(1, 2, lengths.numel(), device=embedded.device).reshape(lengths.shape)
     return torch.stack([(lengths * weights).sum(), ((lengths + sums) * weights).sum()])
 
 
 def _digest(numbers: Tensor) -> Tensor:
-    """A number that is another one, very probably, for other integers or another order of them."""
+    """Return a checksum of integers that depends on their order."""
     flat = numbers.reshape(-1).to(torch.int64)
     weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1 % 0xFFFFFFFB
     return ((flat + 1) * weights).sum() % 0x7FFFFFFF
 
 
 def _shift(given: dict[str, Any], ignored: int) -> None:
-    """Add `shift_labels`, the label of each token's next one, which the loss of a part needs, and their number."""
+    """Add the arguments that the loss of a part needs: `shift_labels`, each token's next label, and their number."""
     if given.get("shift_labels") is None:
         given["shift_labels"] = pad(given["labels"][:, 1:], (0, 1), value=ignored)
     if given.get("num_items_in_batch") is None:
@@ -411,7 +412,7 @@ def _shift(given: dict[str, Any], ignored: int) -> None:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:
-    """In place of a mask: the layout of complete sequences, in a forward on parts. Registered with transformers."""
+    """Return the attention layout instead of a mask in a forward on parts. Registered with transformers."""
     from transformers.masking_utils import sdpa_mask
 
     if (parts := _running_parts()) is None:
@@ -429,13 +430,13 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer, registered with transformers; on parts where the mask is a layout."""
+    """Compute a layer's attention, on parts if the mask is a `Layout`. Registered with transformers."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     parts = _running_parts()
     if not isinstance(attention_mask, Layout):
         if parts is not None:
-            raise _refusal(_RUNNING[-1].module, "it makes the masks of its attention by itself")
+            raise _refusal(_RUNNING[-1].module, "it makes its own attention masks")
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -443,7 +444,7 @@ def _attend(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise LoopError(f"sequence_parallel_size: {name} of a {type(module).__name__} is not supported.")
-    if parts is not None:  # else a layer is computed again for its backward
+    if parts is not None:  # None if a checkpointed layer is computed again in the backward
         parts.attended += 1
     attended = attend(query, key, value, attention_mask, dropout=dropout, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None
@@ -462,7 +463,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The mean over the tokens of complete sequences, as transformers' own, of parts and in chunks."""
+    """Return the mean loss over the tokens of complete sequences, as transformers does, from parts and in chunks."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forward = _RUNNING[-1] if _RUNNING else None
@@ -477,7 +478,7 @@ def _loss(
         if logits is not forward.head.given:
             raise LoopError(
                 f"chunk_loss(): a {type(forward.module).__name__} changes its logits before the loss, so they cannot "
-                "be made in chunks."
+                "be computed in chunks."
             )
         if shift_labels is None:
             assert labels is not None, "a model calls this for its labels"

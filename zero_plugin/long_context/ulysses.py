@@ -1,8 +1,9 @@
-"""Causal attention over sequences of which each process has a part.
+"""Compute causal attention over sequences when each process has a part of every sequence.
 
-As DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): processes exchange parts of the sequence for parts of the heads
-before the attention, and back after it. In between each process has complete sequences of some heads, and any attention
-is possible. Here it is torch's `scaled_dot_product_attention`, which never holds a matrix of sequence × sequence.
+The method is DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Before the attention, the processes exchange parts
+of the sequence for parts of the heads; after the attention, they exchange them back. In between, each process has
+complete sequences of some heads, so any attention works. This module uses torch's `scaled_dot_product_attention`, which
+never holds a matrix of sequence × sequence.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from zero_plugin.errors import LoopError
 from zero_plugin.long_context.group import CURRENT, SequenceGroup
 
-_ROWS = 1024  # queries that are computed at once where a mask is needed, so that it is small
+_ROWS = 1024  # queries in one block if a mask is needed: the mask of one block stays small
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What may attend to what in the complete sequences, besides causality.
+    """The limits of attention in complete sequences, in addition to causality.
 
     Attributes:
-        ends: for each row of the batch, where each of its documents ends; None if every row is one document.
-        is_padding: of shape (batch, sequence), the positions to which nothing attends; None if there are none.
-        window: how many positions, with its own, a position attends to; None for all before it.
+        ends: for each row of the batch, the end of each document; None if every row is one document.
+        is_padding: booleans of shape (batch, sequence). No position attends to a True one. None without padding.
+        window: the number of positions to which a position attends, including itself; None for all earlier ones.
     """
 
     ends: tuple[tuple[int, ...], ...] | None = None
@@ -38,26 +39,26 @@ class Layout:
     window: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """A model that looks into the mask of its attention finds none.
+        """Refuse a model that reads its attention mask as a tensor.
 
         Raises:
-            LoopError: the name is one of a tensor's.
+            LoopError: tensors have an attribute of this name.
         """
         if hasattr(Tensor, name) and not name.startswith("_"):
             raise LoopError(
-                "sequence_parallel_size: the model reads the mask of its attention by itself, which is not supported."
+                "sequence_parallel_size: the model reads the mask of its attention, which is not supported."
             )
         raise AttributeError(name)
 
 
 def documents_of(position_ids: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """Where documents end that are packed into rows: a position that does not follow the one before begins another.
+    """Find the ends of documents that are packed into rows. A position that is not one more begins a document.
 
     Args:
         position_ids: of shape (batch, sequence).
 
     Returns:
-        For each row the ends; None if every row is one document.
+        The ends for each row; None if every row is one document.
     """
     begins = position_ids.diff(dim=1) != 1
     if not bool(begins.any()):
@@ -77,52 +78,52 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention, given this process's part of every sequence; collective in the group.
+    """Compute causal attention from this process's part of every sequence; collective in the group.
 
     Args:
         query: of shape (batch, heads, part of the sequence, size of a head).
-        key, value: likewise; they may have fewer heads, each for as many heads of the query in a row, and heads of the
-            value may have another size.
-        position_ids: of shape (batch, complete sequence), or (1, complete sequence) for all rows alike; positions that
-            begin anew begin another document, which is not attended to from the next one. None: each sequence is one
-            document.
-        is_padding: booleans, likewise: the positions to which nothing attends.
-        window: how many positions, with its own, a position attends to; None: all before it.
+        key, value: the same shape. They may have fewer heads, each for an equal number of consecutive query heads. The
+            value's heads may have another size.
+        position_ids: of shape (batch, complete sequence), or (1, complete sequence) for all rows. Positions that start
+            again begin a new document. Documents do not attend to each other. None: each sequence is one document.
+        is_padding: booleans of the same shape. No position attends to a True one.
+        window: the number of positions to which a position attends, including itself; None: all earlier ones.
         dropout: probability of leaving out a weight.
-        scale: of the scores; None: 1 / sqrt(size of a head).
+        scale: the factor on the scores; None: 1 / sqrt(size of a head).
 
     Returns:
-        Of the shape of `query`, with the size of the value's heads.
+        A tensor of the shape of `query`, with the size of the value's heads.
 
     Raises:
-        LoopError: the heads cannot be divided among the processes of the group, or an argument is none of these.
+        LoopError: the heads cannot be divided among the processes of the group, or an argument has a wrong shape, dtype
+            or value.
     """
     _check_shapes(query, key, value, {"position_ids": position_ids, "is_padding": is_padding})
     if is_padding is not None and is_padding.dtype != torch.bool:
         raise LoopError(
-            f"attention(): is_padding holds {is_padding.dtype}; give booleans, True for what nothing attends to: "
-            "attention_mask == 0."
+            f"attention(): is_padding holds {is_padding.dtype}; give booleans, True for padding: attention_mask == 0."
         )
     if window is not None and window < 1:
-        raise LoopError(f"attention(): window={window}; give 1 or more, a position's own among them, or None for all.")
+        raise LoopError(f"attention(): window={window}; give 1 or more (a position counts itself), or None for all.")
     ends = None if position_ids is None else documents_of(position_ids.expand(len(query), -1))
     layout = Layout(ends, is_padding, window)
     return attend(query, key, value, layout, dropout=dropout, scale=scale)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, of_whole: dict[str, Tensor | None]) -> None:
-    """Check that parts of sequences fit each other, and what is said of complete ones fits their length.
+    """Check that the parts fit each other, and that arguments of complete sequences have their length.
 
     Raises:
-        LoopError: they do not. Some would give an output of other rows or another length, which a sum broadcasts.
+        LoopError: the shapes do not fit. Some would silently give an output of another shape, which a later sum
+            broadcasts.
     """
     for name, part in {"query": query, "key": key, "value": value}.items():
         fits = part.ndim == query.ndim == 4 and (len(part), part.shape[2]) == (len(query), query.shape[2])
         if not fits or not part.shape[1] or query.shape[1] % part.shape[1]:
             raise LoopError(
                 f"attention(): the {name} is of shape {tuple(part.shape)}, and the query of {tuple(query.shape)}; give "
-                "(batch, heads, part of the sequence, size of a head), with heads of keys and values that divide those "
-                "of the query."
+                "(batch, heads, part of the sequence, size of a head). The number of heads of keys and values must "
+                "divide the query's."
             )
     group = CURRENT.find()
     length = query.shape[2] * (1 if group is None else group.size)
@@ -130,14 +131,14 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, of_whole: dict[str,
         if whole is not None and tuple(whole.shape) not in ((len(query), length), (1, length)):
             raise LoopError(
                 f"attention(): {name} is of shape {tuple(whole.shape)}; give ({len(query)}, {length}): the batch and "
-                f"the complete sequence, of which this process has {query.shape[2]} positions."
+                f"the complete sequence. This process has {query.shape[2]} positions of it."
             )
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """As `attention`, with the documents, the padding and the window as a `Layout`."""
+    """Compute `attention`, with documents, padding and window as a `Layout`."""
     group = CURRENT.find()
     if group is None:
         return _attend_whole(query, key, value, layout, dropout, scale)
@@ -152,7 +153,7 @@ def attend(
 
 
 def _exchange_for_heads(query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup) -> tuple[Tensor, ...]:
-    """Complete sequences of this process's heads, from this process's parts of all heads."""
+    """Exchange this process's parts of all heads for complete sequences of this process's heads."""
     key, value = (_repeat_heads(tensor, query.shape[1], group.size) for tensor in (key, value))
     if value.shape[-1] != query.shape[-1]:
         return (*_exchange_at_once((query, key), group), *_exchange_at_once((value,), group))
@@ -160,7 +161,7 @@ def _exchange_for_heads(query: Tensor, key: Tensor, value: Tensor, group: Sequen
 
 
 def _exchange_at_once(parts: tuple[Tensor, ...], group: SequenceGroup) -> tuple[Tensor, ...]:
-    """The same of tensors whose heads have one size, in one exchange."""
+    """Exchange several tensors whose heads have the same size in one collective call."""
     by_process = [_part(tensor, 1, group.size) for tensor in parts]
     received = group.exchange(torch.cat(by_process, 2).transpose(0, 1))  # (process, batch, heads, part, size)
     complete = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -168,18 +169,18 @@ def _exchange_at_once(parts: tuple[Tensor, ...], group: SequenceGroup) -> tuple[
 
 
 def _exchange_for_parts(attended: Tensor, group: SequenceGroup) -> Tensor:
-    """This process's part of all heads, from complete sequences of this process's."""
+    """Exchange complete sequences of this process's heads for this process's parts of all heads."""
     by_process = _part(attended, 2, group.size).permute(2, 0, 1, 3, 4)
     return group.exchange(by_process).transpose(0, 1).flatten(1, 2)
 
 
 def _part(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """The tensor with its dimension `dim` in two: parts, and what is in each."""
+    """Split the dimension `dim` in two: the part, and the position in the part."""
     return tensor.reshape(*tensor.shape[:dim], parts, -1, *tensor.shape[dim + 1 :])
 
 
 def _repeat_heads(shared: Tensor, heads: int, processes: int) -> Tensor:
-    """Keys or values of which each process gets as many heads; a head that several processes need is repeated."""
+    """Repeat heads of keys or values that several processes need, so each process gets the same number of heads."""
     own = shared.shape[1]
     if own % processes == 0:
         return shared
@@ -189,7 +190,7 @@ def _repeat_heads(shared: Tensor, heads: int, processes: int) -> Tensor:
 def _attend_whole(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attention over complete sequences."""
+    """Compute attention over complete sequences."""
     if key.shape[1] != query.shape[1]:
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     attend_to = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scale)
@@ -217,7 +218,7 @@ def _attend_whole(
 def _masks(
     layout: Layout, batch: int, length: int, window: int | None, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the keys that they may need, and which of them each attends to."""
+    """Iterate over blocks of queries, with the range of keys that they may need and the mask."""
     documents = torch.zeros(batch, length, dtype=torch.int32, device=device)
     for row, ends in enumerate(layout.ends or ()):
         for end in ends[:-1]:
@@ -236,7 +237,7 @@ def _masks(
 
 
 def with_filling(layout: Layout, length: int) -> Layout:
-    """The layout of sequences that were filled up to `length` at their ends; causality keeps the filling out."""
+    """Return the layout of sequences that were padded to `length` at the end; causality hides this padding."""
     ends, padding = layout.ends, layout.is_padding
     return replace(
         layout,

@@ -53,7 +53,7 @@ class Saving(NamedTuple):
     """A change of the configuration that needs less device memory.
 
     Attributes:
-        text: what to write into the configuration.
+        text: the lines to write into the configuration.
         changes: the fields of a plan's `Setup` that it changes.
     """
 
@@ -99,23 +99,23 @@ class Session(ABC):
         unpartitioned_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
         states_are: where the optimizer states are, if `state_dict` does not contain them; "" if it does.
         left_out: parameters that require gradients and are in no group of the optimizer.
-        given: the script's optimizer, which may be another object than `optimizer`.
+        given: the script's optimizer. `optimizer` may be another object.
         partitioned: parameters that no other optimizer may step.
         own_step_hooks: the number of step hooks of `optimizer` that guards have registered.
-        step_hooks: the hooks before and after a step that the script registered on its optimizer, if the optimizer that
-            runs does not call them once for each step.
+        step_hooks: the script's hooks before and after a step, if the running optimizer does not call them exactly once
+            for each step.
         scales_loss: whether losses are multiplied by `loss_scale`.
-        adds_to_complete_gradients: whether a backward may add to gradients that are complete, which it does not scale.
+        adds_to_complete_gradients: whether a backward may add to complete gradients. The session does not scale these.
         events: the lists of calls to which guards have subscribed. A session that emits an event calls them in order.
-        is_in_backward: whether a backward of this session runs.
-        is_stepping: whether its optimizer runs.
-        on_failure: called if a gradient was computed outside of the window's backward, so that it must not be applied.
+        is_in_backward: whether a backward of this session is running.
+        is_stepping: whether the session's optimizer is running.
+        on_failure: called if a gradient was computed outside of the window's backward, so no gradient may be applied.
         states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
-        before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
-        copies: the trained weights of which each process has a copy of its own, that must not differ at a step.
-        script_tensors: tensors besides the weights that the script trains, and that losses depend on.
-        undo: what `close` calls: each takes back a change of the user's module.
+        before_change: called before optimizer states or fp32 master weights change; set while a save is copying them.
+        copies: the trained weights that each process holds as its own copy; the copies must be equal at every step.
+        script_tensors: tensors in addition to the weights that the script trains, and that losses depend on.
+        undo: functions that `close` calls; each undoes a change of the user's module.
     """
 
     unpartitioned_gradients = True
@@ -156,27 +156,27 @@ class Session(ABC):
         return 1.0 if self._scale is None else self._scale.value
 
     def raise_clearer(self, error: BaseException) -> None:  # noqa: B027
-        """Raise a clearer error instead of one in a backward or a step; return if there is none."""
+        """Raise a clearer error for an error in a backward or a step; return if no clearer one is known."""
 
     @abstractmethod
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:
-        """Called before a backward that may reach this model; `close_backward` or `abandon_backward` follows.
+        """Prepare a backward that may reach this model; `close_backward` or `abandon_backward` follows.
 
-        Not called for a model that is not trained.
+        Not called for models without an optimizer.
 
         Args:
             loss: the loss.
-            ends_window: whether it is the last backward before `step`, if it reaches this model.
-            is_first: whether the gradients begin with it.
+            ends_window: whether this is the last backward before `step`, if the backward reaches this model.
+            is_first: whether this is the first backward that adds to the gradients.
         """
 
     @abstractmethod
     def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:
-        """Whether the backward of `loss`, which depends on no other trained model, has computed gradients."""
+        """Return whether the backward of `loss`, which depends on no other trained model, has computed gradients."""
 
     @abstractmethod
     def close_backward(self, *, reached: bool) -> None:
-        """Called after the backward. Collective if `reached` and gradients are partitioned.
+        """Finish a backward. Collective if `reached` and gradients are partitioned.
 
         Args:
             reached: whether the backward computed gradients of this model.
@@ -187,57 +187,58 @@ class Session(ABC):
 
     @abstractmethod
     def abandon_backward(self, *, reached: bool) -> bool:
-        """Called if the backward raised.
+        """Clean up after a backward that raised.
 
         Args:
-            reached: whether it may have computed gradients of this model.
+            reached: whether the backward may have computed gradients of this model.
 
         Returns:
-            Whether it has left gradients, or may have.
+            Whether the backward has left gradients, or may have.
         """
 
     @abstractmethod
     def emit_from_hooks(self) -> None:
-        """Register the hooks that emit events inside of a backward or a forward, if a guard has subscribed to these."""
+        """Register the hooks that emit events inside a backward or a forward, if a guard has subscribed to them."""
 
     def may_compute_gradients(self) -> bool:
-        """Whether gradients may be computed now: in a backward of this session, or as the strategy allows."""
+        """Return whether gradients may be computed now: in a backward of this session, or as the strategy allows."""
         return self.is_in_backward
 
     def drop_applied(self) -> bool | None:
-        """Drop the gradients of the last step; whether there were any, or None if the step itself has cleared them."""
+        """Drop the last step's gradients. Return whether they existed, or None if the step itself has cleared them."""
         return None
 
     @abstractmethod
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times `loss_scale`."""
+        """Return the loss times `loss_scale`."""
 
     @abstractmethod
     def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:
-        """Change the loss scale, and rescale the gradients that have it.
+        """Change the loss scale, and rescale the gradients that were computed with the old one.
 
         Args:
             scale: the new loss scale.
-            accumulated: whether there are accumulated gradients.
-            complete: whether there are complete ones.
+            accumulated: whether accumulated gradients exist.
+            complete: whether complete gradients exist.
         """
 
     def copies_to_save(self) -> Sequence[nn.Parameter]:
-        """Return the trained weights of which each process saves a part of its own copy."""
+        """Return the trained weights that are equal on all processes; each process saves a part of its own copy."""
         return self.copies
 
     def take_written(self) -> dict[int, bool] | None:
-        """The steps since the last call before which the script has written weights; None where this is not known.
+        """Return the steps, since the last call, before which the script has written weights; None if unknown.
 
-        Each with whether that has changed this process's partition, from which the other processes' copies are renewed.
+        The value of each step is whether the write has changed this process's partition. The other processes renew
+        their copies from this partition.
         """
         return None
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:  # noqa: B027 - only DDP needs to know before
-        """Before each forward, ask `ends_window` whether its backward is the last one of the window."""
+        """Ask `ends_window` before each forward whether the forward's backward is the last one of the window."""
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Make `zero_grad()` of the model call `zero_grad`, that of its optimizer."""
+        """Make the model's `zero_grad()` call `zero_grad`, which belongs to the model's optimizer."""
         route(self.model, "zero_grad", lambda set_to_none=True: zero_grad())  # noqa: ARG005 - as torch's
 
     @abstractmethod
@@ -246,9 +247,9 @@ class Session(ABC):
 
     @abstractmethod
     def complete_gradients(self) -> Measured:
-        """Make the accumulated gradients those of the step: averaged, and divided by the loss scale. Collective.
+        """Turn the accumulated gradients into the step's gradients: average them, divide by the loss scale. Collective.
 
-        Once in a window, before `clip`, `first_nonfinite` and `step`.
+        Called once in a window, before `clip`, `first_nonfinite` and `step`.
 
         Raises:
             LoopError: the script has changed something that the step would not apply.
@@ -262,10 +263,10 @@ class Session(ABC):
             max_norm: the largest norm; `inf` only measures.
             norm_type: the order of the norm.
             only: the parameters to clip; None for all of the optimizer.
-            measured: what is known of the gradients.
+            measured: known facts about the gradients.
 
         Returns:
-            What is known of them now, with their norm before clipping.
+            The facts after clipping, with the norm before clipping.
 
         Raises:
             LoopError: `norm_type` or `only` is not supported where gradients are partitioned.
@@ -276,36 +277,36 @@ class Session(ABC):
         """Apply the complete gradients. Collective.
 
         Args:
-            measured: what is known of them.
-            max_norm: the norm at which the step is still to clip them; `inf` for none.
+            measured: known facts about the gradients.
+            max_norm: the norm at which the step must still clip the gradients; `inf` for none.
 
         Returns:
-            False if the step was skipped, since they are not finite; or what says so, where the device has decided.
+            False if the step was skipped because gradients are not finite; a `FoundInf` if the device has decided.
 
         Raises:
             LoopError: the script has changed something that the step would not apply.
         """
 
     def step_without_backward(self, *, is_again: bool) -> None:
-        """Take a step without a backward, which applies nothing, as a torch optimizer whose gradients are all None.
+        """Take a step without a backward. It applies nothing, like a torch optimizer whose gradients are all None.
 
         Args:
-            is_again: whether the gradients of the last step may still be there.
+            is_again: whether the gradients of the last step may still exist.
         """
         for check in self.events.nothing_to_step:
             check(is_again=is_again)
 
     @abstractmethod
     def first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose complete gradient is not finite, or None. Collective."""
+        """Return the name of the first parameter whose complete gradient is not finite, or None. Collective."""
 
     def agree_to_drop(self) -> None:  # noqa: B027 - only where the processes have to wait for each other
-        """Called before the gradients of a window that has ended are dropped in place of `complete_gradients`.
+        """Let the processes agree that they drop the gradients of an ended window instead of completing them.
 
-        Collective where gradients are partitioned.
+        Collective if gradients are partitioned.
 
         Raises:
-            LoopError: on every process, if others complete them.
+            LoopError: on every process, if other processes complete the gradients.
         """
 
     @abstractmethod
@@ -313,22 +314,22 @@ class Session(ABC):
         """Drop all gradients.
 
         Args:
-            failed: whether a backward or a step has failed, which may be unfinished.
+            failed: whether a backward or a step has failed and may be unfinished.
         """
 
     def drop_foreign_gradients(self, *, in_window: bool) -> None:  # noqa: B027 - an engine's step refuses them
-        """Drop gradients that this session did not compute, or has applied, as `zero_grad` before a backward does.
+        """Drop gradients that this session did not compute or has already applied, as `zero_grad` before a backward.
 
         Args:
             in_window: whether the accumulation window does not end at this micro-batch.
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backwards do not average gradients, where the strategy supports that."""
+        """Skip averaging gradients in backwards inside this context, if the strategy supports that."""
         return nullcontext()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The unpartitioned weights and buffers by name, one at a time, on every rank; collective.
+        """Iterate over the unpartitioned weights and buffers by name, one at a time, on every rank; collective.
 
         Args:
             only: the names of the tensors to yield, the same on all ranks; None for all.
@@ -337,17 +338,17 @@ class Session(ABC):
             yield name, tensor.detach()
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        """This process's fragments of the parameters and buffers, of kind `weight`. Not collective.
+        """Iterate over this process's fragments of the parameters and buffers, of kind `weight`. Not collective.
 
         Raises:
-            CheckpointError: they are not accessible by parameter name.
+            CheckpointError: the weights are not accessible by parameter name.
         """
         rank, world_size = process_index(), num_processes()
         for name, tensor in persistent_tensors(self.module):
             yield unpartitioned_fragment(name, tensor, rank, world_size)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        """The pieces of the trained parameters in the tensors that the optimizer steps; empty without an optimizer.
+        """List the trained parameters' pieces in the tensors that the optimizer steps; empty without an optimizer.
 
         Raises:
             CheckpointError: as for `weight_fragments`.
@@ -357,15 +358,15 @@ class Session(ABC):
         return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:  # noqa: ARG002
-        """The `optimized_pieces` in blocks; each block is in memory until the next one is requested.
+        """Iterate over the `optimized_pieces` in blocks; each block is in memory until the next one is requested.
 
         Args:
-            changing: whether the values will be changed, inside `reading`; otherwise they are only read.
+            changing: whether the caller changes the values, inside `loading`. False: the caller only reads them.
         """
         yield self.optimized_pieces()
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:  # noqa: ARG002
-        """Load fragments of weights that are not trained; each is in memory until the next one is requested.
+        """Load fragments of untrained weights; each is in memory until the next one is requested.
 
         Args:
             fragments: the fragments, from `weight_fragments`.
@@ -374,33 +375,33 @@ class Session(ABC):
         yield from fragments
 
     def loading(self) -> AbstractContextManager[None]:
-        """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
+        """Allow overwriting weights, fp32 master weights and optimizer states in their fragments. Collective."""
         return nullcontext()
 
     def update_master_weights(self) -> None:  # noqa: B027 - by default the weights themselves are stepped
-        """Copy the module's weights, which were changed, to the fp32 master weights."""
+        """Copy the module's changed weights to the fp32 master weights."""
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Inside, the weights are unpartitioned on every process, and what is written to them is kept. Collective."""
+        """Gather the weights on every process inside this context, and keep what is written to them. Collective."""
         return nullcontext()
 
     def showing_weights(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, `state_dict` of the user's module has these unpartitioned weights in place of partitions.
+        """Make `state_dict` of the user's module return these unpartitioned weights instead of partitions.
 
         Args:
-            weights: by name; empty where this process has none, and `state_dict` stays an error.
+            weights: the weights by name. If this process has none, `state_dict` stays an error.
         """
         return nullcontext()
 
     def loading_state_dicts(self) -> AbstractContextManager[None]:
-        """Inside, `load_state_dict` of the user's module works, called on all processes. Collective.
+        """Allow `load_state_dict` of the user's module on all processes. Collective.
 
-        `update_master_weights` is to follow.
+        The caller must call `update_master_weights` afterwards.
         """
         return nullcontext()
 
     def scale_state(self) -> dict[str, float]:
-        """The state of the loss scale, see `LossScale.state`; empty if there is none."""
+        """Return the state of the loss scale, see `LossScale.state`; empty without a loss scale."""
         return {} if self._scale is None else self._scale.state()
 
     def restore_scale(self, state: Mapping[str, float]) -> None:
@@ -409,30 +410,30 @@ class Session(ABC):
             self._scale.restore(state)
 
     def reduction_state(self) -> list[list[str]]:
-        """The names of the parameters in each bucket of gradients; empty if the buckets are the same in every run.
+        """Return the names of the parameters in each bucket of gradients; empty if the buckets are equal in every run.
 
-        The position in a bucket changes how a sum is rounded, so a run that resumes bitwise needs the same buckets.
+        The position in a bucket changes how a sum is rounded, so a bitwise resume needs the same buckets.
         """
         return []
 
     def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - by default buckets never change
-        """Sum gradients in the buckets of a `reduction_state`. Collective."""
+        """Use the buckets of a `reduction_state`. Collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release hooks, engines and communication; the session cannot be used afterwards."""
+        """Release hooks, engines and communication. The session cannot be used afterwards."""
 
 
 class Strategy(ABC):
-    """Builds sessions for one kind of distributed training.
+    """A kind of distributed training; it builds sessions.
 
     Attributes:
-        distributed_type: its name in Accelerate.
-        handlers: the script's arguments of torch's own objects; see `accept`.
-        checks: which mistakes of a script the guards look for.
-        optimizer_may_follow: whether a model that was prepared without its optimizer can get it later, by
-            `add_optimizer`; until then its gradients are averaged over the processes, or a backward raises.
-        reads_engine_keys: whether it reads all keys of DeepSpeed's engine.
+        distributed_type: the name of this kind in Accelerate.
+        handlers: the script's arguments for torch's own objects; see `accept`.
+        checks: the setting for how often guards look for a script's mistakes.
+        optimizer_may_follow: whether `add_optimizer` can add the optimizer to a model that was prepared without one.
+            Until then the strategy averages the model's gradients over the processes, or a backward raises.
+        reads_engine_keys: whether the strategy reads all keys of DeepSpeed's engine.
     """
 
     name: StrategyName
@@ -458,15 +459,15 @@ class Strategy(ABC):
         )
 
     def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
-        """A replacement for the session of an optimizer whose model is not prepared yet."""
+        """Return a replacement for the session of an optimizer whose model is not prepared yet."""
         return UnpreparedOptimizer(optimizer, steps=False)
 
     def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, the next backward averages gradients, even if its forward ran inside `no_sync`."""
+        """Average gradients in the next backward inside this context, even if its forward ran inside `no_sync`."""
         return nullcontext()
 
     def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any] | None:  # noqa: ARG002
-        """Torch's `Join` context, in which processes with fewer batches join the others' collectives; None without DDP.
+        """Return torch's `Join` context, in which processes with fewer batches join collectives; None without DDP.
 
         Args:
             joinables: the DDP models.
@@ -475,7 +476,7 @@ class Strategy(ABC):
         return None
 
     def accept(self, handlers: Handlers) -> list[str]:
-        """Set the script's arguments of torch's own objects, for the sessions that are built afterwards.
+        """Set the script's arguments for torch's own objects, for the sessions that are built afterwards.
 
         Returns:
             Lines about arguments that have no effect with this strategy.
@@ -487,7 +488,7 @@ class Strategy(ABC):
         return []
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """The autocast context in which the forwards of prepared models run.
+        """Return the autocast context in which the forwards of prepared models run.
 
         Args:
             precision: `no`, `fp16` or `bf16`.
@@ -496,7 +497,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def init_model(self) -> AbstractContextManager[None]:
-        """Inside, models are constructed partitioned, if the strategy partitions parameters."""
+        """Construct models partitioned inside this context, if the strategy partitions parameters."""
         return nullcontext()
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
@@ -504,27 +505,27 @@ class Strategy(ABC):
 
         Args:
             module: a module that is not prepared yet.
-            device: the device of its tensors; that of partitioned parameters depends on the configuration.
+            device: the device of the module's tensors. The configuration sets the device of partitioned parameters.
 
         Raises:
-            CheckpointError: its partitions cannot be loaded from files.
+            CheckpointError: the module's partitions cannot be loaded from files.
         """
         allocate_unpartitioned(module, device)
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
-        """This process's fragments of some parameters and buffers of a module that is not prepared.
+        """Iterate over this process's fragments of some parameters and buffers of a module that is not prepared.
 
-        Each fragment must be overwritten completely before the next one is requested.
+        The caller must overwrite each fragment completely before it requests the next one.
         """
         for name, tensor in persistent_tensors(module, names):
             yield unpartitioned_fragment(name, tensor, 0, 1)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, tensors of a module that is not prepared are unpartitioned; rank 0's changes are kept. Collective."""
+        """Gather tensors of a module that is not prepared; rank 0's changes are kept. Collective."""
         return nullcontext()
 
     def whole_weights(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See `Session.whole_weights`, of a module that is not prepared: below stage 3 it holds all its weights."""
+        """Gather the weights of a module that is not prepared. Below stage 3 every process holds them already."""
         return nullcontext()
 
     @property
@@ -533,15 +534,15 @@ class Strategy(ABC):
         return False
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:  # noqa: ARG002
-        """The ZeRO stage of a configuration under this strategy; None if it runs without ZeRO."""
+        """Return the ZeRO stage of a configuration under this strategy; None without ZeRO."""
         return None
 
     def remove_leftover_files(self, resolved: Resolved, processes: Processes) -> None:  # noqa: ARG002
-        """Remove files of killed runs from the folders in which this run will write."""
+        """Remove the files of killed runs from the folders where this run will write."""
         return
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
-        """Changes of the configuration that need less device memory, the cheapest first.
+        """Return changes of the configuration that need less device memory, the cheapest first.
 
         Args:
             resolved: the current configuration.
@@ -555,19 +556,19 @@ class Strategy(ABC):
             ),
         )
 
-    def forget_dropped(self) -> None:  # noqa: B027 - most keep nothing
-        """Release what libraries keep of the models of an `Accelerator` that was garbage-collected. Not collective."""
+    def forget_dropped(self) -> None:  # noqa: B027 - most strategies keep nothing
+        """Release the state that libraries keep of a garbage-collected `Accelerator`'s models. Not collective."""
 
     def destroy_process_group(self) -> None:
-        """Destroy the process group, and references to it."""
-        if dist.is_initialized():  # else another strategy has destroyed it
+        """Destroy the process group and the references to it."""
+        if dist.is_initialized():  # False if another strategy has destroyed the group
             dist.destroy_process_group()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """`init_model` for transformers' `from_pretrained`; entered for the duration of the run.
+        """Return `init_model` for transformers' `from_pretrained`; the context is active for the whole run.
 
         Args:
-            partitioned: whether models are constructed partitioned; None as configured.
+            partitioned: whether models are constructed partitioned. None: as configured.
         """
         return nullcontext()
 
@@ -585,15 +586,15 @@ _NESTED = (
 
 
 class SecondGradientError(LoopError):
-    """A parameter got two gradients in one backward; the session, which knows the loss, explains it."""
+    """An error for two gradients of a parameter in one backward. The session, which knows the loss, explains it."""
 
 
 def describe_second_gradient(why: str, *, is_nested: bool = False) -> str:
-    """The message where a parameter gets two gradients in one backward, which cannot be averaged over processes.
+    """Return the message for a parameter with two gradients in one backward, which this strategy cannot average.
 
     Args:
-        why: what would be wrong.
-        is_nested: whether further backwards inside of this one are the likely cause.
+        why: the consequence.
+        is_nested: whether backwards nested inside this one are the likely cause.
     """
     causes = (_NESTED, _CHECKPOINTED) if is_nested else (_CHECKPOINTED, _NESTED)
     return (
@@ -617,18 +618,18 @@ def describe_renormalizing(model: nn.Module) -> str | None:
 
 
 def release_failed_backward() -> None:
-    """Free what torch still holds of a backward of this thread that raised.
+    """Free the memory that torch still holds of this thread's failed backward.
 
-    The operations of its graph that were ready to run stay in a queue of torch's in C++, and with them the graph, its
-    hooks and the modules that these refer to: an engine too. The thread's next backward discards them; torch has no
-    other function for that.
+    Operations that were ready to run stay in a queue in torch's C++ code. The queue keeps the graph alive, and with it
+    hooks, modules and possibly an engine. The thread's next backward empties the queue; torch has no other function
+    for that.
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
 
 
 def route(model: nn.Module, name: str, call: Callable[..., Any]) -> None:
-    """Replace a method of a model by `call`; in a deep copy of the model it is that of its class."""
+    """Replace a method of a model by `call`. A deep copy of the model calls its class's method."""
     own = getattr(type(model), name)
 
     @functools.wraps(own)

@@ -1,4 +1,4 @@
-"""Compares the weights of which each process has a copy of its own."""
+"""Compare the weights that each process holds as its own copy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from zero_plugin.tensors.modules import names_of
 if TYPE_CHECKING:
     from zero_plugin.strategies.base import Session
 
-# The part of its size by which a weight may differ between copies: perturbing and restoring it rounds differently.
+# The relative difference that copies may have: perturbing and restoring a weight rounds differently.
 _ROUNDING: Final = 1e-3
 
 
 def summarize(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Return the norm and the sum of each weight, one after the other, in fp32 on the device of the first weight."""
+    """Return the norm and the sum of each weight, in turn, in fp32 on the device of the first weight."""
     values = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in weights]
     numbers = [n for p in values for n in (torch.linalg.vector_norm(p), p.sum(dtype=torch.float32))]
     return torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers])
 
 
 def check_weights_to_save(session: Session | None) -> None:
-    """Check that the processes have the same weights now, since each saves a part of its own copy. Collective.
+    """Check that the processes have the same weights now: each saves a part of its own copy. Collective.
 
     Raises:
-        LoopError: they do not. Written weights that no step has followed would be a mixture in a checkpoint.
+        LoopError: the weights differ, e.g. because one process wrote weights after the last step. A checkpoint would
+            mix them.
     """
     if session is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -47,8 +48,8 @@ def refuse_differences(session: Session, copies: Sequence[nn.Parameter], summary
 
     Args:
         session: the session of the model.
-        copies: the weights of which each process has a copy; may be empty.
-        summary: what `summarize` has returned for them; None if this process has taken none.
+        copies: the weights that each process holds as its own copy; may be empty.
+        summary: the result of `summarize` for the copies; None if this process has taken none.
 
     Raises:
         LoopError: the weights differ, or the script has written partitioned weights on some processes only.
@@ -58,13 +59,13 @@ def refuse_differences(session: Session, copies: Sequence[nn.Parameter], summary
         raise LoopError(
             f"the weights of the {type(session.module).__name__} were written on some processes only, or not alike:\n"
             f"{differences}\n"
-            "Load and write them on every process: under `if accelerator.is_main_process:` one of the copies is "
-            "changed, and the others train on with what they had."
+            "Load and write them on every process. Under `if accelerator.is_main_process:` only one copy changes, and "
+            "the other processes continue with their old weights."
         )
 
 
 def _describe_copies(module: nn.Module, weights: Sequence[nn.Parameter], summary: Tensor | None) -> str:
-    # A process without a summary leaves out steps that others skip: nothing is compared with it.
+    # A process without a summary left out steps that the others skipped: nothing is compared with it.
     nothing = torch.full((2, 2 * len(weights)), -inf, device=weights[0].device)
     both = nothing if summary is None else torch.stack([summary, -summary])
     dist.all_reduce(both, dist.ReduceOp.MAX)
@@ -80,7 +81,7 @@ def _describe_copies(module: nn.Module, weights: Sequence[nn.Parameter], summary
 def _describe_written(session: Session) -> str:
     """Return the steps before which not all processes have written weights, if that had an effect."""
     own = session.take_written()
-    if own is None or is_same_on_all(json.dumps(list(own))):  # what it changed of a partition differs in any case
+    if own is None or is_same_on_all(json.dumps(list(own))):  # only the steps: values always differ
         return ""
     everyone = [dict(written) for written in gather_values(list(own.items()))]
     partial = {step for written in everyone for step, has_changed in written.items() if has_changed}

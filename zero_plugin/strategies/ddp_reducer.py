@@ -1,8 +1,8 @@
-"""Controls when DDP averages gradients (only in the backward that ends a window), and in which buckets.
+"""Control when DDP averages gradients (only in the backward that ends a window), and in which buckets.
 
-DDP starts with one assignment of parameters to buckets and, after the first backward, rebuilds it in the order in which
-gradients arrived. The sum of three or more numbers depends on their position in a bucket, so a run that resumes bitwise
-identically needs the buckets of the saved run from its first step on.
+DDP starts with one assignment of parameters to buckets. After the first backward, DDP rebuilds the buckets in the order
+in which gradients arrived. A sum of three or more numbers depends on their position in a bucket, so a bitwise resume
+needs the saved run's buckets from its first step on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OF_BACKWARD = (
     Foreign(
         "SparseTensorImpl",
         _TORCH,
-        "a gradient of the {model} is a sparse tensor, and is not that of an nn.Embedding(sparse=True): DDP averages "
-        "dense gradients, and those of such layers.\n"
+        "a gradient of the {model} is a sparse tensor, but does not come from an nn.Embedding(sparse=True): DDP "
+        "averages only dense gradients and the gradients of such layers.\n"
         "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True).",
     ),
 )
@@ -39,31 +39,31 @@ _UNUSED = Foreign(r"indices which did not receive grad for rank \d+: ([\d ]+)", 
 
 
 class DdpReducer:
-    """Prepares DDP for each backward, and saves and restores its buckets.
+    """The control of one DDP wrapper: it prepares DDP for each backward, and saves and restores the buckets.
 
     Args:
         ddp: the DDP wrapper of the user's module.
-        no_sync: replaces `no_sync()` of `ddp`, which the hook before each forward would override.
+        no_sync: replaces `no_sync()` of `ddp`. The hook before each forward would override DDP's own.
     """
 
     def __init__(self, ddp: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._ddp = ddp
         self._buckets: list[list[str]] = []  # from a checkpoint, until DDP has rebuilt its own
         self._will_rebuild = self._rebuilds  # whether DDP has yet to rebuild its buckets
-        # The parameters in the order of DDP's indices: one that is frozen later keeps its index.
+        # The parameters in the order of DDP's indices. A parameter that is frozen later keeps its index.
         self._names = self._trained_names()
         self._is_ready = False  # whether DDP will reduce in the next backward
         self._hook: RemovableHandle | None = None
         route(ddp, "no_sync", no_sync)
 
     def close(self) -> None:
-        """Remove the hook of `follow`, and DDP's own on the parameters: the script may keep the wrapper."""
+        """Remove the hook of `follow` and DDP's hooks on the parameters: the script may keep the wrapper."""
         if self._hook is not None:
             self._hook.remove()
         self._ddp.reducer._remove_autograd_hooks()
 
     def follow(self, averages: Callable[[], bool]) -> None:
-        """Before each forward, ask `averages` whether its backward has to average gradients."""
+        """Ask `averages` before each forward whether the forward's backward has to average gradients."""
 
         def set_reduction(ddp: nn.Module, _: Any) -> None:
             if ddp is self._ddp:  # a deep copy of the model has this hook too
@@ -81,16 +81,16 @@ class DdpReducer:
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
         if not self._is_ready or finds_unused:
             # DDP prepares its reducer in a forward, for one backward. After several forwards, or if the end of the
-            # window was not known yet, it would silently not reduce these gradients; and it would search for unused
-            # parameters in the outputs of the last forward only, which need not be those of this loss.
+            # window was not known yet, DDP would silently not reduce these gradients. DDP would also search for unused
+            # parameters only in the outputs of the last forward, which need not be those of this loss.
             self._ddp.reducer._rebuild_buckets()
             self._ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
 
     def finish(self, *, reached: bool) -> None:
-        """Called after a backward.
+        """Check that DDP has finished after a backward.
 
         Args:
-            reached: whether it computed gradients of the module.
+            reached: whether the backward computed gradients of the module.
 
         Raises:
             LoopError: DDP still waits for gradients of unused parameters.
@@ -116,27 +116,27 @@ class DdpReducer:
                 p.grad /= self._ddp.process_group.size()
 
     def reset(self) -> None:
-        """Called after a failed backward, whose buckets may still be summed: the next one gets others."""
+        """Build new buckets after a failed backward: an all-reduce of the old ones may still be running."""
         self._is_ready = False
         self._build(self._names)
         self._will_rebuild = self._rebuilds
 
     def settle(self) -> None:
-        """After a step, rebuild the buckets, which DDP would do in the next forward: a checkpoint needs the final ones.
+        """Rebuild the buckets after a step, as DDP would in the next forward: a checkpoint needs the final buckets.
 
-        Not inside `Join`, where a process that has run out of batches would wait for another operation.
+        Not inside `Join`: there, a process that has run out of batches would wait for another operation.
         """
         if self._will_rebuild and not self.is_joined:
             self._will_rebuild = not self._ddp.reducer._rebuild_buckets()
 
     @property
     def is_joined(self) -> bool:
-        """Whether it is inside `Join`, where a process that has run out of batches follows without a forward."""
+        """Whether `Join` is active: a process that has run out of batches then takes part without a forward."""
         return bool(self._ddp._join_config.enable)
 
     def state(self) -> list[list[str]]:
-        """The parameter names of each bucket, if known."""
-        # Else the data is that of the start of the last forward.
+        """Return the parameter names of each bucket, if known."""
+        # Update the data first: otherwise they are those of the start of the last forward.
         self._ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
         data: dict[str, Any] = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         rebuilt = str(data.get("rebuilt_per_bucket_param_indices", ""))  # e.g. "3 2, 1 0"
@@ -144,15 +144,15 @@ class DdpReducer:
         return buckets or self._buckets
 
     def restore(self, state: list[list[str]]) -> None:
-        """Reduce gradients in the buckets of a `state` from the next backward on, if they have this model's parameters.
+        """Use the buckets of a `state` from the next backward on, if they have this model's parameters.
 
         Collective; not between a forward and its backward.
         """
         order = [name for bucket in state for name in bucket]
         if not state or not self._rebuilds or sorted(order) != sorted(self._names):
             return
-        # DDP has no API to set buckets. Its reducer is built again with the parameters in the order in which gradients
-        # arrived in the saved run, and rebuilds its buckets in this order.
+        # DDP has no API to set buckets. Build its reducer again with the parameters in the order in which gradients
+        # arrived in the saved run, and make it rebuild its buckets in this order.
         self._build(order)
         self._ddp.reducer._push_all_rebuilt_params()
         self._ddp.reducer._rebuild_buckets()
@@ -164,7 +164,7 @@ class DdpReducer:
         return self._ddp.static_graph or not self._ddp.find_unused_parameters
 
     def _trained_names(self) -> list[str]:
-        """The names of the parameters whose gradients DDP would reduce if it was built now, in the order of indices."""
+        """Return the parameters whose gradients DDP would reduce if it was built now, in the order of indices."""
         ignored = self._ddp.parameters_to_ignore
         return [name for name, p in self._ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 
@@ -173,7 +173,7 @@ class DdpReducer:
         ddp = self._ddp
         parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
         numbers = {name: index for index, name in enumerate(self._trained_names())}
-        self._names = [name for name in order if name in numbers]  # the others were frozen since
+        self._names = [name for name in order if name in numbers]  # the script has frozen the others since
         parameters = [parameters[numbers[name]] for name in self._names]
         sparse = [sparse[numbers[name]] for name in self._names]
         ddp.reducer._remove_autograd_hooks()
@@ -185,7 +185,7 @@ class DdpReducer:
             ddp.reducer._set_static_graph()
 
     def _describe_unused(self, numbers: re.Match[str] | None) -> str:
-        """Return the error for a backward after which DDP waits for more gradients, whose numbers torch may name."""
+        """Return the message for a backward after which DDP waits for more gradients; torch may name their numbers."""
         names = self._names
         found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
         which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"

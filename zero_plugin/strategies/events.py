@@ -1,4 +1,4 @@
-"""`Events`: the moments of a session to which guards subscribe. A guard checks for a mistake next to the step."""
+"""`Events`: the moments of a session to which guards subscribe. A guard looks for one mistake of a script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Final
 from zero_plugin.config.choices import Checks
 from zero_plugin.strategies.precision import FoundInf
 
-_FIRST: Final = 10
+_FIRST: Final = 10  # see `Sampling`
 _EVERY: Final = 100
 
 
 @dataclass(slots=True, eq=False)
 class Events:
-    """One list of calls for each event. A session runs through a list, which is empty if no guard needs the event.
+    """The lists of calls for each event. A session runs through a list; without a subscribed guard it is empty.
 
     Attributes:
-        before_backward: `(loss, is_first)`, before a backward. `is_first`: whether the gradients begin with it.
+        before_backward: `(loss, is_first)`, before a backward. `is_first`: whether it is the first of the gradients.
         gradient_outside: `()`, if a gradient was computed outside of a backward of the session.
         before_gather: `(ids)`, before DeepSpeed gathers the weights of these parameters together.
         before_reduce: `(ids)`, before DeepSpeed reduces the gradients of these parameters together.
@@ -27,17 +27,17 @@ class Events:
         scaled: `()`, after that.
         before_complete: `()`, before the gradients become those of the step.
         completed: `()`, after that.
-        averages: `()`, where all processes average the gradients of one step, so that a guard may be collective. Not
-            inside `no_sync`, where they step apart, and `Join`, where some have no more batches.
+        averages: `()`, when all processes average the gradients of one step, so a guard may be collective. Not emitted
+            inside `no_sync`, where processes step separately, or `Join`, where some have no more batches.
         before_step: `()`, before the gradients are applied.
-        stepped: `(applied)`, after a step. `applied`: False if it was skipped, since gradients are not finite; or the
-            `FoundInf` that tells so, where the device has decided.
+        stepped: `(applied)`, after a step. `applied`: False if the step was skipped because gradients are not finite; a
+            `FoundInf` if the device has decided.
         nothing_to_step: `(is_again)`, before a step or a clipping without gradients. `is_again`: whether the gradients
-            of the last step may still be there.
+            of the last step may still exist.
         before_drop: `()`, before gradients are dropped.
         dropped: `()`, after that.
         before_weights: `()`, before the session reads the weights, or copies them to the fp32 master weights.
-        weights_noted: `()`, after a write into the weights that the session follows.
+        weights_noted: `()`, after a write into the weights that the session tracks.
     """
 
     before_backward: list[Callable[..., None]] = field(default_factory=list)
@@ -69,9 +69,9 @@ EVENTS: Final = tuple(event.name for event in fields(Events))
 
 
 class Sampling:
-    """Decides when a guard looks whose check takes time: the first ten times, then one time in a hundred.
+    """The schedule of a check that takes time: the first ten times, then one time in a hundred.
 
-    A guard that is collective asks only where all processes pass, so that they look at the same times.
+    A collective guard asks only where all processes pass, so all of them check at the same times.
 
     Args:
         checks: with `start`, only the first ten times.
@@ -82,16 +82,16 @@ class Sampling:
         self._count = 0
 
     def is_due(self) -> bool:
-        """Count one time, and return whether the guard looks at it."""
+        """Count this time, and return whether the guard checks it."""
         count, self._count = self._count, self._count + 1
         return count < _FIRST or (self._every is not None and count % self._every == 0)
 
 
 class Guard:
-    """One promise, kept next to the step: a subclass defines methods with the names of events, and only looks.
+    """A check for one mistake of a script. A subclass defines methods with the names of events, and only looks.
 
-    A session trains the same numbers without its guards. A subclass says in its docstring which mistake of a script it
-    finds, and what that costs. Example, which raises if the loss is not finite:
+    A session computes the same numbers without its guards. The docstring of a subclass names the mistake that it
+    finds, and its cost. Example, which raises if the loss is not finite:
 
         class FiniteLoss(Guard):
             def before_backward(self, loss, *, is_first):
@@ -105,7 +105,7 @@ class Guard:
 
     Args:
         session: the session that emits the events.
-        sampling: of this guard alone.
+        sampling: the guard's own schedule.
 
     Attributes:
         for_untrained: whether models without an optimizer need the guard too.
@@ -119,15 +119,15 @@ class Guard:
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:  # noqa: ARG003
-        """Whether the guard has something to check in this session."""
+        """Return whether the guard has something to check in this session."""
         return True
 
     def remove(self) -> None:
-        """Take back what the guard has changed in the model and the optimizer."""
+        """Undo the guard's changes of the model and the optimizer."""
 
 
 def subscribe(session: Any, guards: Iterable[type[Guard]], checks: Checks) -> None:
-    """Add those guards to a session that it needs, in their order, unless `checks` is `off`."""
+    """Subscribe the guards that a session needs, in their order, unless `checks` is `off`."""
     for kind in guards if checks != "off" else ():
         if (kind.for_untrained or session.optimizer is not None) and kind.is_needed(session):
             guard = kind(session, Sampling(checks))

@@ -14,15 +14,15 @@ _EXPERTS = re.compile(r"expert|expts", re.IGNORECASE)
 
 
 def find_expert_layers(model: nn.Module, class_names: Collection[str]) -> Iterator[nn.Module]:
-    """The modules of `model` whose forward calls some of several submodules of one class, depending on the data.
+    """Find the modules of `model` whose forward calls only some of several similar submodules, depending on the data.
 
-    Such a layer is recognized by its structure and its names:
+    The structure and the names identify these layers:
 
-    * it holds a ModuleList or ModuleDict of at least two modules of one class, and
-    * it has another parameter with one row or column for each of them: that of the router, and
-    * the list is named like experts, or the router like a router.
+    * the layer holds a ModuleList or ModuleDict of at least two modules of one class, and
+    * it has another parameter with one row or column for each of these modules: the router's parameter, and
+    * the name of the list matches experts, or the name of the router matches a router.
 
-    A layer that has all experts in one stacked tensor, as those of transformers since version 5, is not affected.
+    A layer that has all experts in one stacked tensor, as in transformers since version 5, is not affected.
 
     Args:
         model: a model that DeepSpeed has not wrapped yet; its parameters may be partitioned.
@@ -37,16 +37,16 @@ def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> Callable[[]
     """Make each backward through `layer` reach all of its trained parameters, in the same order on every process.
 
     Otherwise DDP raises if a process did not call an expert, and DeepSpeed, at stages 1 and 2, silently adds up the
-    gradients of different parameters. An expert that no process called gets a zero gradient, where plain PyTorch has
-    none: its momentum and weight decay still apply.
+    gradients of different parameters. An expert that no process called gets a zero gradient, whereas plain PyTorch has
+    no gradient: momentum and weight decay still apply.
 
     Args:
         layer: the layer.
-        with_gradients: False if the engine itself completes the gradients of such a layer at the end of its backward
-            (stage 3): then only the layer's input takes part in the backward, which notifies the engine.
+        with_gradients: False if the engine itself completes the gradients of these layers at the end of its backward
+            (stage 3). Then only the layer's input takes part in the backward, which notifies the engine.
 
     Returns:
-        What takes this back.
+        A function that undoes this.
     """
     opener = torch.zeros((), requires_grad=True)
 
@@ -66,7 +66,7 @@ def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> Callable[[]
 
 
 class _Enter(torch.autograd.Function):
-    """Returns its first input; the others get a zero gradient, after the backward of all that depends on the first."""
+    """The first input. The others get a zero gradient, after the backward of all that depends on the first one."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *reached: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _calls_some(module: nn.Module) -> bool:
 
 
 def _routers(module: nn.Module, experts: str, count: int) -> Iterator[str]:
-    """Names of the parameters outside of `experts` with a dimension of size `count`, at most two levels deep."""
+    """List the parameters outside of `experts` with a dimension of size `count`, at most two levels deep."""
     for name, parameter in module.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if name.split(".")[0] != experts and name.count(".") <= 2 and len(shape) == 2 and count in shape:

@@ -22,11 +22,11 @@ from zero_plugin.strategies.precision import Measured
 
 
 class UnpreparedOptimizer:
-    """Replaces the session of an optimizer without a prepared model; it has the same methods.
+    """A replacement for the session of an optimizer without a prepared model; it has the same methods.
 
     Args:
         optimizer: the torch optimizer.
-        steps: whether it may step, as plain torch does. False if gradients would not be averaged over the processes, or
+        steps: whether the optimizer may step, as in plain torch. False if gradients would not be averaged over the
             the model will be partitioned.
     """
 
@@ -42,15 +42,15 @@ class UnpreparedOptimizer:
         self._steps = steps
 
     def step(self, measured: Measured, *, max_norm: float) -> bool:  # noqa: ARG002
-        """Step as plain torch does; the gradients stay until `zero_grad`.
+        """Step as plain torch does; keep the gradients until `zero_grad`.
 
         Raises:
-            LoopError: it may not step.
+            LoopError: the optimizer may not step.
         """
         assert self.optimizer is not None
         if not self._steps:
             raise LoopError(
-                f"optimizer.step(): the model of this {type(self.optimizer).__name__} was not prepared, so that its "
+                f"optimizer.step(): the model of this {type(self.optimizer).__name__} was not prepared, so its "
                 "gradients were not averaged over the processes.\nPass the model to prepare(), best in one call with "
                 "its optimizer."
             )
@@ -62,7 +62,7 @@ class UnpreparedOptimizer:
         self.step(Measured(), max_norm=math.inf)
 
     def raise_clearer(self, error: BaseException) -> None:
-        """See `Session.raise_clearer`; plain torch's own errors are raised."""
+        """Return: plain torch's own errors are clear."""
 
     def complete_gradients(self) -> Measured:
         return Measured()
@@ -77,7 +77,7 @@ class UnpreparedOptimizer:
                 p.grad.mul_(factor)
 
     def first_nonfinite(self) -> str | None:
-        """See `Session.first_nonfinite`; always None, as plain torch does not check gradients."""
+        """Return None: plain torch does not check gradients."""
         return None
 
     def drop_gradients(self, *, failed: bool) -> None:  # noqa: ARG002
@@ -85,7 +85,7 @@ class UnpreparedOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def drop_foreign_gradients(self, *, in_window: bool) -> None:
-        """Drop the gradients where no window is open; inside a window they are accumulated."""
+        """Drop the gradients if no window is open; inside a window they accumulate."""
         if not in_window:
             self.drop_gradients(failed=False)
 
@@ -99,7 +99,7 @@ class UnpreparedOptimizer:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether torch's step hooks work: not for a wrapper that does not call `Optimizer.__init__`."""
+    """Return whether torch's step hooks work: not for a wrapper that does not call `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")  # torch has no public way to ask
 
 
@@ -117,12 +117,12 @@ def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 def skips_by_found_inf(optimizer: Optimizer, own_hooks: int) -> bool:
     """Return whether `step` does nothing at all if torch's attribute `found_inf` of the optimizer is 1.
 
-    torch's fused optimizers do that. What else their `step` calls is known only for these classes, and only without
-    hooks of the script. A fused SGD whose first step is skipped would take uninitialized memory for the momentum.
+    torch's fused optimizers do that. For other classes, or with the script's hooks, `step` may do more than that. A
+    fused SGD whose first step is skipped would use uninitialized memory as momentum.
 
     Args:
         optimizer: the torch optimizer.
-        own_hooks: the number of its step hooks that guards have registered.
+        own_hooks: the number of the optimizer's step hooks that guards have registered.
     """
     if type(optimizer) not in (Adagrad, Adam, AdamW, SGD):
         return False
@@ -142,10 +142,10 @@ def skips_by_found_inf(optimizer: Optimizer, own_hooks: int) -> bool:
 
 
 def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that calls a function or method as long as that exists elsewhere.
+    """Return a hook that calls a function or method while that function exists elsewhere.
 
-    It is for hooks that torch keeps in a global registry or in C++, where Python's GC cannot see them, or that a copy
-    of a module is copied with.
+    Use it for hooks that torch keeps in a global registry or in C++, where Python's GC cannot see them, and for hooks
+    that are copied with a module.
     """
     is_method = isinstance(call, types.MethodType)
     reference: weakref.ref[Any] = weakref.WeakMethod(call) if is_method else weakref.ref(call)
@@ -158,23 +158,23 @@ def weakly(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepInParts:
-    """Makes an optimizer whose step is taken in parts count one step.
+    """A patch of an optimizer's `step`, so a step that DeepSpeed takes in parts counts as one step.
 
-    DeepSpeed steps one parameter group after another, and at stage 3 one sub-group after another, by a call of `step`
-    for each. What an optimizer counts in its groups, in attributes or under a name in `state` would advance with each
-    call. Here every part begins with the numbers that the step began with, and has only the groups with parameters.
+    DeepSpeed steps the parameter groups (at stage 3 the sub-groups) one after another, with a call of `step` for each.
+    Counters in the optimizer's groups, in its attributes or under a name in `state` would advance with each call. Here
+    every part begins with the counters from the beginning of the step, and sees only the groups with parameters.
 
     Args:
-        optimizer: the torch optimizer, whose `step` is replaced until `remove`.
+        optimizer: the torch optimizer. `remove` restores its `step`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._replaced = optimizer.__dict__.get("step")  # a scheduler or the script has replaced the class's method
+        self._replaced = optimizer.__dict__.get("step")  # set if a scheduler or the script has replaced it
         self._begun: dict[Any, dict[Any, Any]] | None = None
         step = optimizer.step
 
-        @functools.wraps(step)  # with the mark by which torch's schedulers know that their `step` is in it
+        @functools.wraps(step)  # copies the mark by which torch's schedulers recognize their patch
         def part(own: Optimizer, *args: Any, **kwargs: Any) -> Any:
             groups = own.param_groups
             own.param_groups = [group for group in groups if group["params"]]
@@ -187,7 +187,7 @@ class StepInParts:
         optimizer.step = types.MethodType(part, optimizer)  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """The next parts are those of one step."""
+        """Begin a step: all following parts belong to it."""
         self._begun = {place: _numbers_in(mapping) for place, mapping in self._places().items()}
 
     def remove(self) -> None:
@@ -216,7 +216,7 @@ class StepInParts:
 
 
 def _numbers_in(mapping: MutableMapping[Any, Any]) -> dict[Any, Any]:
-    """Copies of the entries that are single values, by their names; states of parameters are under tensors."""
+    """Copy the entries that are single values and have a name. States of parameters have tensors as keys."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in mapping.items()

@@ -1,6 +1,6 @@
 """Optimizer states by parameter name, independent of the tensors that the optimizer steps.
 
-Checkpoints read and write states through these functions, and states that an optimizer had before `prepare` are moved
+Checkpoints read and write states through these functions. They also move states that an optimizer had before `prepare`
 to the partitions of an engine.
 """
 
@@ -23,7 +23,7 @@ from zero_plugin.strategies.torch_optimizers import describe_optimizer
 from zero_plugin.tensors.modules import WEIGHT, Fragment, partition_of
 from zero_plugin.tensors.nested import map_leaves
 
-# DeepSpeed's CPU kernel has another name for the state of torch's Adagrad.
+# DeepSpeed's CPU kernel uses another name for the state of torch's Adagrad.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
 # Options that select an implementation, not an algorithm: they are not saved.
 _IMPLEMENTATION: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "bias_correction"})
@@ -37,20 +37,20 @@ FurtherStates = dict[str, dict[Any, Any]]  # "named": name → value; "of_parame
 class OptimizedPiece:
     """The piece of one trained parameter in a tensor that the optimizer steps.
 
-    That tensor is the parameter itself, or a flat buffer with pieces of many parameters (ZeRO).
+    The stepped tensor is the parameter itself, or a flat buffer with pieces of many parameters (ZeRO).
 
     Attributes:
         name: the name of the parameter.
         shape: the shape of the unpartitioned parameter.
         group: the index of its parameter group.
-        start: the index in the flattened parameter at which the piece begins.
-        count: the number of its elements; 0 if this process has none of the parameter.
+        start: the index of the piece's first element in the flattened parameter.
+        count: the number of elements; 0 if this process holds no part of the parameter.
         stepped: the tensor that the optimizer steps.
-        offset: the index in the flattened `stepped` at which the piece begins.
+        offset: the index of the piece's first element in the flattened `stepped`.
         written: the range of the piece that this process writes into checkpoints.
-        optimizer: the optimizer that steps it.
-        whole_at: where states hold the unpartitioned parameter although the process steps a piece: the index at which
-            it begins in them. DeepSpeed's Muon needs complete matrices at stages 1 and 2.
+        optimizer: the optimizer that steps the piece.
+        whole_at: the index at which the unpartitioned parameter begins in a state. Set if states hold it although the
+            process steps only a piece: DeepSpeed's Muon needs complete matrices at stages 1 and 2.
     """
 
     name: str
@@ -65,20 +65,20 @@ class OptimizedPiece:
     whole_at: int | None = None
 
     def weight(self) -> Fragment:
-        """The fragment of the stepped values of the parameter."""
+        """Return the fragment of the parameter's stepped values."""
         return self.of(WEIGHT, self.stepped)
 
     def of(self, kind: str, tensor: Tensor) -> Fragment:
-        """The fragment of the same piece in a tensor such as a state; it is empty while that is swapped out."""
+        """Return the fragment of the same piece in another tensor, e.g. a state; empty while that is swapped out."""
         if self.is_whole:
-            own, size = self.stepped.numel(), tensor.numel()  # a state may have another size, as Adafactor's do
+            own, size = self.stepped.numel(), tensor.numel()  # a state may have another size, e.g. Adafactor's
             begin, end = self.written if size == own else (edge * size // max(own, 1) for edge in self.written)
             return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), (begin, end))
         values = tensor.detach().view(-1)[self.offset : self.offset + self.count]
         return Fragment(kind, self.name, self.shape, self.start, values, self.written)
 
     def of_state(self, kind: str, tensor: Tensor) -> Fragment:
-        """The fragment of the parameter in a state."""
+        """Return the fragment of the parameter in a state."""
         if self.whole_at is None:
             return self.of(kind, tensor)
         values = tensor.detach().view(-1)[self.whole_at : self.whole_at + self._whole_count]
@@ -96,9 +96,9 @@ class OptimizedPiece:
 
 
 def unpartitioned_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size: int) -> list[OptimizedPiece]:
-    """The pieces of an optimizer that steps the unpartitioned parameters themselves, in every process.
+    """List the pieces of an optimizer that steps the unpartitioned parameters themselves, in every process.
 
-    A tensor that is not a parameter of the module (e.g. a loss weight) is named by its index in the groups.
+    A tensor that is no parameter of the module (e.g. a loss weight) gets its index in the groups as its name.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     pieces: list[OptimizedPiece] = []
@@ -111,7 +111,7 @@ def unpartitioned_pieces(optimizer: Optimizer, module: nn.Module, rank: int, wor
 
 
 def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
-    """All states that are tensors, by their names in torch."""
+    """Iterate over all states that are tensors, by their names in torch."""
     for piece in pieces:
         renamed = names_of_states(piece.optimizer)
         for key, value in sorted(piece.optimizer.state.get(piece.stepped, {}).items()):
@@ -120,14 +120,14 @@ def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
             if not piece.is_whole and piece.whole_at is None and value.numel() != piece.stepped.numel():
                 raise CheckpointError(
                     f"{type(piece.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat buffer "
-                    f"of {piece.stepped.numel()} elements, so that it is unknown which part belongs to {piece.name}; "
-                    "such an optimizer can be saved at stage 0 or under DDP only."
+                    f"of {piece.stepped.numel()} elements, so it is unknown which part belongs to {piece.name}. "
+                    "This optimizer can be saved only at stage 0 or under DDP."
                 )
             yield piece.of_state(renamed.get(key, key), value)
 
 
 def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
-    """The states that are numbers (`step`), by parameter; the same in every process."""
+    """Return the states that are numbers (`step`), by parameter; the same in every process."""
     scalars: Scalars = {}
     for piece in pieces:
         for key, value in piece.optimizer.state.get(piece.stepped, {}).items():
@@ -139,11 +139,11 @@ def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
 
 
 def further_states(optimizer: Optimizer, pieces: Sequence[OptimizedPiece]) -> FurtherStates:
-    """What the optimizer keeps beside the tensors and numbers of its parameters.
+    """Return the states that are neither tensors nor numbers of a parameter.
 
     Raises:
-        CheckpointError: something that is neither number nor text, of an optimizer that steps partitions: each process
-            has its own.
+        CheckpointError: the optimizer steps partitions, and a state is neither number nor text: each process has
+            another value.
     """
     held: Mapping[Any, Any] = optimizer.state
     named = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
@@ -159,14 +159,14 @@ def further_states(optimizer: Optimizer, pieces: Sequence[OptimizedPiece]) -> Fu
                 if owner or not (is_number or isinstance(value, int | float | str | None)):
                     raise CheckpointError(
                         f"{type(optimizer).__name__} keeps {key!r}, a {type(value).__name__}, for "
-                        f"{owner or 'all parameters'} in its state, of which each process has another under ZeRO. Such "
-                        "an optimizer can be saved at stage 0 or under DDP only."
+                        f"{owner or 'all parameters'} in its state. Under ZeRO each process has another value. This "
+                        "optimizer can be saved only at stage 0 or under DDP."
                     )
     return found
 
 
 def restore_further_states(optimizer: Optimizer, pieces: Sequence[OptimizedPiece], saved: FurtherStates) -> list[str]:
-    """Restore them; returns the parameters whose states a flat buffer cannot have."""
+    """Restore `further_states`. Return the parameters whose states a flat buffer cannot have."""
     for own in {id(one): one for one in (optimizer, *(piece.optimizer for piece in pieces))}.values():
         held: dict[Any, Any] = own.state
         for key in [key for key in held if not isinstance(key, Tensor) and key not in saved["named"]]:
@@ -188,19 +188,18 @@ def _on_device(device: torch.device, leaf: Any) -> Any:
 
 
 def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> list[str]:
-    """Create the states that a checkpoint has in the optimizer, which would create them in its first step.
+    """Create the states of a checkpoint in the optimizer, which would otherwise create them in its first step.
 
-    Tensors are initialized with zeros, and must be loaded afterwards; numbers are those of the checkpoint. Each has the
-    dtype that this optimizer uses. For parameters in one flat buffer the largest number is used: numbers differ if some
-    parameters got no gradients for a while, in a run that stepped them separately.
-
+    Tensors are zeros, and the caller must load them afterwards. Numbers come from the checkpoint. Each state has this
+    optimizer's dtype. Parameters in one flat buffer get their largest number. Numbers can differ if the saved run
+    stepped parameters separately, and some of them got no gradients for a while.
     Args:
-        pieces: the pieces of one optimizer, or of an optimizer and the one for what is not offloaded.
+        pieces: the pieces of one optimizer, or also of the optimizer for parameters that are not offloaded.
         stored: parameter → state → shape and dtype of the unpartitioned tensor.
         scalars: see `state_scalars`.
 
     Returns:
-        Which numbers are not those of the checkpoint.
+        Descriptions of the numbers that differ from the checkpoint.
     """
     changed: list[str] = []
     for together in _by_stepped(pieces):
@@ -216,8 +215,8 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
                 if (own := scalars.get(piece.name, {}).get(key)) != number:
                     had = "had none" if own is None else f"was {own:g}"
                     changed.append(
-                        f"{key} of {piece.name}, which {had}: it is {number:g}, that of the parameters that are "
-                        "stepped in one flat buffer with it"
+                        f"{key} of {piece.name}, which {had}, is now {number:g}, as for the parameters in the same "
+                        "flat buffer"
                     )
         if not shapes and not numbers:
             continue
@@ -236,14 +235,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
 
 
 def _size_of_states(together: Sequence[OptimizedPiece]) -> tuple[int, ...]:
-    """The shape of the states of pieces in one flat buffer."""
+    """Return the shape of the states of pieces in one flat buffer."""
     if together[0].whole_at is None:
         return tuple(together[0].stepped.shape)
     return (sum(piece._whole_count for piece in together),)
 
 
 def _by_stepped(pieces: Iterable[OptimizedPiece]) -> Iterable[list[OptimizedPiece]]:
-    """Lists of the pieces that are in one tensor which the optimizer steps."""
+    """Group the pieces by the tensor that the optimizer steps."""
     joined: dict[int, list[OptimizedPiece]] = {}
     for piece in pieces:
         joined.setdefault(id(piece.stepped), []).append(piece)
@@ -251,7 +250,7 @@ def _by_stepped(pieces: Iterable[OptimizedPiece]) -> Iterable[list[OptimizedPiec
 
 
 def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:
-    """The parameter groups: the names of their parameters, and every plain option (`lr`, `betas`, …)."""
+    """Describe the parameter groups: the names of their parameters, and every plain option (`lr`, `betas`, …)."""
     members: dict[int, list[str]] = {}
     for piece in pieces:
         members.setdefault(piece.group, []).append(piece.name)
@@ -265,7 +264,7 @@ def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> l
 
 
 def restore_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece], saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Restore the saved options of the groups; False, with nothing changed, if they have other parameters."""
+    """Restore the saved options of the groups. Change nothing and return False if they have other parameters."""
     present = describe_groups(optimizer, pieces)
     if [sorted(group["params"]) for group in present] != [sorted(group["params"]) for group in saved]:
         return False
@@ -279,22 +278,22 @@ def restore_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece], saved
 
 
 def algorithm_of(optimizer: Optimizer) -> str:
-    """The name of the algorithm, the same for all its implementations."""
+    """Return the name of the algorithm, the same for all implementations."""
     return describe_optimizer(optimizer).name.removeprefix("flat")
 
 
 def names_of_states(optimizer: Optimizer) -> Mapping[str, str]:
-    """The states for which this class uses other names than torch: its own → torch's."""
+    """Return the state names in which this class differs from torch: its own → torch's."""
     return _STATE_NAMES.get(type(optimizer).__name__, {})
 
 
 def is_scalar(key: str, value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a tensor state is a number, and not the state of a parameter of shape `shape` with one element."""
+    """Return whether a tensor state is a number, and not the state of a parameter of shape `shape` with one element."""
     return value.ndim == 0 and (len(shape) > 0 or key == "step")
 
 
 def is_setting(key: str, value: Any) -> bool:
-    """Whether an entry of a parameter group is a plain option of the algorithm, such as `lr`."""
+    """Return whether an entry of a parameter group is a plain option of the algorithm, such as `lr`."""
     if key in _IMPLEMENTATION or key.startswith("_"):
         return False
     if isinstance(value, tuple | list):
@@ -303,17 +302,17 @@ def is_setting(key: str, value: Any) -> bool:
 
 
 def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any]:
-    """The state that the optimizer creates for a tensor of one element, to know its dtypes. Empty if that fails."""
+    """Return the state that the optimizer creates for one element, to learn its dtypes. Empty if this fails."""
     trial = torch.zeros(1, dtype=stepped.dtype, device=stepped.device, requires_grad=True)
     trial.grad = torch.zeros_like(trial)
     meanwhile = {
         "param_groups": [{**optimizer.param_groups[group], "params": [trial]}],
         "state": defaultdict(dict),
-        "_optimizer_step_pre_hooks": OrderedDict(),  # the script's hooks are not to see this step
+        "_optimizer_step_pre_hooks": OrderedDict(),  # hide this step from the script's hooks
         "_optimizer_step_post_hooks": OrderedDict(),
     }
-    # What counts steps in an attribute is not to count this one. An optimizer within, as the Adam of DeepSpeed's Muon,
-    # is handed the trial, and would step that alone from then on.
+    # Restore all attributes afterwards: an attribute may count steps. An inner optimizer, e.g. the Adam of DeepSpeed's
+    # Muon, gets the trial, and would step only the trial from then on.
     within = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
     before = [(one, dict(vars(one))) for one in (optimizer, *within)]
     if any(vars(optimizer).get(name) is None for name in meanwhile):
@@ -362,16 +361,16 @@ class GivenStates:
     scalars: Scalars
 
     def keys_of(self, name: str) -> set[str]:
-        """The names of the states of a parameter."""
+        """Return the names of the states of a parameter."""
         return {*self.tensors.get(name, ()), *self.scalars.get(name, ())}
 
 
 def take_states(optimizer: Optimizer, module: nn.Module, *, joins_groups: bool) -> GivenStates | None:
-    """Read the states of the trained parameters of a module, or None if there are none. Nothing is changed.
+    """Read the states of a module's trained parameters; None without states. Nothing is changed.
 
     Args:
         optimizer: the optimizer of the script.
-        module: the module whose parameters it steps; they may already be partitioned.
+        module: the module whose parameters the optimizer steps; they may already be partitioned.
         joins_groups: whether the parameters of each group will be stepped as one flat tensor.
 
     Raises:
@@ -401,7 +400,7 @@ def take_states(optimizer: Optimizer, module: nn.Module, *, joins_groups: bool) 
 
 
 def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> None:
-    """Write states into the partitions, as loading a checkpoint does; inside `Session.reading`.
+    """Write states into the partitions, as loading a checkpoint does; inside `Session.loading`.
 
     Args:
         blocks: from `Session.blocks(changing=True)`.
@@ -427,14 +426,14 @@ def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> N
 
 
 def describe_states(optimizer: Optimizer) -> str:
-    """A text that says how many parameters have states, and after which steps."""
+    """Describe how many parameters have states, and after which steps."""
     states = [state for group in optimizer.param_groups for p in group["params"] if (state := _states_of(optimizer, p))]
     steps = sorted({float(state["step"]) for state in states if isinstance(state.get("step"), Tensor | int | float)})
     return f"of {len(states)} parameters" + (f" at step {', '.join(f'{s:g}' for s in steps)}" if steps else "")
 
 
 def _states_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The states that steps have created, without unused ones (None) and those of Adagrad's constructor."""
+    """Return the states that steps have created, without unused ones (None) and those of Adagrad's constructor."""
     kept = getattr(optimizer, "state", {})  # a wrapper of another library may have none
     states = {key: value for key, value in kept.get(parameter, {}).items() if value is not None}
     begun = not isinstance(optimizer, torch.optim.Adagrad) or bool(states.get("step", 1))

@@ -1,6 +1,6 @@
 """Mixed precision: autocast, the loss scale of fp16, casting of inputs and outputs, and checks for finite gradients.
 
-The loss scale follows the rule of DeepSpeed's ZeRO, so that it is the same with every strategy.
+The loss scale follows the rule of DeepSpeed's ZeRO, so all strategies have the same scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-    """`torch.autocast` in the dtype of `precision`; a context that does nothing for `no`."""
+    """Return `torch.autocast` in the dtype of `precision`; for `no`, a context that does nothing."""
     if precision == "no":
         return nullcontext()
     return torch.autocast(device_type, _DTYPES[precision], **({} if handler is None else handler.to_kwargs()))
@@ -42,9 +42,9 @@ def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None
 def run_under_autocast(
     module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], device_type: str
 ) -> Callable[[], None]:
-    """Make `module.forward` run under `autocast`, of `device_type`, and return fp32; the returned function undoes this.
+    """Run `module.forward` under `autocast`, of `device_type`, and return fp32; the returned function undoes this.
 
-    Another method of the module, which calls submodules outside of the forward, computes in fp32, with a warning.
+    Other methods of the module that call submodules outside of the forward compute in fp32, with a warning.
     """
     watch = _Watch(module, device_type)
 
@@ -67,13 +67,13 @@ def run_under_autocast(
 
 
 class _Watch:
-    """Warns once if a submodule is called outside of the module's forward.
+    """A watch that warns once if a submodule is called outside of the module's forward.
 
     Copies of the module, including pickled ones, are not watched.
 
     Args:
         module: the module to watch, or None.
-        device_type: that of the autocast under which its forward runs.
+        device_type: the device type of the forward's autocast.
 
     Attributes:
         depth: the number of the module's forwards that are running.
@@ -108,9 +108,9 @@ class _Watch:
 
 
 def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:
-    """The number of skipped steps in a row after which a run stops: the scale has reached its minimum by then.
+    """Return how many skipped steps in a row stop a run: by then the scale has reached its minimum.
 
-    The first `hysteresis` - 1 skips do not change the scale, the next log2(initial / smallest) halve it, and one more
+    The first `hysteresis` - 1 skips do not change the scale. The next log2(initial / smallest) skips halve it. One more
     shows that the scale was not the cause.
     """
     halvings = 0
@@ -120,15 +120,15 @@ def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float 
     return halvings + max(1, hysteresis)
 
 
-# 18, with the defaults of the `fp16` section. It is also used without a dynamic scale: fp32, bf16, a fixed scale.
+# 18, with the defaults of the `fp16` section. Also used without a dynamic scale: fp32, bf16, a fixed scale.
 DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
 
 
 class FoundInf:
-    """Whether a gradient is not finite, as a number on the device, where a fused optimizer skips its step by it.
+    """Whether a gradient is not finite, as a number on the device. A fused optimizer skips its step by this number.
 
     Args:
-        value: a new scalar tensor in fp32: 1 if a gradient is not finite, else 0. `GradScaler` calls it `found_inf`.
+        value: a new scalar tensor in fp32: 1 if a gradient is not finite, 0 otherwise; `found_inf` of `GradScaler`.
 
     Attributes:
         value: the given tensor.
@@ -136,13 +136,13 @@ class FoundInf:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        # Reading `value` would wait for everything that is queued by then; its copy is there when the event is.
+        # Reading `value` would wait for all queued work. Its copy is ready as soon as the event is.
         self._copy = value.to("cpu", non_blocking=value.is_cuda)
         self._copied = torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
-        self._found: bool | None = None  # what was read
+        self._found: bool | None = None  # the result of `read`
 
     def read(self) -> bool:
-        """Return it. The first call waits for what computes it, but not for what was queued since."""
+        """Return the number as a bool. The first call waits for its computation, but not for work queued later."""
         if self._found is None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -151,12 +151,12 @@ class FoundInf:
 
 
 class Measured(NamedTuple):
-    """What is known of the complete gradients of a window.
+    """The known facts about the complete gradients of a window.
 
     Attributes:
-        finite: whether all of them are finite, or the number on the device that tells it; None if nobody has looked.
-        norm: their norm before clipping (scalar, fp32); None if it was not computed.
-        limit: the norm at which the step will clip them, if it does so itself.
+        finite: whether all of them are finite, or a `FoundInf` on the device; None if not checked.
+        norm: the norm before clipping (scalar, fp32); None if not computed.
+        limit: the norm at which the step itself will clip.
     """
 
     finite: bool | FoundInf | None = None
@@ -168,9 +168,9 @@ class LossScale:
     """The dynamic or fixed loss scale: lowered after skipped steps, raised after a number of applied ones.
 
     Args:
-        section: the `fp16` section: `loss_scale` (0: dynamic, else fixed), `initial_scale_power`, `loss_scale_window`,
-            `hysteresis`, `consecutive_hysteresis`, `min_loss_scale`; missing keys have DeepSpeed's defaults.
-        growth, backoff: the factors by which it is raised and lowered; DeepSpeed supports the defaults only.
+        section: the `fp16` section: `loss_scale` (0: dynamic, otherwise fixed), `initial_scale_power`,
+            `loss_scale_window`, `hysteresis`, `consecutive_hysteresis`, `min_loss_scale`. Defaults are DeepSpeed's.
+        growth, backoff: the factors that raise and lower the scale; DeepSpeed supports only the defaults.
 
     Attributes:
         value: the current loss scale.
@@ -212,11 +212,11 @@ class LossScale:
         self._good += 1
 
     def state(self) -> dict[str, float]:
-        """The state for checkpoints: the scale, applied steps since the last skip, skips left until it is lowered."""
+        """Return the state for checkpoints: scale, applied steps since the last skip, skips left until lowering."""
         return {"value": self.value, "good_steps": self._good, "patience": self._patience}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore a `state`; a fixed scale does not change."""
+        """Restore a `state`. A fixed scale does not change."""
         if self._dynamic:
             self.value, self._good = float(state["value"]), int(state["good_steps"])
             self._patience = int(state["patience"])
@@ -225,8 +225,8 @@ class LossScale:
 def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None) -> bool:
     """Multiply the gradients by `factor` and return whether all are finite, in one pass as in torch's GradScaler.
 
-    On XLA, finite gradients count as not finite if the sum over a parameter overflows its dtype; the norm, which
-    clipping needs, overflows earlier.
+    On XLA, finite gradients count as not finite if the sum over a parameter overflows its dtype. The norm for clipping
+    overflows earlier.
 
     Args:
         gradients: dense or sparse gradients.
@@ -258,7 +258,7 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
 
 
 def find_nonfinite(gradients: list[Tensor]) -> FoundInf | None:
-    """Look whether gradients are finite, and read nothing; None for none, for several kinds, sparse or complex ones."""
+    """Check for nonfinite gradients without a read; None for no gradients, several kinds, sparse or complex ones."""
     kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
     if len(kinds) != 1 or gradients[0].is_sparse or gradients[0].is_complex():
         return None
@@ -269,17 +269,17 @@ def find_nonfinite(gradients: list[Tensor]) -> FoundInf | None:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A dense, real view of a gradient, which may be sparse or complex."""
+    """Return a dense, real view of a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-# Creating these tensors at each step would take longer than the pass over a small model.
+# The tensors are cached: creating them at each step would take longer than the pass over a small model.
 
 
 @cache
 def _flag(device: torch.device) -> Tensor:
-    """The tensor into which the kernel writes 1 if a value is not finite; 0 between two calls."""
+    """Return the tensor into which the kernel writes 1 if a value is not finite; 0 between two calls."""
     return torch.zeros(1, device=device)
 
 
@@ -291,11 +291,11 @@ def _number(value: float, device: torch.device) -> Tensor:
 def compute_in(model: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Cast floating-point inputs of `model` to `dtype`, and floating-point outputs to fp32.
 
-    The loss is then computed as without mixed precision. Buffers keep their dtype, as with DeepSpeed: if a layer cannot
-    combine it with that of its weights, the error names them.
+    The loss is computed as without mixed precision. Buffers keep their dtype, as with DeepSpeed: if a layer cannot
+    combine their dtype with its weights' dtype, the error names the buffers.
 
     Returns:
-        What takes this back.
+        The functions that undo this.
     """
     if dtype == torch.float32:
         return []

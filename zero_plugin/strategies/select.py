@@ -1,4 +1,4 @@
-"""Selects the strategy of a run."""
+"""Select the strategy of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def select_strategy(
 
     Args:
         document: the configuration.
-        settings: its launch settings.
+        settings: the launch settings of the configuration.
         processes: the processes of the run.
         own: the class of the script's own strategy, or None.
 

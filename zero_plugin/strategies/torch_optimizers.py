@@ -1,5 +1,4 @@
-"""Torch optimizers and learning-rate schedulers that a configuration's sections describe.
-
+"""Build torch optimizers and learning-rate schedulers from a configuration's sections.
 They compute the same updates and learning rates as DeepSpeed does for the same sections.
 """
 
@@ -22,7 +21,7 @@ from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SC
 from zero_plugin.errors import ConfigError, Problem
 
 _ONLY_DEEPSPEED = ("lamb", "muon", "muadam", "muadamw", "musgd")
-# DeepSpeed's own classes by name, since only its strategy may import them.
+# DeepSpeed's own classes, by name: only the DeepSpeed strategy may import them.
 _DEEPSPEED_CLASSES = {
     "deepspeedcpuadam": "adam",
     "fusedadam": "adam",
@@ -35,13 +34,14 @@ _DEEPSPEED_CLASSES = {
 class Lion(Optimizer):
     """Lion (arXiv:2302.06675, algorithm 2): a step of size `lr` along the sign of interpolated momentum.
 
-    It equals DeepSpeed's kernels except where that momentum is exactly 0 (the row of a token that never occurred):
-    there this class, as the paper, does not change the weight; DeepSpeed's CPU kernel adds -lr and its CUDA kernel +lr.
+    It equals DeepSpeed's kernels except if the interpolated momentum is exactly 0 (the row of a token that never
+    occurred). Then this class, like the paper, does not change the weight. DeepSpeed's CPU kernel adds -lr, and its
+    CUDA kernel +lr.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: weights of the momentum in the update, and in the next momentum. Defaults are DeepSpeed's.
+        betas: weights of the momentum in the update and in the next momentum. The defaults are DeepSpeed's.
         weight_decay: decoupled: weights shrink by `lr * weight_decay` each step.
     """
 
@@ -112,9 +112,9 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
 
 
 def _adam_class(kind: str, arguments: dict[str, Any]) -> type[Optimizer]:
-    """Adam's or AdamW's class; removes DeepSpeed's own arguments from `arguments`, and honours or refuses each."""
+    """Return Adam's or AdamW's class. Remove DeepSpeed's own arguments from `arguments`; honour or refuse each."""
     decoupled = arguments.pop("adam_w_mode", True) or kind == "adamw"
-    arguments.pop("torch_adam", None)  # it is torch's in any case
+    arguments.pop("torch_adam", None)  # torch's Adam is used in any case
     if not arguments.pop("bias_correction", True):
         fix = "Train with DeepSpeed, or remove the key."
         _refuse("optimizer.params.bias_correction", "false: torch's Adam always corrects its bias.", fix)
@@ -122,7 +122,7 @@ def _adam_class(kind: str, arguments: dict[str, Any]) -> type[Optimizer]:
 
 
 def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
-    """`fp32_optimizer_states`: torch keeps states in the dtype of the parameters, which is what false means."""
+    """Drop `fp32_optimizer_states`; refuse true for 16-bit parameters: torch keeps states in the parameters' dtype."""
     if not arguments.pop("fp32_optimizer_states", False):
         return
     members = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
@@ -131,13 +131,13 @@ def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
         fix = "Build the model in fp32, and set the dtype of computation by mixed_precision."
         _refuse(
             "optimizer.params.fp32_optimizer_states",
-            "true, but the parameters, and so torch's states, are not fp32.",
+            "true, but the parameters are not fp32, and torch's states have their dtype.",
             fix,
         )
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerFacts:
-    """The facts about a torch optimizer for resolution: its algorithm, default options and learning rates."""
+    """Return the facts about a torch optimizer for resolution: its algorithm, default options and learning rates."""
     name = type(optimizer).__name__.lower()
     name = _DEEPSPEED_CLASSES.get(name, name)
     # A wrapper that does not call Optimizer.__init__ may have no defaults.
@@ -181,11 +181,11 @@ class Curve:
 
 
 def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Curve:
-    """The curve that DeepSpeed's engine applies for `section`: the value used by optimizer step k is `lrs(k)`.
+    """Return the curve that DeepSpeed's engine applies for `section`: optimizer step k uses `lrs(k)`.
 
-    DeepSpeed sets the lowest value when a scheduler is built and first advances it to its step 0 *after* the first
-    optimizer step, so its own index is k − 1 and a warm-up repeats its first value. OneCycle and LRRangeTest use k.
-    `warmup_num_steps: 0`, which DeepSpeed refuses, starts at the peak.
+    DeepSpeed sets the lowest value when it builds a scheduler. It first advances the scheduler, to step 0, *after* the
+    first optimizer step. The scheduler's own index is therefore k − 1, and a warm-up repeats its first value. OneCycle
+    and LRRangeTest use k. `warmup_num_steps: 0`, which DeepSpeed refuses, starts at the peak.
 
     Args:
         section: type and parameters; missing ones have DeepSpeed's defaults.
@@ -247,7 +247,7 @@ def _warmup_cosine_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
 
 
 def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
-    """The number of warm-up steps, and the fraction from 0 to 1 that is reached at a step."""
+    """Return the number of warm-up steps, and a function from a step to the fraction (0 to 1) of the rise."""
     configured, kind = params["warmup_num_steps"], params["warmup_type"]
     if configured < 0:
         _refuse("scheduler.params.warmup_num_steps", f"{configured} is negative.", "Write 0 for no warm-up.")
@@ -255,7 +255,7 @@ def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
         _refuse("scheduler.params.warmup_type", f"{kind!r} is not a type of warm-up.", "Write log or linear.")
     if configured == 0:
         return 0, lambda _: 1.0
-    steps = max(2, configured)  # DeepSpeed's minimum: its logarithm has to be positive
+    steps = max(2, configured)  # DeepSpeed's minimum, to divide by a positive logarithm
 
     def fraction(step: int) -> float:
         index = max(0, step - 1)
@@ -265,7 +265,7 @@ def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
 
 
 def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
-    """Up and down once between two learning rates (momentum against them), then decay; arXiv:1803.09820."""
+    """Go up and down once between two learning rates (momentum in reverse), then decay; arXiv:1803.09820."""
     first = float(params["cycle_first_step_size"])
     second = first if params["cycle_second_step_size"] is None else float(params["cycle_second_step_size"])
     if first <= 0 or second < 0:
@@ -287,7 +287,7 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
         stairs = up_stairs if rising else down_stairs
         if stairs <= 0:
             return x / (first / total) if rising else (x - 1) / (first / total - 1)
-        position = step % total  # an integer, so that rounding cannot drop a stair
+        position = step % total  # for integer sizes an integer: rounding cannot drop a stair
         height = position * stairs / first if position <= first else (total - position) * stairs / second
         return float(math.floor(height) / stairs)
 
@@ -301,7 +301,7 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
 
     def betas(step: int) -> list[Betas]:
         if step == 0:
-            return [(a, _ONE_CYCLE_BETA2) for a in lively]  # DeepSpeed starts at the other end of the cycle
+            return [(a, _ONE_CYCLE_BETA2) for a in lively]  # DeepSpeed starts momentum at the other end of the cycle
         if step - 1 < total:
             return [(b - (b - a) * scale(step), _ONE_CYCLE_BETA2) for a, b in zip(lively, calm, strict=True)]
         return [(b * decay(step, mom_rate), _ONE_CYCLE_BETA2) for b in calm]
@@ -326,7 +326,7 @@ def _lr_range_test(params: Mapping[str, Any], lrs: list[float]) -> Curve:
 
 
 def _per_group(value: Any, lrs: Sequence[float], key: str) -> list[float]:
-    """One number for all groups, or a list with one for each."""
+    """Return one number for each group, from a number for all or a list."""
     if not isinstance(value, list | tuple):
         return [float(value)] * len(lrs)
     if len(value) != len(lrs):
@@ -362,7 +362,7 @@ class CurveLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group at the current step."""
+        """Return the learning rate of each group at the current step."""
         return list(self.curve.lrs(self.last_epoch))
 
     def step(self, epoch: int | None = None) -> None:
@@ -371,7 +371,7 @@ class CurveLR(LRScheduler):
         self._apply_betas()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps; the curve itself is built from the configuration."""
+        """Return the number of steps. The curve itself comes from the configuration."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -393,7 +393,7 @@ class CurveLR(LRScheduler):
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
-    """Build the scheduler of `section`, with the same learning rate at every applied step as DeepSpeed's engine.
+    """Build the scheduler of `section`. Every applied step has the same learning rate as in DeepSpeed's engine.
 
     Args:
         section: one of DeepSpeed's five types, or a class of `torch.optim.lr_scheduler` by its exact name.

@@ -36,34 +36,34 @@ class Recorder(Protocol):
     """A lazy device (XLA): it records operations, runs them on request, and averages gradients itself."""
 
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
-        """Called after a backward was recorded.
+        """Finish a recorded backward.
 
         Args:
             module: the module that got gradients.
-            averages: whether they have to be averaged over the processes.
+            averages: whether to average the gradients over the processes.
         """
 
     def run(self) -> None:
-        """Run the recorded operations. To be called before a value is read, which would run its operations twice."""
+        """Run the recorded operations. Call this before reading a value: the read would run the operations twice."""
 
     def close(self) -> None:
         """Release the module."""
 
 
 class TorchSession(Session):
-    """Training without an engine, on one device or under DDP.
+    """A session without an engine, on one device or under DDP.
 
     Args:
-        model: what the loop calls: the module itself, or its DDP wrapper.
+        model: the object that the loop calls: the module itself, or its DDP wrapper.
         module: the user's module.
-        optimizer: the optimizer; None for a model that is not trained.
+        optimizer: the optimizer; None for a model without one.
         precision: with `bf16` and `fp16` the weights stay fp32, and forwards run under autocast and return fp32.
         scale: the loss scale of `fp16`.
         skips: whether steps with gradients that are not finite are skipped.
         autocast: arguments of autocast for the forwards.
-        recorder: the recorder of a lazy device, which becomes an attribute.
-        has_own_samples: whether this process's gradients are those of samples, by which it may step alone; where
-            processes share samples they are those of a part, which nothing but their average completes.
+        recorder: the recorder of a lazy device; also an attribute.
+        has_own_samples: whether this process's gradients cover complete samples, so the process may step alone. If
+            processes share samples, only the average over the processes is a complete gradient.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TorchSession(Session):
         self._has_own_samples = has_own_samples
         self.recorder = recorder
         self._averages = False  # whether the running backward averages gradients
-        self._are_averaged = True  # whether those that were accumulated are
+        self._are_averaged = True  # whether the accumulated gradients are averaged
         self.undo = []
         self._scale = scale
         self.scales_loss, self.adds_to_complete_gradients = scale is not None, scale is None
@@ -102,8 +102,8 @@ class TorchSession(Session):
     def train_with(self, optimizer: Optimizer) -> None:
         """Add the optimizer to a session that was built without one."""
         self.optimizer = self.given = optimizer
-        if self._reducer is not None and describe_renormalizing(self.module) is None:  # which is warned of
-            # A DTensor is a part of a weight.
+        if self._reducer is not None and describe_renormalizing(self.module) is None:  # `build_session` warns of it
+            # Not DTensors, which hold parts of a weight.
             self.copies = [p for p in self.module.parameters() if p.requires_grad and type(p) is nn.Parameter]
 
     def emit_from_hooks(self) -> None:
@@ -131,7 +131,7 @@ class TorchSession(Session):
             self._reducer.prepare(loss)
 
     def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:  # noqa: ARG002
-        """See `Session.has_reached`; only looked at under fp16, where another model's loss must not be scaled."""
+        """Check only under fp16, where a loss of another model must not be scaled; see `Session.has_reached`."""
         return self._scale is None or not is_first or self._has_any_grad()
 
     def close_backward(self, *, reached: bool) -> None:
@@ -167,7 +167,7 @@ class TorchSession(Session):
         self._scale.value = scale
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
-        """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
+        """Make DDP reduce only in the backward that ends the window; see `Session.follow_window`."""
         if self._reducer is not None:
             self._reducer.follow(lambda: ends_window() and not self._local_only)
 
@@ -176,7 +176,7 @@ class TorchSession(Session):
             torch._foreach_mul_(gradients, factor)
 
     def complete_gradients(self) -> Measured:
-        """See `Session.complete_gradients`; the window's last backward has averaged them, if there was one."""
+        """Complete the gradients; the window's last backward has averaged them, if there was one."""
         for check in self.events.before_complete:
             check()
         if not self._are_averaged:
@@ -202,13 +202,13 @@ class TorchSession(Session):
             self._run_recorded()
             value = norm.item()
             finite = isfinite(value)
-            # torch would multiply by 1; a recorder does, so that all steps have one graph. 1e-6 as in torch.
+            # torch would multiply by 1. A recorder does, so all steps have the same graph. 1e-6 is torch's constant.
             is_small = value + 1e-6 <= max_norm and self.recorder is None
             if not finite:
                 norm = torch.full_like(norm, inf)  # nan or inf: the same result with every strategy
-        # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
+        # If the norm is not finite, the step is skipped. The gradients stay unchanged, to show the cause.
         if max_norm != inf and finite is not False and not is_small:
-            # torch changes nothing for a norm of 0: gradients that are not finite stay, to show the cause.
+            # A norm of 0 makes torch change nothing: gradients that are not finite stay, to show the cause.
             by = norm.nan_to_num(0.0, posinf=0.0) if isinstance(finite, FoundInf) else norm
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, by)
         return Measured(finite, norm)
@@ -227,7 +227,7 @@ class TorchSession(Session):
             finite = find_nonfinite(self._gradients())
         if finite is None:
             finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
-        # A FoundInf is truthy: the optimizer reads it on the device and skips the step by itself.
+        # A FoundInf is truthy: the optimizer reads it on the device, and skips the step on its own.
         applied: bool | FoundInf = finite
         if applied:
             self.is_stepping = True
@@ -302,7 +302,7 @@ class TorchSession(Session):
         self.optimizer = None
 
     def _skips_on_device(self) -> bool:
-        """Whether the optimizer skips a step that is not finite by itself, so that nothing has to be read for it."""
+        """Return whether the optimizer itself skips a step that is not finite, so the session reads no result."""
         assert self.optimizer is not None
         looks = self._skips and self._scale is None and self.recorder is None
         return looks and skips_by_found_inf(self.optimizer, self.own_step_hooks)
@@ -336,8 +336,7 @@ class TorchSession(Session):
 
 
 def _emit_gradient_outside(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
-    """Return a hook that emits `gradient_outside`; it runs for each parameter in each backward, so it is one function.
-
+    """Return a hook that emits `gradient_outside`. It is one function, as it runs for each parameter and backward.
     torch keeps the hook in C++, where Python's garbage collector cannot see it: its reference to the session is weak.
     """
 

@@ -34,15 +34,15 @@ from zero_plugin.tensors.wrappers import compile_in_place, load_plain
 
 _log = logging.getLogger(__name__)
 
-# In the order in which they are called at an event that they share: the collective one comes last.
+# The order of calls at an event that several guards share. The collective guard comes last.
 GUARDS: Final[tuple[type[Guard], ...]] = (ForeignGradients, ForeignBackward, ForeignSteps, DifferingSteps)
 
 
 def convert_weights_to_fp32(request: SessionRequest) -> None:
-    """Convert trained 16-bit weights to fp32, since small updates would be rounded away, and log it.
+    """Convert trained 16-bit weights to fp32, because 16 bits would round small updates away. Log the conversion.
 
     ZeRO keeps fp32 master weights for 16-bit weights, or trains in fp32 without mixed precision. Frozen weights keep
-    their dtype under mixed precision, where autocast converts it.
+    their dtype under mixed precision: autocast converts them.
     """
     if request.optimizer is None:
         return
@@ -57,16 +57,16 @@ def convert_weights_to_fp32(request: SessionRequest) -> None:
             if value.dtype in (torch.bfloat16, torch.float16):
                 states[key] = value.float()
     _log.info(
-        f"{len(chosen)} 16-bit parameters of the {type(request.model).__name__} were converted to fp32, in which they "
-        "are trained, as under ZeRO; mixed_precision sets the dtype of computation. A forward that casts its inputs by "
-        "itself casts them to the weights' dtype: x.to(self.layer.weight.dtype)"
+        f"{len(chosen)} 16-bit parameters of the {type(request.model).__name__} were converted to fp32 for training, "
+        "as under ZeRO; mixed_precision sets the dtype of computation. If a forward casts its own inputs, cast them "
+        "to the weights' dtype: x.to(self.layer.weight.dtype)"
     )
 
 
 def torch_optimizer(request: SessionRequest) -> Optimizer | None:
-    """The request's optimizer, or the optimizer of the configuration's section in place of a placeholder.
+    """Return the request's optimizer, or build the configured optimizer for a placeholder.
 
-    Its states are moved to the devices of its parameters, as torch's `load_state_dict` does.
+    Move its states to the devices of the parameters, as torch's `load_state_dict` does.
     """
     if not isinstance(request.optimizer, DummyOptim):
         for group in () if request.optimizer is None else request.optimizer.param_groups:
@@ -81,15 +81,15 @@ def torch_optimizer(request: SessionRequest) -> Optimizer | None:
 
 
 def _states_of(optimizer: Optimizer | DummyOptim | None, p: Tensor) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Each tensor state of a parameter, with the dict that contains it and its key."""
+    """List each tensor state of a parameter, with the dict that contains it and its key."""
     states = getattr(optimizer, "state", {}).get(p, {})  # a wrapper of another library may have none
     return [(states, key, value) for key, value in states.items() if isinstance(value, Tensor)]
 
 
 def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
-    """The section with torch's fused kernel for Adam and AdamW: the same update in one pass, several times faster.
+    """Select torch's fused kernel for Adam and AdamW: the same update in one pass, several times faster.
 
-    Not if the section selects an implementation itself. The fused kernels of SGD and Adagrad refuse sparse gradients.
+    Change nothing if the section itself selects an implementation. Fused SGD and Adagrad refuse sparse gradients.
     """
     selects = {"fused", "foreach", "capturable", "differentiable"} & section.params.keys()
     is_supported = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
@@ -99,23 +99,23 @@ def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP, with the inner module's attributes and state dict, as engines have: `model.config`."""
+    """torch's DDP with the inner module's attributes (`model.config`) and state dict, as engines have them."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # before it is set
+            if name == "module":  # `__init__` has not set it yet
                 raise
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's; as a part of another module, torch's own, with the names that loading needs there."""
+        """Return the inner module's state dict; inside another module's, torch's own, with the names for loading."""
         is_part = kwargs.get("destination") is not None
         return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """That of the inner module."""
+        """Load the inner module's state dict."""
         return load_plain(self.module, state_dict, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -139,7 +139,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class TorchStrategy(Strategy):
-    """Training without an engine: the complete model in every process, and optimizers that may be prepared later.
+    """A strategy without an engine: the complete model in every process; optimizers may be prepared later.
 
     Subclass it for a strategy of your own; docs/own-strategy.md has the methods. Example, in which every step uses
     the sign of each gradient:
@@ -157,11 +157,11 @@ class TorchStrategy(Strategy):
         accelerator = Accelerator(strategy=SignStrategy)
 
     Attributes:
-        session_class: the class of its sessions.
-        guards: the checks of its sessions.
+        session_class: the class of the sessions.
+        guards: the guards of the sessions.
     """
 
-    name: StrategyName = "ddp"  # how a configuration is resolved: without DeepSpeed's engine
+    name: StrategyName = "ddp"  # selects the resolution of the configuration: without DeepSpeed's engine
     optimizer_may_follow = True
     session_class: type[TorchSession] = TorchSession
     guards: tuple[type[Guard], ...] = GUARDS
@@ -179,7 +179,7 @@ class TorchStrategy(Strategy):
         return autocast_as(precision, self._processes.device.type, handler)
 
     def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
-        """See `Strategy.hold_optimizer`: with one process, a model that is not prepared can be trained."""
+        """Return a replacement that may step only with one process: no average is needed there."""
         return UnpreparedOptimizer(optimizer, steps=self._processes.world_size == 1)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
@@ -235,12 +235,12 @@ class DdpStrategy(TorchStrategy):
         if trains and optimizer is None:
             _log.info(
                 f"the {type(module).__name__} was prepared without an optimizer: DDP allocates memory for its "
-                "gradients; prepare_model(model, evaluation_mode=True) avoids that, and so does a frozen model"
+                "gradients. To avoid that, call prepare_model(model, evaluation_mode=True), or freeze the model"
             )
         if trains and (which := describe_renormalizing(module)) is not None:
             announce(
-                f"{which}: each process scales the rows that its own batch reads, so that the weights differ between "
-                "the processes. Build them without max_norm, and scale the rows in the forward."
+                f"{which}: each process scales the rows that its own batch reads, so the weights differ between the "
+                "processes. Build them without max_norm, and scale the rows in the forward."
             )
         model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
         session = self._session(model, request, optimizer)
@@ -253,8 +253,8 @@ class DdpStrategy(TorchStrategy):
             where = "DistributedDataParallelKwargs(static_graph=True)"
             message = f"torch does not support it with gradient_accumulation_steps {accumulation}"
             raise ConfigError([Problem(where, "", message, "Leave it out, or write gradient_accumulation_steps 1.")])
-        # DDP sends an only buffer as a flat view of itself, and torch refuses to copy that back where a dimension of
-        # one element has a stride of its own, as in `positions.unsqueeze(0).transpose(0, 1)`.
+        # DDP sends a single buffer as a flat view. torch refuses to copy this view back if a dimension of one element
+        # has an unusual stride, as in `positions.unsqueeze(0).transpose(0, 1)`. So give buffers standard strides.
         for buffer in module.buffers():
             if 1 in buffer.shape and buffer.is_contiguous():
                 buffer.data = buffer.data.view(-1).view(buffer.shape)
@@ -267,7 +267,7 @@ class DdpStrategy(TorchStrategy):
         return ddp
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
-        """See `Strategy.savings`: first gradients that are views of DDP's buckets."""
+        """Return savings; the first one makes gradients views of DDP's buckets."""
         if (self.handlers.ddp or DistributedDataParallelKwargs()).gradient_as_bucket_view:
             return super().savings(resolved)
         text = (
@@ -277,7 +277,7 @@ class DdpStrategy(TorchStrategy):
         return (Saving(text, {"gradient_views": True}), *super().savings(resolved))
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        """See `Strategy.add_optimizer`.
+        """Add the optimizer, as in `Strategy.add_optimizer`.
 
         Raises:
             LoopError: the weights are in 16 bits, or the model was prepared for evaluation.
@@ -285,7 +285,7 @@ class DdpStrategy(TorchStrategy):
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in request.model.parameters()):
             raise LoopError(
                 f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
-                "whose weights are in 16 bits: they would have to be converted to fp32 before DDP wrapped the model.\n"
+                "whose weights are in 16 bits: they must be converted to fp32 before DDP wraps the model.\n"
                 "Pass them in one call: model, optimizer = prepare(model, optimizer)."
             )
         if any(p.requires_grad for p in request.model.parameters()) and session.model is session.module:

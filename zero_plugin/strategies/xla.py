@@ -23,7 +23,7 @@ from zero_plugin.tensors.wrappers import wrap_forward
 
 
 class XlaStrategy(TorchStrategy):
-    """Replicas on XLA devices, whose gradients are averaged by one all-reduce where an accumulation window ends."""
+    """Replicas on XLA devices. One all-reduce at the end of each accumulation window averages the gradients."""
 
     name = "xla"
 
@@ -42,10 +42,10 @@ class XlaStrategy(TorchStrategy):
         return [line] if unused else []
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """See `Strategy.build_session`.
+        """Build the session, as in `Strategy.build_session`.
 
         Raises:
-            LoopError: the model has to stay on another device, or cannot be moved.
+            LoopError: the script keeps the model on another device, or the model cannot be moved.
         """
         convert_weights_to_fp32(request)
         module = request.model
@@ -70,17 +70,17 @@ class XlaStrategy(TorchStrategy):
         session.recorder.allow_gradients()
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
-        """See `Strategy.savings`: ZeRO is not supported on XLA."""
+        """Return no savings: ZeRO is not supported on XLA."""
         return ()
 
 
 class _Recorder:
-    """See `Recorder`: torch_xla records operations as a graph, and compiles and runs it at a `sync`.
+    """The `Recorder` of XLA: torch_xla records operations as a graph, and compiles and runs the graph at a `sync`.
 
     Args:
         module: the user's module.
         processes: this replica and its peers.
-        given: the script's arguments of DDP, of which `broadcast_buffers` and `find_unused_parameters` are used.
+        given: the script's DDP arguments; only `broadcast_buffers` and `find_unused_parameters` are used.
     """
 
     def __init__(self, module: nn.Module, processes: Processes, given: DistributedDataParallelKwargs) -> None:
@@ -90,7 +90,7 @@ class _Recorder:
         torch_xla = import_torch_xla()
         self._sync = torch_xla.sync
         self._operations = torch_xla.core.xla_model
-        # Not a hook: a module is copied and pickled with its hooks, and with all that they refer to.
+        # Not a hook: copying or pickling a module includes its hooks, and all objects that the hooks refer to.
         self._undo_forward = wrap_forward(module, self._run_before_inference)
         self._refusal: Any = None
 
@@ -98,10 +98,10 @@ class _Recorder:
         self._sync()
 
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
-        """See `Recorder.end_backward`.
+        """Average the gradients, or run the recorded operations.
 
-        A backward that does not end an accumulation window runs immediately, so that the graph of a step is the same
-        for any number of micro-batches.
+        A backward that does not end an accumulation window runs immediately, so the graph of a step is the same for any
+        number of micro-batches.
         """
         if not averages:
             self._sync()
@@ -116,7 +116,7 @@ class _Recorder:
         self.allow_gradients()
 
     def refuse_gradients(self, module: nn.Module) -> None:
-        """Make a backward through a model without an optimizer raise, since its gradients would not be averaged."""
+        """Make a backward through a model without an optimizer raise, because its gradients would not be averaged."""
         name = type(module).__name__
 
         def refuse(_: Tensor) -> None:
@@ -136,20 +136,20 @@ class _Recorder:
             self._refusal.remove()
 
     def _run_before_inference(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Without gradients, run the last forward's operations first: else all of an evaluation becomes one graph."""
+        """Run the recorded operations before a forward without gradients, so an evaluation is not one huge graph."""
         if not torch.is_grad_enabled():
             self._sync()
         return forward(*args, **kwargs)
 
     def _gradients(self, module: nn.Module) -> list[Tensor]:
-        """The gradients to average, of the same parameters in every replica."""
+        """Return the gradients to average, of the same parameters in every replica."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if self._given.find_unused_parameters:
             used = collectives.reduce(torch.tensor([p.grad is not None for p in trained]), "sum").tolist()
             for p, count in zip(trained, used, strict=True):
-                if count:  # new tensors in one order: a graph with a collective must be the same on all replicas
+                if count:  # create tensors in the same order: a graph with a collective must be equal on all replicas
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            self._sync()  # the operations before, which may differ, are not part of the graph
+            self._sync()  # keep the earlier operations, which may differ between replicas, out of the graph
         elif unused := [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]:
             raise LoopError(
                 f"the losses of this window do not depend on {', '.join(unused[:8])}"
@@ -196,7 +196,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise LoopError(
-                f"prepare() cannot move the {type(module).__name__} to {device}: there is a view of one of its "
-                f"parameters or buffers, or a weak reference to it ({error}).\nDelete it before prepare(), or call "
+                f"prepare() cannot move the {type(module).__name__} to {device}: a view of one of its parameters or "
+                f"buffers, or a weak reference to one, exists ({error}).\nDelete it before prepare(), or call "
                 "model.to(accelerator.device) before the optimizer is built."
             ) from error

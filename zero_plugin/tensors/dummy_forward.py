@@ -1,4 +1,4 @@
-"""`dummy_forward`: a branch of a model takes part in a step on processes that have no data for it."""
+"""`dummy_forward`: run a branch of a model on processes whose batch has no data for this branch."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from zero_plugin.tensors.nested import list_leaves, map_leaves
 def dummy_forward(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Run `module` on dummy inputs and return a zero to add to the model's activations or loss.
 
-    Call it in the model's forward, in the place of the real call, on processes whose batch has no data for the module:
+    Call it in the model's forward, instead of the real call, on processes whose batch has no data for the module:
 
         if images is not None:
             hidden = hidden + self.vision(images)
         else:
             hidden = hidden + dummy_forward(self.vision, hidden.new_zeros(1, 3, 224, 224))
 
-    `new_zeros` gives the inputs the dtype and device of the activations, which no engine casts here.
+    `new_zeros` gives the inputs the dtype and device of the activations. No engine casts inputs at this place.
 
-    So every process uses the same parameters, as ZeRO stages 2 and 3 and DDP need it. The module's parameters get
-    gradients of exactly 0 from this call, also if its activations or derivatives are infinite or nan. Inputs get none.
-    The module runs in its current mode: dropout draws random numbers, and BatchNorm counts the inputs in its running
-    statistics.
+    With this call every process uses the same parameters, as ZeRO stages 2 and 3 and DDP require. The call gives the
+    module's parameters gradients of exactly 0, even if activations or derivatives are infinite or nan. The inputs get
+    no gradients. The module runs in its current mode: dropout draws random numbers, and BatchNorm counts the inputs in
+    its running statistics.
 
     Args:
-        module: a part of the model, trained or frozen. If the real call uses only some of its outputs, pass a function
-            that returns these: `lambda x: self.vision(x).last_hidden_state`. Outputs that only one process uses would
-            have gradients on that process alone.
-        *args: for its forward, e.g. zeros of the smallest legal shape.
-        **kwargs: the same.
+        module: a part of the model, trained or frozen. If the real call uses only some outputs, pass a function that
+            returns only these: `lambda x: self.vision(x).last_hidden_state`. Otherwise, outputs that only one process
+            uses have gradients on that process alone.
+        *args: arguments of the forward, e.g. zeros of the smallest legal shape.
+        **kwargs: keyword arguments of the forward.
 
     Returns:
-        A scalar that is 0, on the device of the outputs and in their dtype.
+        A scalar 0 with the device and dtype of the outputs.
 
     Raises:
-        TypeError: the outputs have no tensor of floating-point numbers.
+        TypeError: the outputs contain no floating-point tensor.
     """
     args, kwargs = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     leaves = list_leaves(module(*args, **kwargs))
@@ -58,7 +58,7 @@ def dummy_forward(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Tens
 
 
 class _Zero(torch.autograd.Function):
-    """A zero that depends on tensors; they get gradients of 0. A product with 0 would be nan for infinite numbers."""
+    """A zero that depends on tensors and gives them gradients of 0; a product with 0 would be nan for infinities."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *outputs: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class _Zero(torch.autograd.Function):
 
 
 def _zeros(gradients: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
-    """Replace the gradients of a node's inputs: a product of 0 with an infinite activation is nan."""
+    """Replace the gradients of a node's inputs by zeros: 0 times an infinite activation is nan."""
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
 def _nodes_of(outputs: list[Tensor]) -> Iterator[Any]:
-    """The nodes of the graph of tensors, without the leaves."""
+    """Iterate over the nodes of the tensors' graph, without the leaves."""
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -88,5 +88,5 @@ def _nodes_of(outputs: list[Tensor]) -> Iterator[Any]:
 
 
 def _is_leaf(node: Any) -> bool:
-    """Whether a node adds to the `grad` of a leaf."""
+    """Return whether a node accumulates into the `grad` of a leaf."""
     return hasattr(node, "variable")

@@ -1,4 +1,4 @@
-"""Build a model whose parameters take no memory, or are made where they will be."""
+"""Build a model without memory for its parameters, or with its parameters on a given device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from zero_plugin.tensors.modules import parameter_like
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Parameters of modules built inside are on the meta device: shapes and types, no values, no memory.
+    """Build modules with parameters on the meta device: shapes and dtypes, no values, no memory.
 
-    `load_checkpoint_and_dispatch` gives them values.
+    `load_checkpoint_and_dispatch` loads the values.
 
     Args:
-        include_buffers: buffers too; by default as ACCELERATE_INIT_INCLUDE_BUFFERS says, else no, since buffers that a
-            model computes while it is built (positions, masks) are in no checkpoint.
+        include_buffers: whether buffers are on the meta device too. Default: ACCELERATE_INIT_INCLUDE_BUFFERS, or False,
+            because checkpoints lack the buffers that a model computes when it is built (positions, masks).
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -33,13 +33,14 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: int | str | torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Parameters of modules built inside are on `device`; each moves there as soon as it is made.
+    """Build modules with parameters on `device`; each parameter moves there as soon as a module registers it.
 
-    Weights that modules share stay shared.
+    Shared weights stay shared.
 
     Args:
-        device: where to.
-        include_buffers: every tensor made inside is there, buffers too; default as in `init_empty_weights`.
+        device: the target.
+        include_buffers: whether all tensors made inside, buffers too, are on `device`. Default as in
+            `init_empty_weights`.
     """
     if include_buffers is None:
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
@@ -49,7 +50,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
             yield
         return
     register = nn.Module.register_parameter
-    moved = WeakIdKeyDictionary()  # parameter as it was made → where it is now, for the second module that gets it
+    moved = WeakIdKeyDictionary()  # original parameter → moved one, for further modules that share the parameter
 
     def register_moved(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -64,7 +65,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
 
 @contextmanager
 def outermost_modules() -> Iterator[list[nn.Module]]:
-    """A list that holds, once the context has ended, the modules made inside that no other module made inside holds."""
+    """Collect the outermost modules that are built inside. The list is filled when the context ends."""
     initialize = nn.Module.__init__
     made: list[weakref.ref[nn.Module]] = []
     outermost: list[nn.Module] = []
@@ -76,7 +77,7 @@ def outermost_modules() -> Iterator[list[nn.Module]]:
     with replaced(nn.Module, "__init__", initialize_noted):
         yield outermost
     if len(_unheld(made)) > 1:
-        gc.collect()  # those that were for a moment only may hold themselves
+        gc.collect()  # temporary modules may still be alive through reference cycles
     outermost.extend(_unheld(made))
 
 

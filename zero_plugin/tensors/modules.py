@@ -1,7 +1,6 @@
-"""The tensors of a module: by name, by the module that holds them, and their moves between devices.
+"""The tensors of a module: list them, move them between devices, and allocate memory for tensors on the meta device.
 
-Also memory for what a process keeps of a model that was built without, and what a checkpoint stores of a model:
-unpartitioned tensors by name, each as the fragment that is in this process.
+Also `Fragment`, the unit that checkpoints store: this process's piece of an unpartitioned tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ WEIGHT: Final = "weight"
 MASTER_WEIGHT: Final = "master"
 
 NAMES_ALONE: Final[ContextVar[bool]] = ContextVar("names_alone", default=False)
-"""Whether a state dict is read for its names alone, so that its tensors may be partitions."""
+"""Whether a caller reads a state dict only for its names, so its tensors may be partitions."""
 
 
 @contextmanager
 def reading_names() -> Iterator[None]:
-    """Inside, `state_dict` of a partitioned module is no error: PEFT reads the names of modules beside its adapters."""
+    """Allow `state_dict` of a partitioned module inside the context: PEFT reads the names in it to find adapters."""
     token = NAMES_ALONE.set(True)
     try:
         yield
@@ -38,10 +37,10 @@ def reading_names() -> Iterator[None]:
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The type that `bfloat16` or `torch.bfloat16` names.
+    """Return the dtype of a name such as `bfloat16` or `torch.bfloat16`.
 
     Raises:
-        AttributeError, ValueError: it names none.
+        AttributeError, ValueError: no dtype has this name.
     """
     found = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
@@ -50,18 +49,18 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def dtype_byte_size(dtype: torch.dtype) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return dtype.itemsize
 
 
 def as_pretrained(module: nn.Module) -> Any:
-    """The module if it is a transformers model, else None; transformers is not imported to know."""
+    """Return the module if it is a transformers model, or None. Does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return module if modeling is not None and isinstance(module, modeling.PreTrainedModel) else None
 
 
 def names_of(module: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
-    """The names of parameters of a module, for a message; the script may have replaced some of them meanwhile."""
+    """Return the parameters' names in the module, for a message; the script may have replaced some parameters."""
     names = {id(p): name for name, p in module.named_parameters()}
     return [names.get(id(p), "a parameter replaced since prepare()") for p in parameters]
 
@@ -71,10 +70,10 @@ class Slot(NamedTuple):
 
     Attributes:
         name: the dotted name, as in `named_parameters` of the outermost module.
-        owner: the module that holds the tensor itself.
+        owner: the module that holds the tensor directly.
         key: the tensor's name in `owner`.
-        is_buffer: whether it is a buffer, not a parameter.
-        is_persistent: whether it is in the state dict.
+        is_buffer: whether the tensor is a buffer, not a parameter.
+        is_persistent: whether the tensor is in the state dict.
     """
 
     name: str
@@ -85,18 +84,18 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now."""
+        """The current tensor."""
         held = (self.owner._buffers if self.is_buffer else self.owner._parameters)[self.key]
         assert held is not None
         return held
 
     @tensor.setter
     def tensor(self, tensor: Tensor) -> None:
-        setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM also keeps its weights in a list
+        setattr(self.owner, self.key, tensor)  # not into `_parameters`: an LSTM also keeps its weights in a list
 
 
 def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
-    """Every place of a tensor in the module, with `recurse` also in its submodules; a shared tensor has several."""
+    """Iterate over a module's slots, with `recurse` also over its submodules'; a shared tensor has several slots."""
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
         for is_buffer, held in ((False, owner._parameters), (True, owner._buffers)):
             for key in (key for key, tensor in held.items() if tensor is not None):
@@ -105,7 +104,7 @@ def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
 
 
 def parameter_like(old: nn.Parameter, data: Tensor, *, requires_grad: bool | None = None) -> nn.Parameter:
-    """A parameter with other data: of the old one's class, with its attributes, and its `requires_grad` by default."""
+    """Return a parameter with new data and the old parameter's class, attributes and, by default, `requires_grad`."""
     wants_grad = old.requires_grad if requires_grad is None else requires_grad
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), data.detach(), wants_grad)
     new.__dict__.update(old.__dict__)
@@ -113,7 +112,7 @@ def parameter_like(old: nn.Parameter, data: Tensor, *, requires_grad: bool | Non
 
 
 class SharedTensors:
-    """Moves tensors such that one that several modules hold is once on each device, as long as one of them holds it."""
+    """A mover of tensors that copies a shared tensor to each device only once, while any module holds the copy."""
 
     def __init__(self) -> None:
         self._live: WeakValueDictionary[tuple[int, torch.device, bool], Tensor] = WeakValueDictionary()
@@ -128,18 +127,18 @@ class SharedTensors:
         copy: bool = False,
         trainable: bool = True,
     ) -> Tensor:
-        """The tensor as it is on a device.
+        """Return the tensor on a device.
 
         Args:
-            tensor: as a module holds it, and holds it until its successor is there.
-            device: where to.
-            value: its values; needed where it is on the meta device, and not where a former call gave them.
-            dtype: by default the tensor's.
-            copy: in memory of its own, not in `value`'s.
-            trainable: a parameter requires gradients if it did; otherwise it does not.
+            tensor: a module's tensor. The module holds it until it gets the result.
+            device: the target.
+            value: the values. Required for a tensor on the meta device, unless an earlier call gave them.
+            dtype: default: the tensor's.
+            copy: copy into new memory instead of sharing `value`'s memory.
+            trainable: keep `requires_grad` of a parameter; False clears it.
 
         Raises:
-            ValueError: it has no values.
+            ValueError: the tensor is on the meta device, and `value` is None.
         """
         dtype = tensor.dtype if dtype is None else dtype
         if value is None and tensor.device == device and tensor.dtype == dtype:
@@ -161,13 +160,13 @@ class SharedTensors:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, by name.
+    """Iterate over the names and tensors of a module: first parameters, then buffers.
 
     Args:
-        module: whose.
-        include_buffers: also buffers.
-        recurse: also those of modules inside.
-        remove_non_persistent: without buffers that `state_dict` leaves out.
+        module: the module.
+        include_buffers: include buffers.
+        recurse: include submodules.
+        remove_non_persistent: skip buffers that `state_dict` leaves out.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -177,17 +176,17 @@ def named_module_tensors(
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, sorted."""
+    """Return, for each parameter with several names, its sorted names."""
     shared = (names for names, tensor in tensor_names(model) if isinstance(tensor, nn.Parameter) and len(names) > 1)
     return [sorted(names) for names in shared]
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Make each group of names one parameter again: the first of the group that has values.
+    """Tie each group of names again, to the group's first parameter that has values.
 
     Args:
-        model: that holds them.
-        tied_params: as `find_tied_parameters` gave them before.
+        model: the model.
+        tied_params: an earlier result of `find_tied_parameters`.
     """
     for group in tied_params:
         held = [model.get_parameter(name) for name in group]
@@ -208,19 +207,19 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     tied_params_map: Any = None,  # noqa: ARG001
 ) -> None:
-    """Put one parameter or buffer on a device, with other values where given.
+    """Move one parameter or buffer to a device, optionally with new values.
 
     Args:
-        module: that holds it, or holds a module that does.
-        tensor_name: its dotted name.
-        device: where to.
-        value: its values; needed where it is on the meta device.
-        dtype: type of a floating `value`, or of the tensor if it is floating; by default the tensor's own.
-        non_blocking: do not wait for a copy out of pinned memory.
-        tied_params_map: no effect, for scripts that give it: `retie_parameters` joins what was tied.
+        module: the module.
+        tensor_name: the tensor's dotted name in the module.
+        device: the target.
+        value: new values. Required for a tensor on the meta device.
+        dtype: new dtype, used only for floating-point values. Default: the tensor's own.
+        non_blocking: do not wait for a copy from pinned memory.
+        tied_params_map: no effect; Accelerate's scripts may pass it. Call `retie_parameters` to tie parameters again.
 
     Raises:
-        ValueError: there is no such tensor, it has no values, or they have another shape.
+        ValueError: the module has no tensor of this name, no values are available, or they have another shape.
     """
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
@@ -242,10 +241,10 @@ def set_module_tensor_to_device(
 
 
 def tensor_names(module: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Parameters and persistent buffers, each once, with all of its names in the order of `state_dict`."""
+    """List parameters and persistent buffers, each once with all of its names, in the order of `state_dict`."""
     found: dict[int, tuple[list[str], Tensor]] = {}
-    # `Slot.tensor` is not used here: it reads `_parameters[key]`, and inside a forward ZeRO-3 gathers a parameter that
-    # is read by its key.
+    # Do not use `Slot.tensor` here: it reads `_parameters[key]`, and during a forward ZeRO-3 gathers a parameter on
+    # this read.
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         buffers = child.named_buffers(recurse=False, remove_duplicate=False)
@@ -256,12 +255,12 @@ def tensor_names(module: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
+    """Map each further name of a shared (tied) tensor to the tensor's first name, in the order of `state_dict`."""
     return {further: names[0] for names, _ in tensor_names(module) for further in names[1:]}
 
 
 def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
+    """Iterate over parameters and persistent buffers by name, optionally `only` some; shared tensors come once."""
     for names, tensor in tensor_names(module):
         wanted = names if only is None else [name for name in names if name in only]
         if wanted:
@@ -269,12 +268,12 @@ def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -
 
 
 def allocate_unpartitioned(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Memory for all of every tensor that is on the meta device.
+    """Allocate memory for every tensor that is on the meta device.
 
     Args:
-        module: any.
-        device: where it is from now on.
-        dtype: of floating parameters; None for their own.
+        module: the module.
+        device: the device of the new tensors.
+        dtype: dtype of floating-point parameters; None keeps their own.
     """
 
     def make(tensor: Tensor) -> Tensor:
@@ -287,8 +286,8 @@ def allocate_unpartitioned(module: nn.Module, device: torch.device, dtype: torch
 
 
 def replace_empty(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put what `make` makes of it in the place of every tensor on the meta device; one that is shared stays so."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
+    """Replace each tensor on the meta device by `make(tensor)`. Shared tensors stay shared."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # id → (old, new); Python cannot reuse the id while `old` is held
     for slot in tensor_slots(module, recurse=True):
         old = slot.tensor
         if old.is_meta:
@@ -299,20 +298,20 @@ def replace_empty(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of one unpartitioned tensor, in this process' memory.
+    """A piece of one unpartitioned tensor, in this process's memory.
 
-    Every process has a fragment of every tensor that is stored, an empty one where it holds nothing of it. It may have
-    several: of a 32-bit weight under ZeRO the module's copy, and the optimizer's.
+    Every process has a fragment of every stored tensor. The fragment is empty if the process holds no part of the
+    tensor. A process may have several: under ZeRO, the module's and the optimizer's copy of a 32-bit weight.
 
     Attributes:
-        kind: `weight` for parameters and buffers, `master` for 32-bit copies of 16-bit weights, else the optimizer's
-            own name of a state, e.g. `exp_avg`.
-        name: of the parameter or buffer in the user's module.
-        shape: of the unpartitioned tensor.
-        start: where `values` begin in the flattened tensor, in elements.
-        values: live memory, which reading fills: flat, or an unpartitioned tensor in any memory format.
-        written: the range of the flattened `values` that this process writes. Over all processes and fragments each
-            element of the tensor is written once.
+        kind: `weight` for parameters and buffers, `master` for 32-bit copies of 16-bit weights, or the optimizer's
+            name of a state, e.g. `exp_avg`.
+        name: name of the parameter or buffer in the user's module.
+        shape: shape of the unpartitioned tensor.
+        start: index of the first element of `values` in the flattened tensor.
+        values: live memory that loading fills: flat, or an unpartitioned tensor in any memory format.
+        written: the range of the flattened `values` that this process writes. All processes and fragments together
+            write each element of the tensor once.
     """
 
     kind: str
@@ -324,14 +323,14 @@ class Fragment:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether what this process is to write is on a disk (NVMe), where no fragment reaches."""
+        """Whether the values to write are on disk (NVMe) and not in this process's memory."""
         return self.values.numel() < self.written[1]
 
     def part_to_write(self) -> Tensor:
-        """What of the values this process writes, flat.
+        """Return the flat part of the values that this process writes.
 
         Raises:
-            CheckpointError: it is not in memory.
+            CheckpointError: the part is not in memory.
         """
         if self.is_elsewhere:
             raise CheckpointError(f"{self.name} ({self.kind}) is not in memory, and nothing brings it there.")
@@ -340,15 +339,15 @@ class Fragment:
 
 
 def partition_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The range of `count` equal elements that falls to a process where all hold the same."""
+    """Return the range of `count` elements that a process writes if all processes hold the same elements."""
     return count * rank // world_size, count * (rank + 1) // world_size
 
 
 def unpartitioned_fragment(name: str, tensor: Tensor, rank: int, world_size: int) -> Fragment:
-    """The fragment of a weight or buffer that every process holds unpartitioned.
+    """Return the fragment of a weight or buffer that every process holds unpartitioned.
 
-    Processes share the writing of a parameter. A buffer (running statistics, say) may differ between them, and must
-    not become a patchwork: the first process' is stored.
+    The processes share the writing of a parameter. Buffers, e.g. running statistics, may differ between processes.
+    Only rank 0 writes them, so a stored buffer never mixes values of several processes.
     """
     is_parameter = isinstance(tensor, nn.Parameter)
     written = partition_of(tensor.numel(), rank, world_size) if is_parameter else (0, 0 if rank else tensor.numel())
@@ -356,15 +355,16 @@ def unpartitioned_fragment(name: str, tensor: Tensor, rank: int, world_size: int
 
 
 def with_master_weights(weights: Iterable[Fragment], stepped: Iterable[Fragment]) -> Iterator[Fragment]:
-    """Weights and the optimizer's copies of them, each stored once.
+    """Combine the module's weights with the optimizer's copies, so each is stored once.
 
-    Of the same type, the optimizer's copy is the weight: training resumes from it, so it is what is written.
-    The module's, where that is other memory, is only read.
+    If both have the same dtype, the optimizer's copy is stored as the weight, because training resumes from this copy.
+    The module's own memory is then only filled on loading.
 
     Args:
-        weights: of the module; one that is not in memory follows from its master weight, as after a step.
-        stepped: the fp32 master weights, or whatever the optimizer steps, of kind `weight`. One that is no weight of
-            the module is a master weight anyway.
+        weights: the module's weights. A weight that is not in memory is computed from its master weight, as a step
+            does.
+        stepped: the tensors that the optimizer steps, e.g. fp32 master weights, of kind `weight`. Tensors that are no
+            weights of the module count as master weights.
     """
     copies = {copy.name: copy for copy in stepped}
     for weight in weights:
@@ -372,7 +372,7 @@ def with_master_weights(weights: Iterable[Fragment], stepped: Iterable[Fragment]
         if copy is None:
             yield weight
         elif copy.values.dtype != weight.values.dtype:
-            is_elsewhere = copy.values.numel() and not weight.values.numel()  # on a disk, where no fragment reaches
+            is_elsewhere = copy.values.numel() and not weight.values.numel()  # the weight is on disk (NVMe)
             yield replace(copy, values=copy.values.to(weight.values.dtype)) if is_elsewhere else weight
             yield replace(copy, kind=MASTER_WEIGHT)
         else:

@@ -1,4 +1,4 @@
-"""Nested containers of tensors and other leaves (dicts, lists, tuples, dataclasses): walk them, and what is done so."""
+"""Walk nested containers (dicts, lists, tuples, dataclasses) of tensors and other leaves, and transform the leaves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def _only_plain_leaves(_: Any) -> bool:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = _only_plain_leaves) -> Any:
-    """The same containers with `function(leaf)` in place of every leaf.
+    """Return the same containers with each leaf replaced by `function(leaf)`.
 
-    Dicts and dict-likes (also transformers' `BatchEncoding`), lists, tuples, named tuples and dataclasses are
-    containers and keep their type, unless `is_leaf` says that one is not to be opened; everything else, strings too, is
-    a leaf.
+    Containers keep their type. They are dicts and dict-likes (also transformers' `BatchEncoding`), lists, tuples, named
+    tuples and dataclasses, unless `is_leaf` returns True for them. All other objects, strings too, are leaves.
     """
     if is_leaf(tree):
         return function(tree)
@@ -40,7 +39,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def _with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
-    """A mapping of the same type with other values under its keys."""
+    """Return a mapping of the same type with other values under its keys."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(values)  # type: ignore[call-arg]
     same = copy.copy(mapping)  # keeps a defaultdict's factory and a BatchEncoding's other attributes
@@ -50,47 +49,47 @@ def _with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
 
 
 def list_leaves(tree: Any, is_leaf: Callable[[Any], bool] = _only_plain_leaves) -> list[Any]:
-    """Every leaf, in the order in which `map_leaves` meets them."""
+    """List all leaves in the order in which `map_leaves` visits them."""
     leaves: list[Any] = []
 
     def note(leaf: Any) -> Any:
         leaves.append(leaf)
-        return leaf  # containers are built again, and some check what they get
+        return leaf  # `map_leaves` builds the containers again, and some container types check their items
 
     map_leaves(note, tree, is_leaf)
     return leaves
 
 
 def to_fp32(leaf: Any) -> Any:
-    """A 16-bit tensor in fp32, anything else as it is: so a model returns the same type in every precision."""
+    """Convert a 16-bit tensor to fp32, and keep other leaves: a model returns the same dtype in every precision."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
 @dataclass
 class TensorInformation:
-    """What `initialize_tensors` needs to make a tensor."""
+    """The shape and dtype from which `initialize_tensors` creates a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor."""
+    """Return whether the object is a tensor."""
     return isinstance(tensor, Tensor)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether it is a `TensorInformation`."""
+    """Return whether the object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether it is a named tuple."""
+    """Return whether the object is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The items in a list, tuple or named tuple of the type of `obj`."""
+    """Return the items as a list, tuple or named tuple of `obj`'s type."""
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
@@ -102,18 +101,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The same containers with `func(leaf, *args, **kwargs)` for every leaf that `test_type` accepts.
+    """Replace every leaf that `test_type` accepts by `func(leaf, *args, **kwargs)`. Return new containers.
 
     Args:
-        func: gets a leaf.
+        func: called with a leaf.
         data: containers, or a leaf.
-        *args: for `func`.
-        test_type: which leaves `func` is for.
-        error_on_other_type: whether another leaf is an error; else it stays as it is.
-        **kwargs: for `func`.
+        *args: further arguments of `func`.
+        test_type: returns whether `func` applies to a leaf.
+        error_on_other_type: whether other leaves are an error. By default they stay as they are.
+        **kwargs: keyword arguments of `func`.
 
     Raises:
-        TypeError: such a leaf.
+        TypeError: `error_on_other_type` is set, and `test_type` rejects a leaf.
     """
 
     def apply(leaf: Any) -> Any:
@@ -135,18 +134,18 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
-    """The containers with every tensor, and whatever else has a method `to`, on the device.
+    """Move all tensors, and all other objects with a method `to`, to the device.
 
     Args:
         tensor: containers, or a tensor.
-        device: where to.
-        non_blocking: do not wait for copies out of pinned memory.
-        skip_keys: keys of dicts, on any level, whose values stay where they are.
+        device: the target.
+        non_blocking: do not wait for copies from pinned memory.
+        skip_keys: keys of dicts, on any level, whose values are not moved.
     """
     if hasattr(tensor, "to") and not (skip_keys and isinstance(tensor, Mapping)):
         try:
             return tensor.to(device, non_blocking=non_blocking)
-        except TypeError:  # a `to` of the user's own, or of an old tokenizer
+        except TypeError:  # the `to` of a user's class, or of an old tokenizer, has no `non_blocking`
             return tensor.to(device)
     if isinstance(tensor, (tuple, list)):  # not `tuple | list`, which Dynamo of torch 2.9 cannot trace
         return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
@@ -158,28 +157,28 @@ def send_to_device(
 
 
 def get_data_structure(data: Any) -> Any:
-    """The containers with a `TensorInformation` for every tensor."""
+    """Replace every tensor by its `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The containers with the shape, a list, for every tensor."""
+    """Replace every tensor by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The containers with an uninitialised tensor for every `TensorInformation`."""
+    """Replace every `TensorInformation` by an uninitialised tensor."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
 
 
 def find_batch_size(data: Any) -> int:
-    """Size of the first tensor's first dimension.
+    """Return the size of the first tensor's first dimension.
 
     Raises:
-        ValueError: the containers are empty.
-        TypeError: what comes first is no tensor.
+        ValueError: a container is empty.
+        TypeError: the first leaf is not a tensor.
     """
     if isinstance(data, tuple | list | Mapping):
         if not data:
@@ -191,7 +190,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, or None where that raises."""
+    """Return the result of `find_batch_size`, or None if it raises."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -199,29 +198,29 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None where there is none."""
+    """Return the device of the first tensor, or None without tensors."""
     return next((leaf.device for leaf in list_leaves(data) if isinstance(leaf, Tensor)), None)
 
 
 def listify(data: Any) -> Any:
-    """The containers with numbers, in lists as nested as a tensor has dimensions, for every tensor."""
+    """Replace every tensor by its numbers, as nested lists."""
     return recursively_apply(Tensor.tolist, data)
 
 
 def slice_tensors(data: Any, tensor_slice: slice, *_: int | None, **__: int | None) -> Any:
-    """The containers with `tensor[tensor_slice]` for every tensor; Accelerate's two other arguments do nothing."""
+    """Replace every tensor by `tensor[tensor_slice]`. Accelerate's two other arguments have no effect."""
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Containers of one shape, joined tensor by tensor along `dim`.
+    """Concatenate equally nested containers, tensor by tensor, along `dim`.
 
     Args:
-        data: a list of such containers; a single one that holds no tensors is given back.
+        data: a list of containers. With a single one, leaves that are not tensors are returned as they are.
         dim: dimension along which tensors are joined.
 
     Raises:
-        TypeError: several, with leaves that are no tensors.
+        TypeError: there are several containers, with leaves that are not tensors.
     """
     first = data[0]
     if isinstance(first, tuple | list):
@@ -236,12 +235,12 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The containers with every 16-bit tensor in fp32."""
+    """Convert every 16-bit tensor to fp32."""
     return recursively_apply(to_fp32, tensor)
 
 
 class ConvertOutputsToFp32:
-    """A function whose 16-bit tensors come out in fp32.
+    """A function whose 16-bit outputs are converted to fp32.
 
     Args:
         model_forward: the function.
@@ -252,7 +251,7 @@ class ConvertOutputsToFp32:
         functools.update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's outputs, in fp32."""
+        """Return the function's outputs in fp32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> NoReturn:
@@ -262,7 +261,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a forward: its 16-bit outputs come out in fp32. `extract_model_from_parallel` takes it off."""
+    """Decorate a forward: convert its 16-bit outputs to fp32. `extract_model_from_parallel` removes the decorator."""
     convert = ConvertOutputsToFp32(model_forward)
 
     @functools.wraps(convert)

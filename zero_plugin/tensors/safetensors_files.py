@@ -1,4 +1,4 @@
-"""The safetensors format, and the tensors of Hugging Face model folders from the headers of their files; without torch.
+"""Read and write safetensors headers, and list the tensors of Hugging Face model folders; without torch.
 
 Format (huggingface/safetensors, README "Format"): 8 bytes with the header's length, little-endian; the header, JSON;
 the tensors' bytes without gaps.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
-_VALUE_BYTES: Final = 100
-_FREE_BYTES: Final = 2**26
+_LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library has the same bound.
+_VALUE_BYTES: Final = 100  # bound of the memory of a parsed JSON value.
+_FREE_BYTES: Final = 2**26  # allowed for any header, even in a small file.
 _SHOWN: Final = 30  # characters of a value in a message
 TYPES: Final[Mapping[str, tuple[str, int]]] = {  # the format's name → torch's, and the bytes of an element
     "F64": ("float64", 8),
@@ -50,13 +50,13 @@ TYPE_NAMES: Final[Mapping[str, str]] = {f"torch.{of_torch}": name for name, (of_
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an unpartitioned tensor is stored.
+    """The place of a stored unpartitioned tensor.
 
     Attributes:
         file: path below the checkpoint's folder.
-        type_name: safetensors' name of the stored tensor's type, e.g. `BF16`.
-        shape: of the stored tensor.
-        start: its first byte in the file.
+        type_name: safetensors' name of the tensor's dtype, e.g. `BF16`.
+        shape: the tensor's shape.
+        start: position of the tensor's first byte in the file.
     """
 
     file: str
@@ -66,7 +66,7 @@ class Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type, as torch has it."""
+        """The torch dtype."""
         import torch
 
         dtype: torch.dtype = getattr(torch, TYPES[self.type_name][0])
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * TYPES[self.type_name][1]
 
 
@@ -83,11 +83,11 @@ class StoredWeights:
     """The tensors in the files of one model.
 
     Attributes:
-        source: the folder or file that was named.
-        folder: that the places are below.
-        places: name → where the tensor is.
-        tied: name → the stored name whose tensor it shares, as far as the files tell.
-        config: `config.json`; empty without.
+        source: the folder or file that the caller gave.
+        folder: base folder of the files in `places`.
+        places: name → the tensor's place.
+        tied: name → the stored name of the same tensor, if a file lists the pair.
+        config: the content of `config.json`; empty without this file.
     """
 
     source: Path
@@ -98,23 +98,23 @@ class StoredWeights:
 
     @property
     def model_class(self) -> str:
-        """The class of the model, as its configuration names it."""
+        """The name of the model's class in `config.json`, or `model`."""
         named = self.config.get("architectures") or ["model"]
         return str(named[0])
 
     def find(self, name: str) -> str | None:
-        """The stored name that has the tensor of a name, if any has."""
+        """Return the stored name of a tensor, or None if the files do not hold the tensor."""
         return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files with a model's weights: `model.safetensors`, else those of its index, else all of them.
+    """Find the files with a model's weights: `model.safetensors`, or the index's files, or all `*.safetensors` files.
 
     Returns:
-        The names, and what the index says: tensor → file; empty where it is not asked.
+        The names, and the index's map of tensor → file, which is empty if the index was not used.
 
     Raises:
-        OSError, ValueError: the index cannot be read, or has no `weight_map`.
+        OSError, ValueError: the index cannot be read, has no `weight_map`, or names a file outside the folder.
     """
     if (folder / SINGLE_NAME).is_file():
         return [SINGLE_NAME], {}
@@ -130,10 +130,10 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def refuse_outside(name: Any) -> None:
-    """Refuse the name of a file, in a file that somebody wrote, that leads out of the folder where that one is.
+    """Refuse a file name, read from an untrusted file, that leads outside the folder.
 
     Raises:
-        ValueError: it does, or is no name.
+        ValueError: the name leads outside the folder, or is not a file name.
     """
     path = PurePosixPath(name) if isinstance(name, str) else None
     if path is None or path.is_absolute() or ".." in path.parts or "\0" in str(name):
@@ -141,22 +141,25 @@ def refuse_outside(name: Any) -> None:
 
 
 def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str, str], int]:
-    """The tensors of a safetensors file, the texts that it carries, and where the last tensor ends.
+    """Read the header of a safetensors file.
 
     Args:
-        path: of the file, of which no more than the header has to be there.
-        name: what the places call it; by default its own name.
+        path: the file; only its header has to exist.
+        name: the file's name in the places. Default: the name in `path`.
+
+    Returns:
+        The places of the tensors, the metadata texts, and the position of the last tensor's end.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file; the message says why.
+        OSError: the file cannot be read.
+        ValueError: the file is not in safetensors format; the message gives the reason.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LARGEST_HEADER, path.stat().st_size):
             raise ValueError(f"a header of {length:,} bytes")
         text = file.read(length)
-        # What it becomes in memory is bounded by the file: a value takes a hundred bytes, or fewer.
+        # Bound the memory of the parsed header by the file's size: a JSON value takes at most a hundred bytes.
         if _VALUE_BYTES * sum(map(text.count, (b",", b"{", b"["))) > 2 * path.stat().st_size + _FREE_BYTES:
             raise ValueError("a header of more values than tensors")
         header = parse_json(text)
@@ -177,16 +180,16 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
 
 
 def whole_number(number: Any, most: int = 2**63 - 1) -> int:
-    """Return a size or a place that a file names. Raise a ValueError for anything else, and for more than `most`."""
+    """Return a size or position that was read from a file. Raise a ValueError if it is no integer from 0 to `most`."""
     if type(number) is not int or not 0 <= number <= most:
-        raise ValueError(f"{shorten(number)} in place of a number from 0 to {most}")
+        raise ValueError(f"{shorten(number)} instead of a number from 0 to {most}")
     return number
 
 
 def read_shape(lengths: Any) -> tuple[int, ...]:
-    """Return a shape that a file names. Raise a ValueError for one that has no tensor.
+    """Return a shape that was read from a file. Raise a ValueError if no tensor can have this shape.
 
-    The product is bounded at each length: that of thousands of them would take minutes.
+    The loop checks the product after each length: the product of thousands of lengths would take minutes.
     """
     shape, elements = tuple(map(whole_number, lengths)), 1
     for length in shape:
@@ -197,7 +200,7 @@ def read_shape(lengths: Any) -> tuple[int, ...]:
 
 
 def shorten(value: Any) -> str:
-    """Return a value that a file names, for a message, with at most thirty of its characters."""
+    """Return at most thirty characters of a value that was read from a file, for a message."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -205,14 +208,14 @@ def shorten(value: Any) -> str:
 def encode_header(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header of a file, and where each tensor's bytes are in it: wide elements first, so that each is aligned.
+    """Encode the header of a file. Tensors with larger elements come first, so each tensor is aligned.
 
     Args:
         entries: name, dtype and shape of each tensor.
-        metadata: texts that the file carries along.
+        metadata: texts to store in the header.
 
     Returns:
-        The first bytes of the file, and name → (start, end) from its beginning, in the file's order.
+        The first bytes of the file, and name → (start, end) of each tensor in the file, in the file's order.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     ranges: dict[str, tuple[int, int]] = {}
@@ -222,25 +225,25 @@ def encode_header(
         header[name] = {"dtype": TYPE_NAMES[str(dtype)], "shape": list(shape), "data_offsets": [start, end]}
         ranges[name] = (start, end)
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of 8 too
+    encoded += b" " * (-len(encoded) % 8)  # pad the header, so the data begin at a multiple of 8 too
     first = len(encoded).to_bytes(8, "little") + encoded
     return first, {name: (start + len(first), end + len(first)) for name, (start, end) in ranges.items()}
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """A JSON file with keys.
+    """Read a JSON file that holds an object.
 
     Raises:
-        OSError, ValueError: it is none.
+        OSError, ValueError: the file cannot be read, or holds no JSON object.
     """
     return parse_json(path.read_bytes())
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """A JSON text of keys, which anyone may have written.
+    """Parse an untrusted JSON text that holds an object.
 
     Raises:
-        ValueError: it is none, or its values nest deeper than Python reads.
+        ValueError: the text is no JSON object, or its values nest deeper than Python's parser allows.
     """
     try:
         found = json.loads(content.decode("utf-8"))
@@ -252,10 +255,10 @@ def parse_json(content: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `read_keys` returns.
+    """Read a JSON file that holds an object, as `read_keys`.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read, or holds no JSON object.
     """
     try:
         return read_keys(path)
@@ -264,10 +267,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_folder(folder: Path) -> StoredWeights:
-    """What a model folder holds; of weights the files of the index, else `model.safetensors`, else all of them.
+    """List the weights of a model folder, in the files that `weight_files` finds.
 
     Raises:
-        CheckpointError: it has no safetensors, or a file of it is missing or damaged; the message names it.
+        CheckpointError: the folder has no safetensors, or a file is missing or damaged. The message names the file.
     """
     config = folder / "config.json"
     try:
@@ -277,9 +280,7 @@ def read_model_folder(folder: Path) -> StoredWeights:
     if not files:
         has_pickles = any((folder / name).exists() for name in _PICKLED)
         hint = "Its weights are pickles (pytorch_model.bin): save them as safetensors first." if has_pickles else ""
-        raise CheckpointError(
-            f"{folder} has no *.safetensors, so it is no model folder that can be read.\n{hint}".strip()
-        )
+        raise CheckpointError(f"{folder} has no *.safetensors, so it is not a readable model folder.\n{hint}".strip())
     places: dict[str, Place] = {}
     tied: dict[str, str] = {}
     for file in files:
@@ -293,10 +294,10 @@ def read_model_folder(folder: Path) -> StoredWeights:
 
 
 def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
-    """Read the header of a safetensors file, and check that the file is complete and has only supported dtypes.
+    """Read the header of a safetensors file. Check that the file is complete and has only supported dtypes.
 
     Returns:
-        The `Place` of each tensor by name; and the further names of tensors, each with the name that is stored.
+        The `Place` of each tensor by name; and the map of further names to stored names.
 
     Raises:
         CheckpointError: the file is missing, truncated, not a safetensors file, or has an unsupported dtype.

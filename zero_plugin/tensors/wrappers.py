@@ -1,6 +1,6 @@
-"""Models inside wrappers (DDP, a DeepSpeed engine, `torch.compile`, a 16-bit forward), and what a loss reaches.
+"""Unwrap models (DDP, a DeepSpeed engine, `torch.compile`, a 16-bit forward) and find the tensors that a loss reaches.
 
-Also `torch.compile` for a model's repeated blocks, one by one: the compiler works once for all that are alike.
+Also apply `torch.compile` to a model's repeated blocks one by one, so the compiler runs once for all equal blocks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Forward = Callable[..., Any]
 def extract_model(
     model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The model inside DDP, DataParallel or an engine.
+    """Return the model inside DDP, DataParallel or an engine.
 
     Args:
-        model: wrapped, or not.
-        keep_fp32_wrapper: leave its forward as it is; else the class' own comes back, so that it can be pickled.
-        keep_torch_compile: of a compiled model, give the compiled one, with the inner model inside.
-        recursive: take submodules out of theirs too.
+        model: the model, wrapped or not.
+        keep_fp32_wrapper: leave the forward as it is. False removes decorators from the forward, so the model can be
+            pickled.
+        keep_torch_compile: for a compiled model, return the compiled wrapper around the inner model.
+        recursive: unwrap submodules too.
     """
     compiled = model if "_orig_mod" in model.__dict__ or is_compiled_module(model) else None
     inner: Any = model if compiled is None else compiled._orig_mod
@@ -42,7 +43,7 @@ def extract_model(
         inner = _unwrap_children(inner)
     if not keep_fp32_wrapper:
         inner.__dict__.pop("_original_forward", None)
-        _set_forward(inner, _own_forward(inner))  # in place of one that decorators made of it
+        _set_forward(inner, _own_forward(inner))  # drop the forward that decorators wrapped around its own
     if compiled is None or not keep_torch_compile:
         return inner  # type: ignore[no-any-return]
     if is_compiled_module(compiled):
@@ -53,16 +54,16 @@ def extract_model(
 
 
 def load_plain(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """`load_state_dict` of the module inside a wrapper; names may be the wrapper's, that is, begin with `module.`."""
-    state = copy.copy(state_dict)  # with the versions of modules that it has as an attribute
+    """Call `load_state_dict` of an unwrapped module; the names may be a wrapper's, with the prefix `module.`."""
+    state = copy.copy(state_dict)  # `copy` keeps the attribute `_metadata`, which holds the modules' versions
     if not hasattr(module, "module") and all(name.startswith("module.") for name in state):
         consume_prefix_in_state_dict_if_present(cast(dict[str, Any], state), "module.")
     return module.load_state_dict(state, *args, **kwargs)
 
 
 def bare_copy(model: nn.Module) -> nn.Module:
-    """A module with the same parameters and submodules and its class' own forward, not compiled; e.g. to pickle it."""
-    twin = copy.copy(model)  # without what `Module.compile` made of its calls
+    """Return a shallow copy, not compiled and without decorators around its forward; e.g. to pickle the model."""
+    twin = copy.copy(model)  # drops the compiled call that `Module.compile` set
     _set_forward(twin, _own_forward(twin))
     return twin
 
@@ -81,9 +82,9 @@ def _unwrap_children(module: Any) -> Any:
 
 
 def _own_forward(model: nn.Module) -> Any:
-    """The forward that was set on this object, out of what decorators made of it, each with its `__wrapped__`.
+    """Return the forward that was set on this object, without decorators; None if it is the class's forward.
 
-    None where that is the class'.
+    Decorators are recognized by their `__wrapped__`.
     """
     forward: Any = model.__dict__.get("forward")
     bound = False
@@ -105,14 +106,14 @@ def _set_forward(model: nn.Module, forward: Any) -> None:
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
-    """From now on `module.forward(…)` is `around(forward, …)`.
+    """Make `module.forward(…)` call `around(forward, …)`.
 
-    Its signature stays, which transformers reads, and a copy of the module computes with the copy's weights.
+    The signature stays the same, because transformers reads it. A copy of the module computes with the copy's weights.
 
     Returns:
-        What takes it back.
+        A function that restores the forward.
     """
-    own = module.__dict__.get("forward")  # one that the script, or a library, has set on this object
+    own = module.__dict__.get("forward")  # set on this object by the script or by a library
 
     def wrapped(forward: Forward) -> Forward:
         @functools.wraps(forward)
@@ -123,7 +124,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
 
     placed: Forward
     if own is None:
-        placed = MethodType(wrapped(type(module).forward), module)  # copying a module binds its methods anew
+        placed = MethodType(wrapped(type(module).forward), module)  # a method, since `copy` binds methods to the copy
     elif isinstance(own, MethodType) and own.__self__ is module:
         placed = MethodType(wrapped(own.__func__), module)
     else:
@@ -132,7 +133,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
 
     def undo() -> None:
         if module.__dict__.get("forward") is not placed:
-            return  # what was put around it since then
+            return  # the script has wrapped or replaced the forward since then
         if own is None:
             del module.forward
         else:
@@ -142,9 +143,9 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
 
 
 def find_leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors at the ends of a loss's graph, which its gradient would reach; the graph may have been used.
+    """Return the leaves of a loss's graph, which receive gradients; works after the backward too.
 
-    It walks the complete graph, which takes milliseconds for a large model.
+    Walks the complete graph, which takes milliseconds for a large model.
     """
     found: list[Tensor] = []
     pending = [loss.grad_fn]
@@ -164,20 +165,21 @@ def find_leaves(loss: Tensor) -> list[Tensor]:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile(module)` returns."""
+    """Return whether the module is a result of `torch.compile(module)`."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether it, or a module inside it, is what `torch.compile` returns."""
+    """Return whether the module or one of its submodules is a result of `torch.compile`."""
     return any(map(is_compiled_module, module.modules()))
 
 
 def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
     """Compile the module with `Module.compile`.
 
-    With `use_regional_compilation`, compile each block of its `ModuleList`s instead; without such blocks, the complete
-    module. The module stays the same object, so that it can be wrapped, saved and unwrapped as before.
+    With `use_regional_compilation`, compile each block of its `ModuleList`s instead, or the complete module if no
+    `ModuleList` has blocks of one class. The module stays the same object: it can be wrapped, saved and unwrapped as
+    before.
     """
     blocks = [block for part in module.modules() if _repeats(part) for block in part.children()]
     for part in blocks if plugin.use_regional_compilation and blocks else [module]:
@@ -186,10 +188,10 @@ def compile_in_place(module: nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module, with each `torch.compile(…)` of it or of a part replaced by the part, compiled in place.
+    """Replace each `torch.compile` wrapper, outside or inside, by its module, compiled in place. Return the module.
 
     A wrapper of `torch.compile` puts `_orig_mod.` into the names of a checkpoint. Stage 3 replaces `_parameters` of
-    every module: a wrapper passes that on to the module inside, which then loses its own parameters.
+    every module; the wrapper forwards this assignment to its inner module, which then loses its own parameters.
     """
     for part in list(module.modules()):
         for name, child in part.named_children():
@@ -199,26 +201,26 @@ def without_wrappers(module: nn.Module) -> nn.Module:
 
 
 def _compiled_inside(wrapper: Any) -> nn.Module:
-    """Return the module inside, whose calls are compiled as the wrapper's are."""
+    """Return the inner module. Its calls are compiled with the wrapper's settings."""
     inner: Any = wrapper._orig_mod
 
-    # torch's compiler skips a call of one of its own modules, but not a function of ours that makes it.
+    # torch's compiler skips a direct call of torch's own modules. It does compile this function, which makes the call.
     def call(*args: Any, **kwargs: Any) -> Any:
         return inner._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()  # a code of its own: for one the compiler keeps eight results at most
+    call.__code__ = call.__code__.replace()  # a separate code object: the compiler caches at most eight graphs for each
     inner._compiled_call_impl = wrapper.dynamo_ctx(call)
     return cast(nn.Module, inner)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A shallow copy of `module` that shares its parameters, and whose parts are compiled.
+    """Return a shallow copy of `module` with compiled parts. The copy shares the parameters.
 
-    A `ModuleList` of modules of one class is compiled item by item; a module without such a list is compiled as one.
+    A `ModuleList` of modules of one class is compiled item by item. A module without one is compiled as a whole.
 
     Args:
-        module: is not changed; the result keeps it as `_orig_mod`.
-        **compile_kwargs: for `torch.compile`.
+        module: is not changed; the result keeps a reference to it as `_orig_mod`.
+        **compile_kwargs: arguments of `torch.compile`.
     """
     compiled = _compile_parts(module, compile_kwargs, {})
     if "_orig_mod" not in compiled.__dict__ and not is_compiled_module(compiled):
@@ -227,7 +229,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def _compile_parts(module: nn.Module, compile_kwargs: dict[str, Any], known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """See `compile_regions`; `known` are the parts so far, since a module may have several names."""
+    """Return the compiled copy of a part, from `known` if the part was met under another name."""
     if module not in known:
         known[module] = _compiled_parts(module, compile_kwargs, known)
     return known[module]

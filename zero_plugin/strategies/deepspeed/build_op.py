@@ -1,4 +1,4 @@
-"""`python -m zero_plugin.strategies.deepspeed.build_op NAME`: compiles one DeepSpeed op, under torch's build lock."""
+"""`python -m zero_plugin.strategies.deepspeed.build_op NAME`: compile one DeepSpeed op under torch's build lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(name: str) -> None:
     """Compile an op and load it.
 
     Args:
-        name: the name of the op in its builder, e.g. `cpu_adam`.
+        name: the op's name in its builder, e.g. `cpu_adam`.
     """
     get_accelerator().create_op_builder(f"{_BUILDERS[name]}Builder").load(verbose=True)
 

@@ -1,6 +1,6 @@
-"""What is done before DeepSpeed compiles an op, in every program that this package starts or that imports it.
+"""Checks before DeepSpeed compiles an op, in every program that this package starts or that imports the package.
 
-Nothing of DeepSpeed is imported here: `launch` has this run while a script imports it.
+Do not import DeepSpeed here: `launch` runs this module while a script imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zero_plugin.strategies.deepspeed.patches import Patches
 
 
 def watch_builders(builder: Any) -> None:
-    """From now on each op, when it is first used, is an error in place of a failed build or of an endless wait.
+    """Make each op raise on its first use, instead of a failed build or an endless wait.
 
     Args:
-        builder: the class `OpBuilder`, from which all builders inherit.
+        builder: the class `OpBuilder`, the base class of all builders.
     """
     load = builder.jit_load
     if hasattr(load, "__wrapped__"):
@@ -37,7 +37,7 @@ def watch_builders(builder: Any) -> None:
             raise MachineError(missing)
         if not missing_builds([self.name], folder):
             return load(self, *args, **kwargs)
-        show_messages(quiet=os.environ.get("RANK", "0") != "0")  # a script of another layer has not set them up
+        show_messages(quiet=os.environ.get("RANK", "0") != "0")  # a script that uses only DeepSpeed has not set them up
         with working(f"compiling DeepSpeed's {self.name}, once for this machine"):
             return load(self, *args, **kwargs)
 
@@ -46,7 +46,7 @@ def watch_builders(builder: Any) -> None:
 
 @contextmanager
 def showing_refusals() -> Iterator[None]:
-    """Inside, what `watch_builders` refuses is raised as it is; classes of DeepSpeed's raise an error of their own."""
+    """Raise the errors of `watch_builders` unchanged: DeepSpeed's classes replace them by their own errors."""
     try:
         yield
     except RuntimeError as error:
@@ -56,11 +56,11 @@ def showing_refusals() -> Iterator[None]:
 
 
 def omit_shared_memory_op(compatible_ops: dict[str, bool]) -> None:
-    """Omit an op whose build takes 20 seconds of each first run on a CPU, and that only inference kernels use."""
+    """Omit an op that only inference kernels use. Its build takes 20 seconds of each first run on a CPU."""
     compatible_ops["deepspeed_shm_comm"] = False
 
 
-# What a script's own import of DeepSpeed is followed by, by the module that has been executed.
+# Calls after a script's own import of DeepSpeed, by the module that Python has executed.
 AFTER_IMPORT = {
     "deepspeed.ops": lambda module: omit_shared_memory_op(module.__compatible_ops__),
     "deepspeed.ops.op_builder.builder": lambda module: watch_builders(module.OpBuilder),

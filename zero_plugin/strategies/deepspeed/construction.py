@@ -1,4 +1,4 @@
-"""What the constructor of a module does with the parameters of its submodules, which `zero.Init` has partitioned."""
+"""Gather the partitioned parameters of submodules that the constructor of a module uses under `zero.Init`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# Parameters of so many elements together stay gathered until the constructor that uses them has ended.
+# Up to this number of elements stay gathered until the constructor that uses them has ended.
 _KEPT_ELEMENTS: Final = 2**26
-_TENSOR: Final[Any] = torch.Tensor  # mypy takes its attributes for values
-# What is answered for a partitioned parameter without gathering it.
+_TENSOR: Final[Any] = torch.Tensor  # Any, because mypy takes the attributes for values
+# Functions that answer for a partitioned parameter without a gather.
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
     _TENSOR.shape.__get__: lambda p: p.ds_shape,
     _TENSOR.ndim.__get__: lambda p: len(p.ds_shape),
@@ -26,7 +26,7 @@ _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
     _TENSOR.nelement: lambda p: p.ds_numel,
     torch.numel: lambda p: p.ds_numel,
 }
-# What is the same for a partitioned parameter.
+# Functions whose result is the same for a partitioned parameter.
 _FACTS: Final = frozenset(
     [
         *(
@@ -40,12 +40,12 @@ _FACTS: Final = frozenset(
 
 
 class UsedByConstructors(TorchFunctionMode):
-    """Gathers partitioned parameters that a constructor uses, until the next module has been constructed.
+    """A mode that gathers partitioned parameters that a constructor uses, until the next module is constructed.
 
-    `zero.Init` partitions the parameters of each module when its constructor has ended. The constructor of the module
-    around it would find empty tensors: `nn.Transformer` and nanoGPT initialize them again, without effect, and
-    `nn.TransformerEncoder` copies them. Here such a parameter is gathered when it is used, and what rank 0 has written
-    is kept. Its shape is known without gathering.
+    `zero.Init` partitions the parameters of each module at the end of its constructor. The constructor of the module
+    around it would then find empty tensors: `nn.Transformer` and nanoGPT initialize them again, without effect, and
+    `nn.TransformerEncoder` copies them. This mode gathers a parameter at its use, and keeps the values that rank 0
+    writes. Its shape is known without a gather.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class UsedByConstructors(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, parameters are what DeepSpeed has made of them; those that were gathered are partitioned again."""
+        """Partition the gathered parameters again, and gather none inside this context."""
         self.release()
         self._is_paused = True
         try:
@@ -82,7 +82,7 @@ class UsedByConstructors(TorchFunctionMode):
     def release(self) -> None:
         """Partition the parameters again. Collective."""
         was_paused, self._is_paused = self._is_paused, True
-        # Not those that `Module.apply`, or a context of the script, has partitioned again.
+        # Not parameters that `Module.apply`, or a context of the script, has partitioned again.
         left = [p for p in self._gathered if p.ds_status is ZeroParamStatus.AVAILABLE]
         self._gathered = []
         with zero.GatheredParameters(left, modifier_rank=0):
@@ -96,7 +96,7 @@ class UsedByConstructors(TorchFunctionMode):
 
 
 def _partitioned_in(values: Iterable[Any]) -> Iterator[Any]:
-    """The partitioned parameters among the arguments of a function, each once."""
+    """Return the partitioned parameters among the arguments of a function, each once."""
     found: dict[int, Any] = {}
     for value in values:
         if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Builds a DeepSpeed engine and the session on it, in five steps. The order of the steps matters."""
+"""Build a DeepSpeed engine and its session in five steps. The order of the steps matters."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class EngineBuild:
         self._settings = settings
         self._handlers = handlers
         self._given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
-        # `choose_optimizer` does what these two keys ask for. The engine would refuse optimizers of this package.
+        # `choose_optimizer` already obeys these two keys. The engine would refuse optimizers of this package.
         obeyed = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
         self._config: dict[str, Any] = self._resolved.deepspeed_config() | obeyed
         self._swap_folders: tuple[Any, ...] = ()
         self._states: GivenStates | None = None
         self._undo: list[Callable[[], None]] = []
         self._optimizer: Any = None
-        self._parameters: Any = None  # for an optimizer that DeepSpeed builds
-        self._groups: list[list[Tensor]] = []  # of the script's optimizer, which get them back when the engine ends
+        self._parameters: Any = None  # parameters of an optimizer that DeepSpeed builds
+        self._groups: list[list[Tensor]] = []  # the parameters of the script's groups, restored when the engine ends
 
     def set_up(self) -> None:
         """Set up DeepSpeed, and copy the states of the script's optimizer while its parameters are unpartitioned."""
@@ -89,7 +89,7 @@ class EngineBuild:
         self._swap_folders = give_own_swap_folders(self._config, self._processes)
 
     def shape_model(self) -> None:
-        """Cast the parameters, partition them at stage 3, and tie experts. In this order: partitions keep the dtype."""
+        """Cast the parameters, partition them at stage 3, and tie experts. Cast first: partitions keep the dtype."""
         cast_parameters(self._request.model, self._resolved.precision)
         if self._resolved.zero_stage == 3:
             self._partition()
@@ -97,7 +97,7 @@ class EngineBuild:
             self._tie_experts()
 
     def choose_optimizer(self) -> None:
-        """Choose the optimizer that steps the shaped parameters; release the states of one that it replaces."""
+        """Choose the optimizer that steps the shaped parameters. Release the states of a replaced optimizer."""
         given, resolved = self._given, self._resolved
         if self._request.optimizer is not None:
             with showing_refusals():
@@ -115,13 +115,13 @@ class EngineBuild:
             for p in [key for key in given.state if isinstance(key, Tensor)]:
                 del given.state[p]  # otherwise each process would keep unpartitioned states
         if self._optimizer is not None:
-            given.state = self._optimizer.state  # the script reads its own optimizer, also if a kernel replaces it
+            given.state = self._optimizer.state  # the script reads the states from its own optimizer, even if replaced
 
     def initialize(self) -> Any:
-        """Build the engine; DeepSpeed builds the optimizer for a `DummyOptim` that no class of ours serves."""
+        """Build the engine. DeepSpeed builds the optimizer of a `DummyOptim` for which this package has no class."""
         resolved = self._resolved
-        # An engine with `torch_autocast` sets it for the process. One of a later run without it would reduce gradients
-        # in that dtype, or step by a scaler that no loss was scaled by.
+        # An engine with `torch_autocast` sets this flag for the whole process. A later engine without it would reduce
+        # gradients in the wrong dtype, or step with a scaler that has scaled no loss.
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         self._groups = [] if self._given is None else [list(group["params"]) for group in self._given.param_groups]
         with (
@@ -141,7 +141,7 @@ class EngineBuild:
             )
         share_groups(engine)
         if resolved.tree.has_section("activation_checkpointing"):
-            # An engine does this for a PipelineModule only, but any model may use deepspeed.checkpointing.
+            # An engine does this only for a PipelineModule, but any model may use deepspeed.checkpointing.
             deepspeed.checkpointing.configure(None, deepspeed_config=self._config)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
@@ -152,7 +152,7 @@ class EngineBuild:
     def open_session(self, engine: Any) -> EngineSession:
         """Build the session that calls the engine."""
         given, resolved = self._given, self._resolved
-        # Taken after `initialize`, which builds wrappers: they step partitions, or another optimizer replaces `given`.
+        # Take the hooks after `initialize`: its wrappers step partitions, or another optimizer replaces `given`.
         hooks = take_step_hooks(given)
         scale = LossScale(resolved.tree.section("fp16").nested())
         session = EngineSession(engine, scale=scale, swap_folders=self._swap_folders, given=given)
@@ -163,7 +163,7 @@ class EngineBuild:
         return session
 
     def load_given_states(self, session: EngineSession) -> None:
-        """Load the states of the script's optimizer into the engine's; close the session if that fails. Collective."""
+        """Load the states of the script's optimizer into the engine's; close the session on failure. Collective."""
         if self._states is None:
             return
         try:
@@ -178,13 +178,13 @@ class EngineBuild:
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
             if as_pretrained(model) is not None and self._settings.zero3_init_flag is not False:
                 _log.info(
-                    f"the {type(model).__name__} was built unpartitioned in every process, then partitioned; import "
-                    "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
-                    "`with accelerator.init_model():`, and no process ever holds all of it"
+                    f"the {type(model).__name__} was built unpartitioned in every process, then partitioned. To avoid "
+                    "that, import transformers before Accelerator(), and build the model after it with "
+                    "from_pretrained() or inside `with accelerator.init_model():`"
                 )
-            # Converted here, with the dtype of the config: `initialize` passes a dtype that zero.Init ignores if the
-            # device does not support fp16, so that fp32 weights would be swapped to NVMe in bf16. If some parameters
-            # are already partitioned, `initialize` partitions the others in the same way.
+            # Partition here, with the dtype of the config: if the device does not support fp16, `initialize` passes a
+            # dtype that zero.Init ignores, and fp32 weights would be swapped to NVMe in bf16. If some parameters are
+            # already partitioned, `initialize` partitions the others in the same way.
             partitioned_models.forget_second_copies()
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=self._config)
@@ -207,7 +207,7 @@ _RELEASED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 
 
 def _release_optimizer(optimizer: Optimizer, groups: list[list[Tensor]]) -> None:
-    """Give an optimizer its own parameters back, whose partitions it has stepped. Its states ended with the engine."""
+    """Restore an optimizer's own parameters after it has stepped partitions. Its states ended with the engine."""
     for group, parameters in zip(optimizer.param_groups, groups, strict=False):
         group["params"] = parameters
     _RELEASED.add(optimizer)
@@ -217,7 +217,7 @@ def refuse_ended(request: SessionRequest) -> None:
     """Refuse an optimizer, or a partitioned model, whose earlier training under ZeRO has ended.
 
     Raises:
-        LoopError: the states of the optimizer, or the process group that has the partitions, are gone.
+        LoopError: the optimizer's states, or the process group of the partitions, are gone.
     """
     if isinstance(request.optimizer, Optimizer) and request.optimizer in _RELEASED:
         raise LoopError(
@@ -251,7 +251,7 @@ def set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None
         optimizer: the class or `type` of the engine's optimizer, in lower case; None if no engine is built yet.
 
     Raises:
-        MachineError: a killed build of an op that the run loads left its lock, or DeepSpeed was imported for another
+        MachineError: a killed build of an op that the run loads left its lock; or DeepSpeed was imported for another
             device before.
     """
     kind = processes.device.type
@@ -268,7 +268,7 @@ def set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
-    # torch has renamed collectives that DeepSpeed 0.19 calls by their old names at every step.
+    # torch has renamed collectives, and DeepSpeed 0.19 calls their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     compatible = deepspeed.ops.__compatible_ops__
     own = dict(compatible)
@@ -281,21 +281,21 @@ def set_up_deepspeed(processes: Processes, training: Tree, optimizer: str | None
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
-    """False for DeepSpeed's warning of an untested optimizer, which `engine_optimizer` has tested."""
+    """Return False for DeepSpeed's warning of an untested optimizer, which `engine_optimizer` has tested."""
     return "untested optimizer" not in record.getMessage()
 
 
 def _quiet_construction() -> AbstractContextManager[None]:
-    """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
+    """Silence BF16_Optimizer inside this context: it prints its memory use at any log level."""
     if "ZERO_PLUGIN_DEBUG" in os.environ:
         return nullcontext()
     return replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
 
 
 def _undo_first_step(engine: Any) -> None:
-    """Undo the optimizer step, with zero gradients, that the 16-bit wrappers of stage 0 take in their constructor.
+    """Undo the step with zero gradients that the 16-bit wrappers of stage 0 take in their constructor.
 
-    It advances Adam's bias correction and applies weight decay to the master weights.
+    This step advances Adam's bias correction and applies weight decay to the master weights.
     """
     wrapper = engine.optimizer
     wrapper.optimizer.state.clear()

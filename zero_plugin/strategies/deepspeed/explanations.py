@@ -1,4 +1,4 @@
-"""Clearer errors instead of those of torch and DeepSpeed in a backward or a step; refusals of an engine's calls."""
+"""Explain errors of torch and DeepSpeed in a backward or a step, and refuse an engine's own calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _describe_sparse(module: nn.Module, model: str, **_: Any) -> str:
     names = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
     which = f"of {', '.join(names[:4])}" if names else "of a parameter"
     return (
-        f"the gradient {which} of the {model} is a sparse tensor, and DeepSpeed partitions dense ones.\nCall "
+        f"the gradient {which} of the {model} is a sparse tensor, but DeepSpeed partitions only dense ones.\nCall "
         "torch.nn.functional.embedding with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
     )
 
 
 _OF_EMPTY_WEIGHTS = (
-    # A product with a weight that was released after the first backward through its forward.
+    # A product with a weight that was released after the first backward through the weight's forward.
     Foreign(r"size of tensor \w \(0\) must match", _TORCH, _describe_released),
     # The gradient of a tensor that was empty in the forward.
     Foreign(
@@ -52,7 +52,7 @@ _OF_EMPTY_WEIGHTS = (
 _STAGE_2 = "deepspeed/runtime/zero/stage_1_and_2.py"
 _OF_ALL_STAGES = (
     Foreign("", "", describe_failed_swap, AssertionError, "deepspeed.runtime.swap_tensor."),
-    # A parameter that gets two gradients in one backward. A hook of the script may raise the same texts.
+    # A parameter that gets two gradients in one backward. A hook of the script may raise the same messages.
     Foreign("has already been reduced", _STAGE_2, _describe_second, AssertionError, "deepspeed."),
     Foreign("'NoneType' object has no attribute 'numel'", "", _describe_second, AttributeError, "deepspeed."),
     Foreign("", "", _describe_second, SecondGradientError),
@@ -61,13 +61,13 @@ _OF_ALL_STAGES = (
 
 
 def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_nested: bool) -> None:
-    """Raise a clearer error instead of one in a backward or a step; return if there is none.
+    """Raise a clearer error for an error in a backward or a step; return if no row matches.
 
     Args:
         error: the error.
         engine: the engine.
         folders: the NVMe folders of the engine.
-        is_nested: whether the loss of the running backward depends on no weight, so that its hook runs others.
+        is_nested: whether the running backward's loss depends on no weight: then its hook runs other backwards.
     """
     module: nn.Module = engine.module
     rows = (*_OF_EMPTY_WEIGHTS, *_OF_ALL_STAGES) if engine.zero_optimization_partition_weights() else _OF_ALL_STAGES
@@ -76,9 +76,9 @@ def explain(error: BaseException, engine: Any, folders: tuple[Path, ...], *, is_
 
 
 def runs_forward(engine: Any) -> bool:
-    """Return whether a forward of the engine runs, in which a function may compute gradients itself (a tiled loss)."""
-    # Autograd computes gradients in a thread for each device. One frame is this function's own, which must not be in a
-    # variable of its own: it would keep itself, and all that the functions around it have.
+    """Return whether a forward of the engine is running; a function in it may compute gradients (a tiled loss)."""
+    # Look at all threads: autograd has one for each device. Do not store a frame in a variable: one frame is this
+    # function's own, which would then keep itself and all its callers' variables alive.
     return any(_is_in_forward(frame, engine) for frame in sys._current_frames().values())
 
 
@@ -91,10 +91,10 @@ def _is_in_forward(frame: FrameType | None, engine: Any) -> bool:
 
 
 def refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
-    """Replaces the engine's `backward`, which would divide the loss or step."""
+    """Refuse the engine's `backward`, which would divide the loss or step."""
     raise LoopError(DIRECT_BACKWARD.replace("loss.backward()", "model.backward(loss)"))
 
 
 def refuse_engine_step(*_: Any, **__: Any) -> NoReturn:
-    """Replaces the engine's `step`, which would ignore the accumulation window."""
+    """Refuse the engine's `step`, which would ignore the accumulation window."""
     raise LoopError("model.step() was called; call optimizer.step() of the optimizer from prepare().")

@@ -1,11 +1,11 @@
 """The gradients of an accumulation window in an engine: one class for each optimizer wrapper of DeepSpeed.
 
 The engine runs with `managed_gradient_accumulation: false`: gradients accumulate until `engine.step()`, which also
-reduces and finalizes them. Here that part runs separately (`finalize`), so that the norm is known and the gradients can
-be rescaled before the step; the engine's own call is disabled.
+reduces and finalizes them. Here `finalize` does this part before the step, so the norm is known and the gradients can
+be rescaled. The engine's own call is disabled.
 
-DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that got a
-gradient. A parameter without one would be updated with an old gradient, so each class clears such buffers.
+DeepSpeed keeps gradient buffers from one window to the next. A parameter without a gradient in a window would be
+updated with its old gradient, so each class clears the buffers of these parameters.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zero_plugin.strategies.precision import all_finite
 
 
 class StepAgreement:
-    """Has the processes confirm before a step that all of them apply its gradients, and none drops them.
+    """A check before a step that all processes apply the gradients, and none drops them.
 
-    A guard may add what it has seen to the same small collective.
+    A guard may add its own digest to the same small collective.
 
     Args:
         device: the device of the comparison.
 
     Attributes:
-        digest: a number of a guard that has to be equal on all processes too.
-        describe: returns the message of an error, for whether this process ends its window, and whether it drops
+        digest: a guard's number, which has to be equal on all processes too.
+        describe: returns the message of an error, from whether this process ends its window and whether it drops
             gradients. Collective.
     """
 
@@ -56,15 +56,15 @@ class StepAgreement:
         """Compare with the other processes. Collective.
 
         Args:
-            ends: whether the window ends, which an error names.
+            ends: whether the window ends; the error message uses it.
             drops: whether this process is about to drop the gradients instead of applying them.
 
         Raises:
-            LoopError: on every process, if some drop what others apply, or their digests differ.
+            LoopError: on every process, if some processes drop what others apply, or their digests differ.
         """
         if self._is_alone:
             return
-        # Hashes of integers are the same in every process; shifted, the number can be negated.
+        # Hashes of integers are equal in all processes. The shift makes the number negatable.
         number = hash((self.digest, drops)) >> 1
         both = torch.tensor([number, -number], device=self._device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
@@ -78,11 +78,11 @@ def _describe_drops(ends: bool, drops: bool) -> str:  # noqa: ARG001
 
 
 def describe_drops(drops: list[bool]) -> str:
-    """Return the message for processes that drop gradients which the others apply; `drops` has a value for each."""
+    """Return the message for processes that drop gradients which others apply; `drops` has one value per process."""
     return (
         f"zero_grad() drops gradients on {sum(drops)} of {len(drops)} processes, e.g. on rank {drops.index(True)}, "
-        "which the others apply in step(). Where a batch decides whether to step, let all processes decide alike, by "
-        'what all of them know, as accelerator.reduce(loss, "mean").'
+        "which the others apply in step(). If a batch decides whether to step, let all processes decide alike, by "
+        'a value that all have, e.g. accelerator.reduce(loss, "mean").'
     )
 
 
@@ -95,53 +95,53 @@ class EngineGradients(ABC):
         self._events = events
         self._patches = patches
 
-    agreement: StepAgreement | None = None  # where gradients are reduced in the backwards
+    agreement: StepAgreement | None = None  # set if backwards reduce gradients
 
-    def emit_from_hooks(self) -> None:  # noqa: B027 - nothing to emit where gradients are reduced in `finalize`
+    def emit_from_hooks(self) -> None:  # noqa: B027 - nothing to emit if `finalize` reduces gradients
         """Emit `before_reduce` and `before_gather` from DeepSpeed's methods, if a guard has subscribed to them."""
 
     def numbered_parameters(self) -> dict[int, nn.Parameter]:
         """Return the parameters by the ids of `before_reduce` and `before_gather`."""
         return {}
 
-    def before_backward(self, *, is_first: bool) -> None:  # noqa: B027 - nothing to do where the first one adds to None
-        """Called before a backward of the window."""
+    def before_backward(self, *, is_first: bool) -> None:  # noqa: B027 - nothing to do if gradients start as None
+        """Prepare a backward of the window."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """Whether a backward of the window gave the parameter a gradient on this process; before `finalize`."""
+        """Return whether a backward of the window gave the parameter a gradient here; call it before `finalize`."""
         return parameter.grad is not None
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply the gradients of the window so far by `factor`; before `finalize`."""
+        """Multiply the window's gradients so far by `factor`; call it before `finalize`."""
 
     @abstractmethod
     def finalize(self) -> None:
         """Reduce the gradients that are not reduced yet, and move them to where the step reads them.
 
         A parameter without a gradient on this process takes part with zeros, in the same order on every process. The
-        session has the engine act as at the end of a window, as `engine.step()` does.
+        session makes the engine act as at the end of a window, as `engine.step()` does.
 
         Raises:
-            LoopError: on every process, if others drop the gradients; see `StepAgreement`.
+            LoopError: on every process, if some processes drop the gradients; see `StepAgreement`.
         """
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """The global L2 norm of the finalized, unscaled gradients; `inf` if one of them is not finite."""
+        """Return the global L2 norm of the finalized, unscaled gradients; `inf` if one of them is not finite."""
 
     def are_finite(self) -> bool:
-        """Whether all finalized gradients are finite; the same on every process."""
+        """Return whether all finalized gradients are finite; the same on every process."""
         return bool(torch.isfinite(self.norm()))
 
     @abstractmethod
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """This process's part of the parameter's finalized gradient, or None."""
+        """Return this process's part of the parameter's finalized gradient, or None."""
 
     def first_nonfinite(self) -> str | None:
-        """The name of the first parameter with a gradient that is not finite, before the step, or None.
+        """Return the name of the first parameter whose gradient is not finite, before the step, or None.
 
-        Each process checks its partitions; one collective for all parameters.
+        Each process checks its partitions. One collective serves all parameters.
         """
         named = list(self._engine.module.named_parameters())
         found = torch.zeros(len(named), dtype=torch.int32, device=self._engine.device)
@@ -158,10 +158,10 @@ class EngineGradients(ABC):
         self._wrapper.clip_grad = max_norm
 
     def agree_to_drop(self) -> None:
-        """Called before `drop` instead of `finalize`, if no backward has failed. Collective.
+        """Confirm a `drop` instead of `finalize`, if no backward has failed. Collective.
 
         Raises:
-            LoopError: on every process, if others finalize the gradients.
+            LoopError: on every process, if other processes finalize the gradients.
         """
         if self.agreement is not None:
             self.agreement.confirm(drops=True)
@@ -170,8 +170,8 @@ class EngineGradients(ABC):
     def drop(self) -> None:
         """Drop the accumulated gradients."""
 
-    def recover(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
-        """After a failed backward and before `drop`, reset its unfinished reductions and gathers."""
+    def recover(self) -> None:  # noqa: B027 - nothing to do if gradients are only in `param.grad`
+        """Reset the unfinished reductions and gathers of a failed backward, before `drop`."""
 
 
 def engine_gradients(engine: Any, events: Events, patches: Patches) -> EngineGradients:
@@ -188,18 +188,18 @@ def engine_gradients(engine: Any, events: Events, patches: Patches) -> EngineGra
 
 
 def _finite_or_inf(norm: Tensor) -> Tensor:
-    # DeepSpeed marks a non-finite norm by -1; nan is not >= 0 either.
+    # DeepSpeed marks a non-finite norm by -1. A nan also fails `>= 0`.
     norm = norm.detach().float().reshape(())
     return torch.where(norm >= 0, norm, float("inf"))
 
 
 def is_muon(optimizer: object) -> bool:
-    """Whether its step changes the gradients before DeepSpeed computes their norm, and clips them."""
+    """Return whether the optimizer's step changes the gradients before DeepSpeed measures and clips them."""
     return "muon" in type(optimizer).__name__.lower()
 
 
 class ReplicatedGradients(EngineGradients):
-    """Stage 0: every process has all gradients, in `param.grad`."""
+    """The gradients of stage 0: every process has all gradients, in `param.grad`."""
 
     def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
         super().__init__(engine, events, patches)
@@ -226,11 +226,11 @@ class ReplicatedGradients(EngineGradients):
         return parameter.grad
 
     def are_finite(self) -> bool:
-        """See `EngineGradients.are_finite`: cheaper than computing the norm."""
+        """Return whether all gradients are finite; cheaper than the norm."""
         return all_finite(self._gradients())
 
     def set_clipping(self, max_norm: float) -> None:
-        self._engine._config.gradient_clipping = max_norm  # read at fp32
+        self._engine._config.gradient_clipping = max_norm  # read in fp32
         super().set_clipping(max_norm)  # read by the 16-bit wrappers
 
     def drop(self) -> None:
@@ -238,13 +238,13 @@ class ReplicatedGradients(EngineGradients):
             p.grad = None
 
     def _clip(self) -> None:
-        # The engine's own clipping, in fp32, would compute the norm again and average it over the processes.
+        # In fp32, the engine's own clipping would compute the norm again and average it over the processes.
         max_norm = self._engine.gradient_clipping()
         torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, self._measure())
 
     def _norm_of_gradients(self) -> Tensor:
         norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
-        scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
+        scale = getattr(self._wrapper, "loss_scale", 1.0)  # a plain torch optimizer, in fp32, has none
         return norm / scale
 
     def _gradients(self) -> list[Tensor]:
@@ -252,7 +252,7 @@ class ReplicatedGradients(EngineGradients):
 
 
 class Bf16Stage1Gradients(EngineGradients):
-    """Stage 1 with bf16 weights and fp32 gradients: every process has the fp32 gradients of all parameters."""
+    """The gradients of stage 1 in bf16, accumulated in fp32: every process has all of them."""
 
     def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
         super().__init__(engine, events, patches)
@@ -268,7 +268,7 @@ class Bf16Stage1Gradients(EngineGradients):
 
     def finalize(self) -> None:
         self._engine.allreduce_gradients()
-        # Norm and clipping include parameters that got a gradient on any process: it is in the sum.
+        # Norm and clipping must include parameters that got a gradient on any process: the sum contains it.
         self._wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self._wrapper.bf16_groups]
 
     def norm(self) -> Tensor:
@@ -287,7 +287,7 @@ class Bf16Stage1Gradients(EngineGradients):
 
 
 class FlatGradients(EngineGradients):
-    """Stages 1 and 2: each process has the reduced gradients of its flat partition, on the device or the CPU."""
+    """The gradients of stages 1 and 2, reduced: each process has its flat partition, on the device or the CPU."""
 
     def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
         super().__init__(engine, events, patches)
@@ -347,8 +347,8 @@ class FlatGradients(EngineGradients):
             type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
         else:
             self._fill_missing_with_zeros()
-            # Stage 1 reduces once per window, so there is nothing in CPU memory to accumulate onto, whatever the
-            # number of backwards: the buffer that DeepSpeed would add has the gradients of the previous window.
+            # Stage 1 reduces once per window, whatever the number of backwards. CPU memory holds the gradients of
+            # the previous window, so DeepSpeed must not add to them.
             wrapper.micro_step_id = -1
             self._engine.allreduce_gradients()
         if wrapper.cpu_offload and self._partitioned:
@@ -363,7 +363,7 @@ class FlatGradients(EngineGradients):
         return norm
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        mapping: Any = getattr(parameter, "_hp_mapping", None)  # of the parameters in this process's partition
+        mapping: Any = getattr(parameter, "_hp_mapping", None)  # set on the parameters in this process's partition
         if mapping is None:
             return None
         gradient: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
@@ -391,13 +391,13 @@ class FlatGradients(EngineGradients):
         wrapper.clear_backward_seen_flag()
 
     def _without_gradient(self) -> list[int]:
-        """Ids of this process's parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
+        """Return this process's parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
         seen = self._wrapper._offload_accumulated_param_ids
         ids = [self._wrapper.get_param_id(p) for p in self._own]
         return [i for i in ids if i not in seen]
 
     def _fill_missing_with_zeros(self) -> None:
-        """Set missing gradients to zero: stage 1 reduces those that exist, which must be the same on all processes."""
+        """Set missing gradients to zero: stage 1 reduces existing ones, which must be the same on all processes."""
         wrapper = self._wrapper
         kept_apart = wrapper.use_grad_accum_attribute
         for group in wrapper.bit16_groups:
@@ -416,7 +416,7 @@ class FlatGradients(EngineGradients):
 
 
 class Stage3Gradients(EngineGradients):
-    """Stage 3: each process has its partition of every parameter's reduced gradient in one flat buffer."""
+    """The gradients of stage 3, reduced: each process has its partition of every gradient, in one flat buffer."""
 
     def __init__(self, engine: Any, events: Events, patches: Patches) -> None:
         super().__init__(engine, events, patches)
@@ -449,7 +449,8 @@ class Stage3Gradients(EngineGradients):
         return {p.ds_id: p for p in self._engine.module.parameters()}
 
     def before_backward(self, *, is_first: bool) -> None:
-        # DeepSpeed counts a backward when the next forward starts: a second one before that would overwrite the first.
+        # DeepSpeed counts a backward when the next forward starts. Without this line, a second backward before the
+        # next forward would overwrite the gradients of the first.
         self._wrapper.micro_step_id = 0 if is_first else 1
         if not is_first:
             self._clear_without_gradient()
@@ -463,9 +464,9 @@ class Stage3Gradients(EngineGradients):
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:
-            # Parameters without a gradient are finalized too, as zeros: the step's CPU and NVMe buffers have old ones.
+            # Finalize parameters without a gradient too, as zeros: the step's CPU and NVMe buffers hold old gradients.
             wrapper._offload_boundary_param_ids = set(self._own)
-        # What goes to NVMe DeepSpeed holds on the device, in fp32, until all is there: it gets a sub-group at a time.
+        # For NVMe, DeepSpeed holds fp32 gradients on the device until the last is ready: pass one sub-group at a time.
         groups = wrapper.fp16_groups
         if not getattr(wrapper, "swap_optimizer", False):
             type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
@@ -482,7 +483,7 @@ class Stage3Gradients(EngineGradients):
         return partitions.get(getattr(parameter, "ds_id", -1))
 
     def drop(self) -> None:
-        # The first backward of the next window overwrites the gradients that it computes, and the others are cleared.
+        # The first backward of the next window overwrites its gradients; `_clear_without_gradient` zeroes the others.
         self._wrapper._offload_boundary_param_ids = set()
 
     def recover(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine leaves on its module, in the parameters and in DeepSpeed's global lists, and how that is undone."""
+"""Undo what an engine leaves on its module, on the parameters and in DeepSpeed's global lists."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zero_plugin.strategies.optimizer_only import weakly
 
 # Attributes of parameters that keep gradients, master weights or the engine's optimizer.
 _ON_PARAMETERS: Final = ("_z3_optimizer", "_zero_optimizer", "_hp_mapping", "_hp_grad", "grad_accum")
-# Attributes of modules at stage 3. A new engine keeps `pre_bwd_fn` and `post_bwd_fn` if they exist: its backwards would
-# gather and release weights by the bookkeeping of the old engine. The others count what a failed forward left open.
+# Attributes of modules at stage 3. A new engine would keep existing `pre_bwd_fn` and `post_bwd_fn`: its backwards would
+# gather and release weights by the old engine's bookkeeping. The others count what a failed forward left open.
 _ON_MODULES: Final = (
     "pre_bwd_fn",
     "post_bwd_fn",
@@ -30,9 +30,9 @@ _ON_MODULES: Final = (
 
 
 def destroy(engine: Any) -> None:
-    """Destroy an engine, and leave its module as if no engine had run it, also after a failed forward or backward.
+    """Destroy an engine, and clean its module of all traces, also after a failed forward or backward.
 
-    Weights stay partitioned at stage 3; those that DeepSpeed keeps gathered between two steps stay gathered.
+    Weights stay partitioned at stage 3. Weights that DeepSpeed keeps gathered between two steps stay gathered.
     """
     module = engine.module
     coordinator = coordinator_of(engine) if engine.zero_optimization_partition_weights() else None
@@ -43,7 +43,7 @@ def destroy(engine: Any) -> None:
         _release_weights(coordinator, [p for p in module.parameters() if hasattr(p, "ds_id")])
         for part in module.modules():
             _remove(part, _ON_MODULES)
-            # DeepSpeed's own kind of dict gathers what a running, or failed, forward reads by its key.
+            # DeepSpeed's kind of dict gathers parameters that a running, or failed, forward reads by key.
             part._parameters = dict(part._parameters.items())
     for p in module.parameters():
         _remove(p, _ON_PARAMETERS)
@@ -51,10 +51,10 @@ def destroy(engine: Any) -> None:
 
 
 def _release_weights(coordinator: Any, parameters: Iterable[Any]) -> None:
-    """Release what a forward or a backward has gathered, but not what persists."""
+    """Release the weights that a forward or a backward has gathered, except persistent ones."""
     parameters = list(parameters)
     for p in parameters:
-        # DeepSpeed releases no weight that it believes a module to use: one whose backward has failed or never came.
+        # DeepSpeed does not release a weight in use by a module. A failed or missing backward leaves it "in use".
         p.ds_active_sub_modules.clear()
     coordinator._clean_inflight_param_registry()
     for p in parameters:
@@ -70,9 +70,9 @@ def _remove(owner: Any, names: Iterable[str]) -> None:
 def break_reference_cycles(engine: Any) -> None:
     """Break reference cycles of an engine's parameters through torch's C++ objects, which Python's GC cannot see.
 
-    * At stages 1 and 2 each parameter has a view of itself as an attribute, whose graph refers to the parameter.
-    * The gradient hook of each parameter refers to the optimizer: the optimizer now owns it, and the parameter has a
-      weak reference.
+    * At stages 1 and 2 each parameter has a view of itself as an attribute. The view's graph refers to the parameter.
+    * The gradient hook of each parameter refers to the optimizer. Now the optimizer owns the hook, and the parameter
+      has a weak reference.
     """
     for p in engine.module.parameters():
         if (fragment := getattr(p, "_hp_mapping", None)) is not None:
@@ -88,21 +88,21 @@ def break_reference_cycles(engine: Any) -> None:
 
 def forget_module(module: nn.Module) -> None:
     """Release `module`, its partitions and its optimizer from DeepSpeed's global lists of stage 3."""
-    # A failed forward leaves the submodules that it was in.
+    # A failed forward leaves its running submodules in the stack.
     parts = {id(part._modules) for part in module.modules()}
     FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if id(other._modules) not in parts]  # or a proxy
     clear_caches()
 
 
 def weaken_module_stack() -> None:
-    """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
+    """Make DeepSpeed's global stack of running modules hold weak references: it keeps partitioned models alive."""
     FWD_MODULE_STACK[:] = [
         m if isinstance(m, weakref.ProxyTypes) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
     ]
 
 
 def clear_caches() -> None:
-    """Clear a global cache in which DeepSpeed keeps modules of all engines; engines that still train fill it again."""
+    """Clear a global cache of DeepSpeed with modules of all engines; engines that still train fill it again."""
     cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):

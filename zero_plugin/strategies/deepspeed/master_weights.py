@@ -1,4 +1,4 @@
-"""`MasterWeights`: the fp32 master weights of an engine, which follow what a script writes into the weights."""
+"""`MasterWeights`: the fp32 master weights of an engine, which follow a script's writes into the weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from zero_plugin.strategies.optimizer_only import weakly
 
 
 class MasterWeights:
-    """Copies to the fp32 master weights what a script writes into the weights between two steps.
+    """The fp32 master weights. Copies weights that a script writes between two steps to the master weights.
 
-    Below stage 3 autograd counts every in-place write of a script in the parameter's version, but not the writes of
-    DeepSpeed. At stage 3 weights are written in places that note it: `whole_weights`, DeepSpeed's `GatheredParameters`
-    and `load_state_dict`.
+    Below stage 3, a parameter's version counts every in-place write of a script, but not DeepSpeed's writes. At stage
+    3, the places of writes note them: `whole_weights`, DeepSpeed's `GatheredParameters` and `load_state_dict`.
 
     Args:
         engine: the engine; at stage 3 it may have no optimizer.
-        trained: the parameters that it trains.
-        events: of its session, which emits `weights_noted`.
+        trained: the parameters that the engine trains.
+        events: the session's events; `weights_noted` is emitted here.
         before_change: called before master weights change.
 
     Attributes:
         steps: the number of steps.
-        set_after: the last step after which the script has set master weights. Until the next step, a weight need not
-            be the rounding of its master weight.
+        set_after: the last step after which the script has set master weights. Until the next step, a weight may differ
+            from its rounded master weight.
     """
 
     def __init__(
@@ -45,15 +44,15 @@ class MasterWeights:
         self._events = events
         self._before_change = before_change
         self.are_reachable = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
-        self._is_written = False  # whether the master weights have to be updated before they are used
+        self._is_written = False  # whether the master weights must be updated before their use
         self._versions: list[int] = []  # below stage 3
         self.steps = 0
         self.set_after = -1
-        self._written_before: dict[int, bool] = {}  # steps -> whether that has changed this process's master weights
+        self._written_before: dict[int, bool] = {}  # step → whether this process's master weights changed
         self._note_versions()
 
     def watch(self, patches: Patches) -> list[Callable[[], Any]]:
-        """Follow writes by `load_state_dict`, DeepSpeed's setters and its own context; return what undoes this."""
+        """Follow writes by `load_state_dict`, DeepSpeed's setters and its context. Return the undo functions."""
         hook = OwnHook(self._note_loaded)
         parts: Iterable[Any] = self._engine.module.modules()
         undo: list[Callable[[], Any]] = [part.register_load_state_dict_post_hook(hook).remove for part in parts]
@@ -61,7 +60,7 @@ class MasterWeights:
         for p in self._engine.module.parameters() if self._is_partitioned else ():
             setattr(p, NOTES_WRITTEN, note)
             undo.append(partial(p.__dict__.pop, NOTES_WRITTEN, None))
-        # DeepSpeed's `safe_set_…` functions call these methods, at stage 3 of its optimizer, below it of parameters.
+        # DeepSpeed's `safe_set_…` functions call these methods: of the optimizer at stage 3, of parameters below it.
         for owner in (self._engine.optimizer, *self._trained) if self._trains else ():
             if hasattr(owner, "set_full_hp_param"):
                 patches.precede(owner, "set_full_hp_param", self._note_set_master_weights)
@@ -77,7 +76,7 @@ class MasterWeights:
             call()
 
     def follow(self, *, begins_step: bool = False) -> None:
-        """Update the master weights with what the script has written since the last call.
+        """Copy the script's writes since the last call to the master weights.
 
         Args:
             begins_step: whether a step follows.
@@ -93,7 +92,7 @@ class MasterWeights:
         self.steps += begins_step
 
     def take_steps(self) -> dict[int, bool]:
-        """See `Session.take_written`."""
+        """Return the written steps, as `Session.take_written`, and forget them."""
         taken, self._written_before = self._written_before, {}
         return taken
 
@@ -105,7 +104,7 @@ class MasterWeights:
         for call in self._events.weights_noted:
             call()
         refresh = getattr(self._engine.optimizer, "refresh_fp32_params", None)
-        if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
+        if refresh is not None:  # at stage 0 a plain torch optimizer steps the weights themselves
             refresh()
 
     def with_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -126,7 +125,7 @@ class MasterWeights:
             return
         self._before_change()
         self._is_written = False
-        # A weight that equals its rounded master weight was not written: the master weight keeps its precision.
+        # A weight that equals its rounded master weight was not written. Keep the precision of its master weight.
         has_changed = self._written_before.get(self.steps, False)
         for _, master, weight in self.with_weights():
             is_same = master.to(weight.dtype) == weight

@@ -1,4 +1,4 @@
-"""Offload to NVMe: the folders of each engine, two fixes of DeepSpeed's reads, and a measurement of the speed."""
+"""Offload to NVMe: an engine's folders, two fixes of DeepSpeed's reads, and a measurement of the speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _in_use: set[Path] = set()  # engine folders
 def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple[Path, ...]:
     """Replace each `nvme_path` by a folder of this run and engine, and return these folders. Collective.
 
-    DeepSpeed uses a folder with a fixed name, so that two jobs or engines with the same `nvme_path` would destroy each
+    DeepSpeed uses a folder with a fixed name, so two jobs or engines with the same `nvme_path` would destroy each
     other's files. Files of killed runs below `nvme_path` are removed.
     """
     sections = _nvme_sections(config)
@@ -54,14 +54,14 @@ def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple
 
 
 def remove_abandoned(config: dict[str, Any], processes: Processes) -> None:
-    """On local rank 0, remove the folders of runs below each `nvme_path` that have no running process."""
+    """Remove the folders of runs below each `nvme_path` that have no running process; only on local rank 0."""
     if processes.local_rank == 0:
         for section in _nvme_sections(config):
             _remove_abandoned(Path(section["nvme_path"]))
 
 
 def describe_failed_swap(folders: Sequence[Path], **_: Any) -> str:
-    """Return an error that names the disk, instead of DeepSpeed's bare assertion; `folders` are those of the engine."""
+    """Return a message that names the disk, for DeepSpeed's bare assertion; `folders` are the engine's."""
     found = [_state_of(folder) for folder in dict.fromkeys(folder.parents[1] for folder in folders)]
     return (
         f"offload to NVMe: DeepSpeed could not write or read its files ({'; '.join(found)}).\nThe optimizer states and "
@@ -77,7 +77,7 @@ def _state_of(place: Path) -> str:
 
 
 def remove_swap_folders(folders: Iterable[Path]) -> None:
-    """Remove folders of engines, and the run's folder above them; no process may use them any more."""
+    """Remove the folders of engines, and the run's folder above them. No process may use them any more."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         _in_use.discard(folder)
@@ -96,7 +96,7 @@ def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _hold(run_folder: Path) -> None:
-    """Create the folder and take a shared lock on it, which ends when the last process of the run exits."""
+    """Create the folder and take a shared lock on it. The lock ends when the last process of the run exits."""
     while run_folder not in _held:
         run_folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_folder, os.O_RDONLY)
@@ -106,7 +106,7 @@ def _hold(run_folder: Path) -> None:
                 _held[run_folder] = descriptor
                 return
         except FileNotFoundError:
-            pass  # another job removed it as abandoned before it was locked
+            pass  # another job removed the folder as abandoned before this lock
         os.close(descriptor)
 
 
@@ -116,7 +116,7 @@ def _remove_abandoned(nvme_path: Path) -> None:
         try:
             descriptor = os.open(run_folder, os.O_RDONLY)
         except OSError:
-            continue  # its own run removed it just now, or it is another user's
+            continue  # its own run has just removed it, or it belongs to another user
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(run_folder, ignore_errors=True)
@@ -128,17 +128,17 @@ def _remove_abandoned(nvme_path: Path) -> None:
 
 @atexit.register
 def _remove_left() -> None:
-    # Registered before the exit handlers of Accelerators, so it runs after them: closed sessions have no folders left.
-    # After an error sessions were not closed, and the files are useless.
+    # Registered before the exit handlers of Accelerators, so it runs after them: closed sessions have removed their
+    # folders. After an error sessions stay open, and their files are useless.
     remove_swap_folders(tuple(_in_use))
 
 
 def fix_swapping(engine: Any, patches: Patches) -> None:
-    """Fix two defects of DeepSpeed's NVMe offload, so that it trains as CPU offload does.
+    """Fix two defects of DeepSpeed's NVMe offload, so it trains as CPU offload does.
 
     DeepSpeed requests a weight twice if it occurs twice in its prefetch queue (near the end of a forward, when the
-    backward needs it again), and then fails an assertion. And it reads a gradient directly to its place in the buffer
-    of the sub-group: if that place is not aligned, the read fails silently, and the step uses the old values.
+    backward needs the weight again), and then fails an assertion. DeepSpeed also reads a gradient directly to its place
+    in the sub-group's buffer. If that place is not aligned, the read fails silently, and the step uses the old values.
     """
     parameters: list[Any] = list(engine.module.parameters())
     swappers = {id(swapper): swapper for p in parameters if (swapper := getattr(p, "nvme_swapper", None)) is not None}
@@ -156,7 +156,7 @@ def _without_repetition(swap_in: Any) -> Any:
 
 
 def _with_aligned_offsets(swapper: Any) -> Any:
-    """Keep the elements before the first aligned offset in memory, as DeepSpeed does after the last aligned length."""
+    """Keep elements before the first aligned offset in memory, as DeepSpeed does after the last aligned length."""
     cut_lengths = swapper._adjust_for_misaligned_lengths
 
     def call(tensors: list[Tensor], offsets: list[int]) -> Any:
@@ -174,7 +174,7 @@ def _with_aligned_offsets(swapper: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """Seconds for writing and reading, and whether the data are equal."""
+    """The seconds for writing and reading, and whether the data are equal."""
 
     write_seconds: float
     read_seconds: float
@@ -182,7 +182,7 @@ class RoundTrip:
 
 
 def measure_nvme(file: Path, size: int, aio: Mapping[str, Any]) -> RoundTrip:
-    """Write `size` bytes from locked memory to `file`, and read them again, bypassing the page cache.
+    """Write `size` bytes from locked memory to `file`, and read them back, bypassing the page cache.
 
     Args:
         file: the file to create; the caller removes it.

@@ -1,7 +1,7 @@
-"""Tries on a copy of the user's optimizer whether steps on flat partitions are steps on unpartitioned parameters.
+"""Try on a copy of the user's optimizer whether steps on flat partitions equal steps on unpartitioned parameters.
 
 ZeRO steps flat tensors, each a piece of several joined parameters. The trial joins and cuts small parameters as ZeRO
-does. A rule that begins after more steps than are tried, or above sizes and norms that are tried, is not noticed.
+does. It misses a rule that begins after more steps, or above larger sizes and norms, than the trial has.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.optim import Optimizer
 from zero_plugin.strategies.optimizer_only import StepInParts, has_step_hooks
 from zero_plugin.strategies.torch_optimizers import Lion
 
-# torch's own, which the tests train under ZeRO; DeepSpeed's list of optimizers that need no trial has three others.
+# torch's own, which the tests train under ZeRO. DeepSpeed's list of optimizers without a trial has three others.
 _ELEMENTWISE: Final = frozenset(
     {getattr(torch.optim, name) for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")}
     | {Lion}
 )
-_SCALES: Final = (1e-3, 1.0, 1e3)  # of gradients: some limit their norm
-_STEPS: Final = 8  # at each scale; some change their rule after a warm-up
-_LONGEST_SIDES: Final = {1: 128, 2: 128}  # some treat large matrices otherwise
+_SCALES: Final = (1e-3, 1.0, 1e3)  # of gradients: some optimizers limit their norm.
+_STEPS: Final = 8  # at each scale: some optimizers change their rule after a warm-up.
+_LONGEST_SIDES: Final = {1: 128, 2: 128}  # some optimizers treat large matrices differently.
 _LONGEST_SIDE: Final = 16  # of tensors with more dimensions
 _MOST_KINDS: Final = 24
 
 
 class _Group(NamedTuple):
-    """A parameter group that is tried.
+    """A tried parameter group.
 
     Attributes:
-        place: its index in the optimizer.
-        parameters: those of the user's that are tried, one of each kind.
-        shapes: the shapes in which they are tried.
+        place: the index of the group in the optimizer.
+        parameters: the tried ones of the user's parameters, one of each kind.
+        shapes: the tried shapes.
         start: the first values, joined.
-        gradients: of one step after the other, joined.
+        gradients: the gradients of successive steps, joined.
     """
 
     place: int
@@ -47,17 +47,17 @@ class _Group(NamedTuple):
     gradients: list[Tensor]
 
     def cut(self, joined: Tensor) -> list[Tensor]:
-        """The tried parameters' own pieces of a joined tensor."""
+        """Split a joined tensor into the tried parameters' pieces."""
         pieces = torch.split(joined, [torch.Size(shape).numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
 def why_not_elementwise(optimizer: Optimizer, model: nn.Module, stage: int) -> str | None:
-    """Why the optimizer cannot step flat partitions; None if it can.
+    """Return the reason why the optimizer cannot step flat partitions; None if it can.
 
     Args:
-        optimizer: the user's optimizer, which is not changed.
-        model: the model that it trains.
+        optimizer: the user's optimizer; it does not change.
+        model: the model that the optimizer trains.
         stage: the ZeRO stage.
     """
     if type(optimizer) in _ELEMENTWISE:
@@ -78,18 +78,18 @@ def why_not_elementwise(optimizer: Optimizer, model: nn.Module, stage: int) -> s
 
 def _why_not_tried(optimizer: Optimizer) -> str | None:
     if not has_step_hooks(optimizer):
-        return "it does not call the constructor of torch.optim.Optimizer, so that ZeRO cannot replace its parameters"
+        return "it does not call the constructor of torch.optim.Optimizer, so ZeRO cannot replace its parameters"
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             return f"its attribute {name} is another optimizer, whose states ZeRO would neither partition nor save"
         if _contains(value, ids):
-            return f"its attribute {name} keeps id() of parameters, and ZeRO updates flat partitions in their place"
+            return f"its attribute {name} keeps id() of parameters, but ZeRO updates flat partitions instead of them"
     return None
 
 
 def _contains(value: Any, numbers: set[int]) -> bool:
-    """Whether one of the numbers is in a value, or in a collection at any depth of it."""
+    """Return whether a value, or a collection at any depth, contains one of the numbers."""
     if isinstance(value, dict):
         return any(_contains(item, numbers) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple | set | frozenset):
@@ -100,7 +100,7 @@ def _contains(value: Any, numbers: set[int]) -> bool:
 def _updates_elementwise(optimizer: Optimizer, model: nn.Module, stage: int) -> bool:
     groups = _tried_groups(optimizer)
     unpartitioned = _train_whole(optimizer, model, groups)
-    # Each half has an optimizer of its own, as each process has: statistics over all tensors count too.
+    # Each half has its own optimizer, as each process has: this also finds statistics over all tensors.
     halves = [_train_part(optimizer, model, groups, rank, stage) for rank in range(2)]
     for group, *values in zip(groups, unpartitioned, *halves, strict=True):
         before = group.start
@@ -114,7 +114,7 @@ def _updates_elementwise(optimizer: Optimizer, model: nn.Module, stage: int) -> 
 
 
 def _tried_groups(optimizer: Optimizer) -> list[_Group]:
-    """The groups with one parameter of each kind; of groups whose options differ in fractions above 0 two are tried."""
+    """Return the groups to try, with one parameter of each kind; groups that differ only in fractions become two."""
     generator = torch.Generator().manual_seed(0)
     alike: dict[str, list[tuple[int, list[Tensor]]]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -138,7 +138,7 @@ def _tried_groups(optimizer: Optimizer) -> list[_Group]:
 
 
 def _one_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Of parameters with similar shapes and equal attributes the largest one."""
+    """Return the largest of each kind of parameters. A kind has similar shapes and equal attributes."""
     kinds: dict[Any, Tensor] = {}
     for p in sorted(parameters, key=lambda p: -torch.Size(_tried_shape(p)).numel()):
         marks = {k: v for k, v in vars(p).items() if isinstance(v, int | float | str) and not k.startswith("ds_")}
@@ -153,7 +153,7 @@ def _tried_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _train_whole(optimizer: Optimizer, model: nn.Module, groups: list[_Group]) -> list[list[Tensor]]:
-    """Of each group the joined values after the steps at each scale, by steps on unpartitioned parameters."""
+    """Return each group's joined values after the steps at each scale, on unpartitioned parameters."""
     parameters = [[nn.Parameter(start) for start in group.cut(group.start.clone())] for group in groups]
     states = [_tried_states(optimizer, group) for group in groups]
     memo = _emptied(optimizer, model)
@@ -181,9 +181,9 @@ def _train_whole(optimizer: Optimizer, model: nn.Module, groups: list[_Group]) -
 def _train_part(
     optimizer: Optimizer, model: nn.Module, groups: list[_Group], rank: int, stage: int
 ) -> list[list[Tensor]]:
-    """As `_train_whole`, by steps on one of two halves, which ZeRO takes group after group.
+    """Return the values of `_train_whole` for one of two halves, which ZeRO steps group after group.
 
-    At stage 3 it takes the sub-groups of a group one after the other too.
+    At stage 3, ZeRO also steps the sub-groups of a group one after the other.
     """
     trial = _copy(optimizer, _emptied(optimizer, model))
     for unpartitioned in [key for key in trial.state if isinstance(key, Tensor)]:
@@ -220,16 +220,16 @@ def _train_part(
 
 
 def _place(trial: Any, groups: list[_Group], parameters: list[list[nn.Parameter]]) -> None:
-    """Make the copy step these parameters alone."""
+    """Make the copy step only these parameters."""
     tried = {group.place: members for group, members in zip(groups, parameters, strict=True)}
     for index, options in enumerate(trial.param_groups):
         options["params"] = tried.get(index, [])
     if callable(train := getattr(trial, "train", None)):
-        train()  # a schedule-free one steps in that mode alone
+        train()  # a schedule-free optimizer steps only in train mode
 
 
 def _tried_states(optimizer: Optimizer, group: _Group) -> list[dict[str, Any]]:
-    """States for the tried parameters, if those of the user have them: some constructors create them."""
+    """Create states for the tried parameters if the user's have states: some constructors create them."""
     generator = torch.Generator().manual_seed(1)
     tried = []
     for p, shape in zip(group.parameters, group.shapes, strict=True):
@@ -245,7 +245,7 @@ def _tried_states(optimizer: Optimizer, group: _Group) -> list[dict[str, Any]]:
 
 
 def _emptied(optimizer: Optimizer, model: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy` by which tensors of the model, and all states of parameters, become empty ones."""
+    """Return a memo for `copy.deepcopy` that empties the model's tensors and all states of parameters."""
     given = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, Any] = {id(t): nn.Parameter(torch.empty(0)) for t in (*given, *model.parameters())}
     memo |= {id(buffer): torch.empty(0) for buffer in model.buffers()}
@@ -253,24 +253,24 @@ def _emptied(optimizer: Optimizer, model: nn.Module) -> dict[int, Any]:
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """A copy with all attributes and options, but the hooks of others, that takes large steps."""
+    """Copy the optimizer with all attributes and options, without others' hooks. The copy takes large steps."""
     trial: Any = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     for name, value in vars(optimizer).items():
         if name == "step":
-            continue  # a scheduler's, or the script's, which would step the optimizer itself
+            continue  # a patch of a scheduler or the script, which would step the optimizer itself
         try:
             vars(trial)[name] = copy.deepcopy(value, memo)
         except Exception:
             if name in ("param_groups", "state", "defaults"):
                 raise
-            vars(trial)[name] = value  # what cannot be copied, such as a process group
+            vars(trial)[name] = value  # e.g. a process group cannot be copied
     for hooks in (trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is not trial]:
             del hooks[key]
     for group in trial.param_groups:
         if "lr" in group:
-            group["lr"] = 0.1  # a large step shows every difference, and a scheduler may have set the present one to 0
+            group["lr"] = 0.1  # a large step shows every difference; a scheduler may have set 0
         if "capturable" in group:
-            group["capturable"] = False  # about CUDA graphs only, and refused for tensors on the CPU
+            group["capturable"] = False  # only for CUDA graphs; torch refuses it for tensors on the CPU
     return trial

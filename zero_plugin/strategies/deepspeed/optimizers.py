@@ -1,4 +1,4 @@
-"""Chooses the optimizer that an engine runs, and refuses models and configurations that an engine cannot train."""
+"""Choose the optimizer that an engine runs, and refuse models and configurations that an engine cannot train."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
 _log = logging.getLogger(__name__)
 
-_OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed imports them from the package mup
-# DeepSpeed implements these for ZeRO although their update depends on a tensor's shape or norm.
+_OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed imports these from the package mup
+# DeepSpeed implements these for ZeRO, although their update depends on a tensor's shape or norm.
 _BUILT_BY_ENGINE_ONLY = frozenset({"lamb", "muon", *_OF_MUP})
 _TORCH_CLASSES: Final[Mapping[str, type[Optimizer]]] = {
     "adam": torch.optim.Adam,
@@ -51,14 +51,14 @@ _RATIO: Final = ("zero_optimization", "offload_optimizer", "ratio")
 
 
 def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer | None:
-    """The optimizer to pass to `deepspeed.initialize`; None if the engine builds it from the configuration's section.
+    """Return the optimizer for `deepspeed.initialize`; None if the engine builds it from the configuration's section.
 
-    ZeRO updates flat partitions, so an update that depends on the shape or norm of a tensor is refused.
+    ZeRO updates flat partitions, so updates that depend on a tensor's shape or norm are refused.
 
     Raises:
-        ConfigError: the optimizer is not elementwise and the stage is 1 or more; or it is offloaded, and the
-            configuration's `ratio` or `zero_force_ds_cpu_optimizer` asks for one that this is not; or its package is
-            not installed.
+        ConfigError: the optimizer is not elementwise, and the stage is 1 or more; or the optimizer is offloaded, and
+            does not match the configuration's `ratio` or `zero_force_ds_cpu_optimizer`; or its package is not
+            installed.
     """
     resolved, placeholder = request.resolved, request.optimizer
     offloaded = resolved.offload_device("optimizer") != "none"
@@ -90,14 +90,14 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     if replacement is None:
         return optimizer
     _move_schedulers(request.schedulers, replacement)
-    # What the script has built on its own optimizer and not prepared, such as another library's scheduler, drives this.
+    # Unprepared objects on the script's optimizer, e.g. another library's scheduler, must drive the new one.
     optimizer.param_groups = replacement.param_groups
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn where it never steps
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers would warn that it never steps
     return replacement
 
 
 def _refuse_idle_groups(optimizer: Optimizer, resolved: Resolved, *, has_schedulers: bool) -> None:
-    """Refuse a group that DeepSpeed drops, where schedulers have a rate for it, and one that stages 1 and 2 fail at."""
+    """Refuse a group that DeepSpeed drops although schedulers have its rate, or that stages 1 and 2 fail at."""
     for index, group in enumerate(optimizer.param_groups):
         fails = resolved.zero_stage in (1, 2) and not any(p.requires_grad for p in group["params"])
         if (has_schedulers and not group["params"]) or (fails and group["params"]):
@@ -120,7 +120,7 @@ def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
 
 
 def _forced(resolved: Resolved) -> bool | None:
-    """The value that the user has written for `zero_force_ds_cpu_optimizer`, or None."""
+    """Return the value that the user has written for `zero_force_ds_cpu_optimizer`, or None."""
     entry = resolved.tree.get(_FORCE)
     return bool(entry.value) if entry is not None and entry.origin.typed_by_user else None
 
@@ -128,7 +128,7 @@ def _forced(resolved: Resolved) -> bool | None:
 def _engine_builds(
     section: OptimizerSection, groups: list[dict[str, Any]], resolved: Resolved, device: torch.device
 ) -> bool:
-    """Whether DeepSpeed builds the section's optimizer, with its own class or a kernel that supports all options."""
+    """Return whether DeepSpeed builds the section's optimizer, by its own class or a kernel with all options."""
     kind, offloaded = section.type.lower(), resolved.offload_device("optimizer") != "none"
     if kind in _BUILT_BY_ENGINE_ONLY:
         return True
@@ -145,14 +145,14 @@ def _engine_builds(
 
 
 def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]]) -> set[str]:
-    """Options that a group has set, and that DeepSpeed's kernel for this algorithm would ignore."""
+    """Return the options that a group has set and DeepSpeed's kernel for this algorithm would ignore."""
     known = {"params", *_KERNEL_OPTIONS[kind], *_SPEED_OPTIONS}
     options = inspect.signature(kind).parameters.keys() - known
     return {name for name in options for group in groups if group.get(name)}
 
 
 def _cpu_optimizer(optimizer: Optimizer, resolved: Resolved) -> Any:
-    """DeepSpeed's CPU optimizer with the same algorithm and groups; None if DeepSpeed has no equivalent one."""
+    """Return DeepSpeed's CPU optimizer with the same algorithm and groups; None without an equivalent one."""
     kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
     # torch implements AdamW as Adam with decoupled decay; DeepSpeedCPUAdam has one `adamw_mode` for all groups.
     decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}
@@ -178,7 +178,7 @@ def _cpu_optimizer(optimizer: Optimizer, resolved: Resolved) -> Any:
 
 
 def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
-    """Log if torch's optimizer runs offloaded, and refuse what the configuration does not allow.
+    """Log if torch's optimizer runs offloaded. Refuse an optimizer that the configuration does not allow.
 
     Args:
         optimizer: the optimizer of the script.
@@ -207,20 +207,20 @@ def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sessi
 
 
 def _check_full_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
-    """Refuse a ratio below 1 if DeepSpeed would step the part that stays on the device with another algorithm."""
+    """Refuse a ratio below 1 if DeepSpeed would step the part on the device with another algorithm."""
     ratio = resolved.tree.get(*_RATIO)
     is_split = ratio is not None and isinstance(ratio.value, int | float) and ratio.value < 1
     if ratio is None or not is_split or adamw or resolved.zero_stage < 3:
         return
-    message = f"{ratio.value}, but DeepSpeed steps what is not offloaded by AdamW, and the optimizer is {name}"
+    message = f"{ratio.value}, but DeepSpeed steps the part on the device with AdamW, and the optimizer is {name}"
     fix = "Write 1.0, or train with AdamW."
     raise ConfigError([Problem(ratio.origin.where, ".".join(_RATIO), message, fix)])
 
 
 def share_groups(engine: Any) -> None:
-    """With a ratio below 1, make the AdamW for the part on the device share the groups of the offloaded optimizer.
+    """Make the AdamW for the part on the device (`ratio` below 1) share the offloaded optimizer's groups.
 
-    DeepSpeed builds it with a copy of the first group's options, which no learning-rate scheduler changes.
+    DeepSpeed gives this AdamW a copy of the first group's options, which no learning-rate scheduler changes.
     """
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     if backup is None:
@@ -232,10 +232,10 @@ def share_groups(engine: Any) -> None:
 
 
 class FlatAdagrad(Optimizer):
-    """torch's Adagrad, which creates its states in the first step.
+    """torch's Adagrad, but with states that the first step creates.
 
-    Since torch's class creates them in the constructor, DeepSpeed rebuilds it over its flat partitions with one group
-    and the default arguments, which loses the groups and detaches the learning-rate scheduler.
+    torch's class creates them in the constructor. DeepSpeed therefore rebuilds it over its flat partitions, with one
+    group and the default arguments. This loses the groups and detaches the learning-rate scheduler.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class FlatAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
@@ -264,7 +264,7 @@ class FlatAdagrad(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, device=parameter.device if fused else "cpu")
-            # As in torch, from the constructor's argument, not from the group's option.
+            # As in torch: from the constructor's argument, not from the group's option.
             state["sum"] = torch.full_like(parameter, self.defaults["initial_accumulator_value"])
         return state
 
@@ -275,7 +275,7 @@ def _refuse_unless_elementwise(optimizer: Optimizer, model: nn.Module, resolved:
     if allowed is not None and allowed.value is True and allowed.origin.typed_by_user:
         return
     if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
-        return  # torch's and DeepSpeed's own, of which some run on a GPU only
+        return  # torch's and DeepSpeed's own; some run only on a GPU
     if allowed is not None and allowed.value is False:
         message = f"false, and {name} is not among the optimizers that DeepSpeed has tested with ZeRO"
         fix = "Delete the key: this package itself tests the optimizer on partitions. Or use Adam, AdamW or Adagrad."
@@ -301,7 +301,7 @@ def _move_schedulers(schedulers: Iterable[Any], optimizer: Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return step(*args, **kwargs)
 
-    # torch's schedulers look for this mark to warn of a scheduler that runs ahead of its optimizer.
+    # torch's schedulers look for this mark. Without it they warn of a scheduler ahead of its optimizer.
     counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     Patches().replace(optimizer, "step", counted_step)
     pending = list(schedulers)
@@ -315,23 +315,23 @@ def refuse_unfit(request: SessionRequest) -> None:
     """Refuse a model or a configuration that no engine can train as it is.
 
     Raises:
-        ConfigError: the configuration asks for what DeepSpeed's own launcher alone makes possible.
-        LoopError: parameters are already partitioned, or of a dtype that ZeRO does not train; gradients are
-            sparse; a module takes no hooks; or a forward writes into weights.
+        ConfigError: the configuration requests a feature that only DeepSpeed's own launcher makes possible.
+        LoopError: parameters are already partitioned, or have a dtype that ZeRO does not train; gradients are sparse; a
+            module takes no hooks; or a forward writes into weights.
     """
     _refuse_partitioned(request)
     _refuse_wide_types(request.model)
     if request.optimizer is None and request.resolved.zero_stage < 3:
-        return  # there is no engine
+        return  # no engine is built
     _refuse_writer(request.resolved)
     _refuse_scripted(request.model)
     if request.optimizer is not None:
         _refuse_sparse_gradients(request.model)
         if (which := describe_renormalizing(request.model)) is not None:
             raise LoopError(
-                f"prepare() got a {type(request.model).__name__} that ZeRO cannot train: {which}, and the step would "
-                "overwrite that by its own copy.\nBuild them without max_norm, and scale the rows in the forward, or "
-                "train without DeepSpeed (distributed_type: MULTI_GPU)."
+                f"prepare() got a {type(request.model).__name__} that ZeRO cannot train: {which}, but the step would "
+                "overwrite these with its own copy.\nBuild them without max_norm, and scale the rows in the forward, "
+                "or train without DeepSpeed (distributed_type: MULTI_GPU)."
             )
 
 
@@ -362,14 +362,14 @@ def _refuse_scripted(model: nn.Module) -> None:
     if scripted:
         which = f"whose {scripted[0]} is" if scripted[0] else "that is"
         raise LoopError(
-            f"prepare() got a {type(model).__name__} {which} made by torch.jit.script or torch.jit.trace: it takes no "
-            "hooks, by which ZeRO gathers weights and reduces gradients.\nGive prepare() the module itself, and script "
-            "what accelerator.unwrap_model returns after the training; or train without DeepSpeed."
+            f"prepare() got a {type(model).__name__} {which} made by torch.jit.script or torch.jit.trace. It takes no "
+            "hooks, but ZeRO needs hooks to gather weights and reduce gradients.\nGive prepare() the module itself, "
+            "and script the result of accelerator.unwrap_model after the training; or train without DeepSpeed."
         )
 
 
 def _refuse_writer(resolved: Resolved) -> None:
-    """Refuse DeepSpeed's fast writer where the engine, which is built with it, would not find its machines."""
+    """Refuse DeepSpeed's fast writer if the engine could not find its machines when it builds the writer."""
     writer = ("checkpoint", "writer")
     leaf = next((entry for path, entry in resolved.tree.entries.items() if path[:2] == writer), None)
     if leaf is not None and leaf.value is not None and "CROSS_SIZE" not in os.environ:
@@ -385,6 +385,6 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
             kind = type(module).__name__
             raise LoopError(
                 f"prepare() got a {type(model).__name__} whose {name or 'root'} is {kind}(sparse=True): its gradients "
-                "are sparse tensors, and DeepSpeed partitions dense ones.\n"
+                "are sparse tensors, but DeepSpeed partitions only dense ones.\n"
                 f"Build the {kind} with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
             )

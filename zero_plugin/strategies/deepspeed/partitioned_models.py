@@ -1,8 +1,8 @@
-"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, loaded and copied.
+"""Construct, gather, load and copy models that ZeRO stage 3 partitions.
 
-`state_dict`, `load_state_dict` and deep copies of a partitioned module are errors that say what to write. In hooks of
-`save_state` and `load_state` the second gathers one submodule's parameters after the other, and the first gives weights
-that were collected before, or, where they are about to be loaded, their names and shapes.
+`state_dict`, `load_state_dict` and deep copies of a partitioned module raise errors that name the alternative. Hooks of
+`save_state` and `load_state` may call the first two. There, `load_state_dict` gathers the parameters of one submodule
+after the other. `state_dict` returns weights that were collected before or, during a load, names and shapes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from zero_plugin.strategies.deepspeed.patches import Patches
 from zero_plugin.tensors.modules import NAMES_ALONE, parameter_like, replace_empty
 
 SHOWS_WEIGHTS: Final[ContextVar[bool]] = ContextVar("shows_weights", default=False)
-"""Whether `state_dict` of a partitioned module has its weights in this process now."""
+"""Whether `state_dict` of a partitioned module returns weights in this process now."""
 NOTES_WRITTEN: Final = "zero_plugin_notes_written"
-"""Attribute of a partitioned parameter: a function to call when a `GatheredParameters` has kept what was written."""
-_LINEAR: Final = torch.nn.functional.linear  # torch's own, which an engine of stage 3 replaces
+"""Attribute of a partitioned parameter: a function to call after a `GatheredParameters` has kept written values."""
+_LINEAR: Final = torch.nn.functional.linear  # torch's own; an engine of stage 3 replaces it
 _GATHERED: Final[WeakSet[nn.Module]] = WeakSet()  # modules whose weights an engine gathers
 _REFUSING: Final[WeakKeyDictionary[nn.Module, Any]] = WeakKeyDictionary()  # hooks of modules that no engine gathers
-# The sections of a configuration that zero.Init reads; others depend on the loop and the model.
+# The sections that zero.Init reads. Other sections depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
 
 class BuildConfig:
-    """Tells transformers to partition models that it constructs, and with which DeepSpeed configuration.
+    """A marker that tells transformers to partition the models that it constructs, and with which configuration.
 
-    It replaces transformers' HfDeepSpeedConfig, which needs accelerate.
+    It replaces transformers' HfDeepSpeedConfig, which needs Accelerate.
     """
 
     def __init__(self, document: Document, processes: Processes) -> None:
@@ -59,7 +59,7 @@ class BuildConfig:
         self._processes = processes
 
     def is_zero3(self) -> bool:
-        """True: this class is used at stage 3 only."""
+        """Return True: this class is used only at stage 3."""
         return True
 
     @property
@@ -81,15 +81,15 @@ class BuildConfig:
         return self._processes.counted_by_gpu()
 
     def init(self) -> _Init:
-        """A `zero.Init` with this configuration, on this process's device."""
+        """Return a `zero.Init` with this configuration, on this process's device."""
         with self.counted_by_gpu():
             return _Init(self.config)
 
 
 def forget_second_copies() -> None:
-    """Let the next `zero.Init` make the groups of `zero_hpz_partition_size`: for a second model DeepSpeed's would fail.
+    """Make the next `zero.Init` create new groups for `zero_hpz_partition_size`: DeepSpeed fails with a second model's.
 
-    Parameters keep the groups that they were given.
+    Existing parameters keep their groups.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
@@ -97,10 +97,10 @@ def forget_second_copies() -> None:
 def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
     """Replace parameters on the meta device by partitioned ones, with uninitialized memory. Collective.
 
-    A partition on NVMe has no file before it is written.
+    A partition on NVMe has no file until it is written.
 
     Raises:
-        CheckpointError: frozen or all weights would be quantized when they are partitioned.
+        CheckpointError: partitioning would quantize the frozen weights, or all.
     """
     init = build.init()
     if init.quantized_nontrainable_weights or init.quantized_initialization:
@@ -111,7 +111,7 @@ def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
     replace_empty(module, lambda tensor: _partition_of(tensor, init))
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
-    init._convert_to_zero_parameters(module.parameters())  # those not on the meta device
+    init._convert_to_zero_parameters(module.parameters())  # the parameters that were not on the meta device
     for part in module.modules():
         refuse_forwards_of(part, describe_unprepared)
 
@@ -119,12 +119,12 @@ def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
 def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=init.local_device)
-    # DeepSpeed reads the shape from the unpartitioned parameter: here one that takes the memory of one element.
+    # DeepSpeed reads the shape from an unpartitioned parameter. This one takes the memory of one element.
     unpartitioned = torch.empty((), dtype=init.dtype, device=init.local_device).expand(tensor.shape)
     parameter: Any = parameter_like(tensor, unpartitioned)
     init._convert_to_deepspeed_param(parameter)
     parameter.ds_numel_aligned = init._aligned_size(parameter)
-    # As zero.Init does when it partitions a parameter, but without values.
+    # The same as zero.Init's partition of a parameter, but without values.
     size = parameter.ds_numel_aligned // init._partition_world_size(parameter)
     on_nvme = init.param_swapper is not None and init.param_swapper.swappable_tensor(numel=size)
     if on_nvme:
@@ -148,10 +148,10 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
 
 
 class _Init(zero.Init):  # type: ignore[misc]
-    """zero.Init that converts parameters to the dtype of training only when they are initialized.
+    """A `zero.Init` that converts parameters to the dtype of training only after they are initialized.
 
-    DeepSpeed's own creates every floating-point tensor in that dtype: buffers lose precision, and random values are
-    drawn in it, so that the model differs from one that is constructed outside.
+    DeepSpeed's own class creates every floating-point tensor in that dtype. Buffers then lose precision, and random
+    values are drawn in that dtype, so the model differs from a model that is constructed outside.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -178,11 +178,11 @@ class _Init(zero.Init):  # type: ignore[misc]
 def gathered_parameters(
     parameters: Iterable[Tensor], modifier_rank: int | None, forward_of: nn.Module | None
 ) -> AbstractContextManager[Any]:
-    """Inside, the parameters are unpartitioned on every process; collective.
+    """Gather the parameters on every process inside this context; collective.
 
     Args:
-        parameters: the parameters, of which some may not be partitioned.
-        modifier_rank: the rank whose changes are kept; None if the parameters are only read.
+        parameters: the parameters; some may not be partitioned.
+        modifier_rank: the rank whose changes are kept; None if no code changes the parameters.
         forward_of: the module in whose forward this is called, or None.
     """
     context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank, forward_of)
@@ -192,7 +192,7 @@ def gathered_parameters(
 def fetch_empty(engine: Any, patches: Patches) -> None:
     """Mark parameters without elements as available whenever a module is fetched.
 
-    DeepSpeed gathers nothing for a module that has no missing elements, and then asserts that all its parameters were
+    DeepSpeed gathers nothing for a module without missing elements, and then asserts that all its parameters were
     gathered.
     """
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
@@ -214,18 +214,18 @@ _UNPARTITIONED = (
     "Change and copy the model before prepare(). To compute with other weights than the model's own, use stage 2."
 )
 _OF_UNPARTITIONED = (
-    # Python's, for a parameter that a module has got since it was partitioned.
+    # Python's error, for a parameter that the module got after it was partitioned.
     Foreign("'(Parameter|Tensor)' object has no attribute 'ds_", "", _UNPARTITIONED, AttributeError),
-    # DeepSpeed's, for one that it has lost.
+    # DeepSpeed's error, for a parameter that the module has lost.
     Foreign("^tracing error at step", "deepspeed/runtime/zero/partitioned_param_coordinator.py", _UNPARTITIONED),
 )
 
 
 def explain_foreign(engine: Any, patches: Patches) -> None:
-    """Make a forward with parameters that the engine has not partitioned an error in this package's words.
+    """Raise this package's error for a forward with parameters that the engine has not partitioned.
 
-    DeepSpeed's hooks read the attributes of partitioned ones from whatever parameters a module has, and run in copies
-    of the module too.
+    DeepSpeed's hooks read attributes of partitioned parameters from all parameters of a module, also in copies of the
+    module.
     """
     coordinator, kind = coordinator_of(engine), type(engine.module).__name__
 
@@ -238,7 +238,7 @@ def explain_foreign(engine: Any, patches: Patches) -> None:
                 raise_clearer(error, _OF_UNPARTITIONED, model=kind)
                 raise
 
-        # As the methods are; else a compiled model would be traced into this.
+        # DeepSpeed's methods are untraced too. Otherwise the compiler would trace a model into this call.
         untraced: Any = torch.compiler.disable
         return untraced(call)  # type: ignore[no-any-return]
 
@@ -248,7 +248,7 @@ def explain_foreign(engine: Any, patches: Patches) -> None:
 
 
 def coordinator_of(engine: Any) -> Any:
-    """What gathers and releases the weights of an engine of stage 3."""
+    """Return the object that gathers and releases the weights of an engine of stage 3."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
 
 
@@ -266,13 +266,13 @@ class OwnHook:
 
 
 class PartitionedStates:
-    """The hooks on a module and its submodules.
+    """The hooks on `state_dict` and `load_state_dict` of a module and its submodules.
 
     Args:
         module: the module.
 
     Attributes:
-        handles: remove the hooks.
+        handles: the handles that remove the hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -292,11 +292,11 @@ class PartitionedStates:
 
     @contextmanager
     def showing(self, module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, `state_dict` has these weights, and none of the parameters that are partitioned and not among them.
+        """Make `state_dict` return these weights, and no other partitioned parameters, inside this context.
 
         Args:
-            module: the complete one.
-            weights: by their names in it; without any, `state_dict` stays an error.
+            module: the outermost module.
+            weights: by their names in `module`. If empty, `state_dict` stays an error.
         """
         named = module.named_parameters(remove_duplicate=False)
         self._shown = {id(p): weights[name] for name, p in named if name in weights} or None
@@ -309,9 +309,9 @@ class PartitionedStates:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, `load_state_dict` of the same values on every process works; each call is collective.
+        """Allow `load_state_dict` of the same values on every process inside this context; each call is collective.
 
-        `state_dict` has names, shapes and dtypes of what is partitioned, on the meta device.
+        `state_dict` returns names, shapes and dtypes of partitioned parameters, on the meta device.
         """
         self._gathered = {}
         try:
@@ -340,7 +340,7 @@ class PartitionedStates:
                 state[prefix + name] = shown[id(p)]
             elif id(p) in partitioned and self._gathered is None:
                 state.pop(prefix + name, None)
-            elif id(p) in partitioned:  # PEFT reads names and shapes before it loads; a value that is read is an error
+            elif id(p) in partitioned:  # PEFT reads names and shapes before it loads; reading a value raises
                 state[prefix + name] = torch.empty(partitioned[id(p)].ds_shape, dtype=p.dtype, device="meta")
 
     def _gather(self, module: nn.Module, _: Any, __: str, metadata: Mapping[str, Any], *___: Any) -> None:
@@ -366,7 +366,7 @@ class PartitionedStates:
 
 
 def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
-    """In place of `__deepcopy__` of the engine of a model of class `kind`."""
+    """Refuse `__deepcopy__` of the engine of a model of class `kind`."""
     raise LoopError(
         f"deepcopy() of a prepared {kind}, inside a DeepSpeed engine.\nCopy accelerator.unwrap_model(model); "
         "at ZeRO stage 3 copy the model before prepare(), and update the copy inside `with "
@@ -375,7 +375,7 @@ def refuse_engine_copy(kind: str, _: Any = None) -> NoReturn:
 
 
 def copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
-    """Copy a gathered parameter as an ordinary one; `__deepcopy__` of a partitioned parameter.
+    """Copy a gathered parameter as an ordinary one. Used as `__deepcopy__` of partitioned parameters.
 
     Raises:
         LoopError: the parameter is not gathered.
@@ -383,14 +383,14 @@ def copy_unpartitioned(p: Any, memo: dict[int, Any]) -> Any:
     if p.numel() != p.ds_numel:
         raise LoopError(
             "deepcopy() of a model whose parameters ZeRO stage 3 has partitioned: no process has all of them.\nCopy "
-            "the model before prepare(), where an average of weights is built too (torch's AveragedModel, timm's "
+            "the model before prepare(), and also build an average of weights before (torch's AveragedModel, timm's "
             "ModelEmaV3), and update it inside `with accelerator.whole_weights(model):`."
         )
     return type(p).__deepcopy__(p, memo)
 
 
 def begin_gathering(module: nn.Module) -> None:
-    """An engine gathers the module's weights from now on."""
+    """Note that an engine gathers the module's weights from now on. Allow its forwards."""
     _GATHERED.add(module)
     for part in module.modules():
         if (hook := _REFUSING.pop(part, None)) is not None:
@@ -398,10 +398,10 @@ def begin_gathering(module: nn.Module) -> None:
 
 
 def end_gathering(module: nn.Module) -> None:
-    """Its engine has ended: forwards raise as long as parameters are partitioned and no engine gathers them.
+    """Note that the module's engine has ended. Refuse forwards while parameters are partitioned and not gathered.
 
-    After the last one `functional.linear` is torch's own again. DeepSpeed's, which serves every model of the process,
-    adds the bias to a rounded product, keeps other tensors for the backward, and is not known to `torch.func`.
+    After the last engine, restore torch's `functional.linear`. DeepSpeed's own serves every model of the process. It
+    adds the bias to a rounded product, keeps other tensors for the backward, and does not work with `torch.func`.
     """
     _GATHERED.discard(module)
     if not _GATHERED and torch.nn.functional.linear is zero3_linear_wrap:
@@ -415,21 +415,21 @@ def refuse_forwards_of(part: nn.Module, describe: Callable[[str], str]) -> None:
 
     Args:
         part: the module, without its submodules.
-        describe: the message, by the name of the module's class.
+        describe: returns the message for the name of the module's class.
     """
 
     def refuse(module: nn.Module, *_: Any) -> None:
         if any(map(own_partitioned, module.modules())):
             raise LoopError(describe(type(module).__name__))
 
-    if part not in _REFUSING:  # before DeepSpeed's own hook, which marks the part as running
+    if part not in _REFUSING:  # prepend: DeepSpeed's own hook marks the part as running
         _REFUSING[part] = part.register_forward_pre_hook(OwnHook(refuse), prepend=True)
 
 
 def _describe_ended(kind: str) -> str:
     return (
         f"a forward of a {kind} after its training has ended: ZeRO stage 3 has partitioned its parameters, and nothing "
-        "gathers them any more.\nEvaluate before accelerator.end_training(). Or write the weights by "
+        "gathers them any more.\nEvaluate before accelerator.end_training(). Or save the weights with "
         "accelerator.save_model(model, folder) before, and load them into a new model. After free_memory(), prepare it "
         "again, or call it inside `with accelerator.whole_weights(model):`."
     )
@@ -439,18 +439,18 @@ def describe_unprepared(kind: str) -> str:
     """Return the message for a forward of a partitioned model that no engine gathers."""
     return (
         f"a forward of a {kind} that is not prepared: ZeRO stage 3 has partitioned it when it was built (init_model, "
-        "from_pretrained, from_config), and only a prepared model gathers its parameters.\nPrepare it, also if it is "
-        "never trained: model = accelerator.prepare(model). A model that is small enough may be called inside `with "
-        "accelerator.whole_weights(model):` instead."
+        "from_pretrained, from_config), and only a prepared model gathers its parameters.\nPrepare it, even if it is "
+        "never trained: model = accelerator.prepare(model). Or, if the model is small enough, call it inside `with "
+        "accelerator.whole_weights(model):`."
     )
 
 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, partitioned parameters are unpartitioned on every process; rank 0's values are kept. Collective.
+    """Gather partitioned parameters on every process inside this context; rank 0's values are kept. Collective.
 
     Raises:
-        LoopError: they are offloaded to NVMe.
+        LoopError: the parameters are offloaded to NVMe.
     """
     partitioned = refuse_weights_on_nvme(module, "whole_weights()")
     with zero.GatheredParameters(partitioned, modifier_rank=0):
@@ -458,10 +458,10 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
-    """The partitioned parameters of a module, which `call` is to gather.
+    """Return the partitioned parameters of a module, which `call` is going to gather.
 
     Raises:
-        LoopError: they are offloaded to NVMe.
+        LoopError: the parameters are offloaded to NVMe.
     """
     partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
     if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
@@ -470,7 +470,7 @@ def refuse_weights_on_nvme(module: nn.Module, call: str) -> list[Any]:
 
 
 def own_partitioned(module: nn.Module) -> list[Any]:
-    """The module's own parameters, without those of submodules, that are partitioned now."""
+    """Return the module's own parameters, without submodules', that are partitioned now."""
     own: list[Any] = list(module.parameters(recurse=False))
     return [p for p in own if hasattr(p, "ds_id") and p.numel() != p.ds_numel]
 

@@ -1,6 +1,6 @@
-"""The attributes of DeepSpeed, torch, transformers and PEFT that this package replaces, and their undo.
+"""The attributes of DeepSpeed, torch, transformers and PEFT that this package replaces, and how it restores them.
 
-`PATCHES` has one row for each attribute. `Patches` replaces attributes that have a row, and no others.
+`PATCHES` has one row for each attribute. `Patches` replaces only attributes that have a row.
 `docs/deepspeed-internals.md` shows the rows: `python tests/strategies/test_patches.py` writes them there.
 """
 
@@ -28,18 +28,18 @@ _TORCH, _TRANSFORMERS, _PEFT = "2.13.0", "5.23.0", "0.21.2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
-    """One attribute that is replaced.
+    """One replaced attribute.
 
     Attributes:
-        owner: the class or the module of the attribute, with dots. A row of a class is for its objects too.
+        owner: the dotted name of the class or module of the attribute. A row of a class covers its objects too.
         name: the attribute.
-        what_for: what the package puts there, and why.
-        without_it: what a user sees if the attribute goes away, or is not replaced.
-        undone: when the owner gets its attribute back. `with the engine`: the replacement lives as long as its owner,
-            since a script that still has the engine gets this package's errors. `never`: as long as the process, or
-            the user's model.
-        public: the public way to the same, and why it does not serve.
-        releases: the release in which the attribute was read.
+        what_for: the replacement, and the reason for it.
+        without_it: what a user sees if the attribute disappears or is not replaced.
+        undone: when the package restores the attribute. `with the engine`: not before the engine is deleted, so a
+            script that still has the engine gets this package's errors. `never`: it stays for the life of the process
+            or of the user's model.
+        public: the public alternative, and why it is not enough.
+        releases: the release whose code was read for this row.
         defined_in: the class or the module that defines the attribute, if that is not `owner`.
     """
 
@@ -57,7 +57,7 @@ PATCHES: Final = (
     Patch(
         owner=_ENGINE,
         name="_backward_prologue",
-        what_for="The session calls it once per backward. The output hook gets a check of the session.",
+        what_for="The session calls it once per backward. The output hook runs a check of the session instead.",
         without_it="`prepare` fails with AttributeError",
         undone="with the engine",
         public="`engine.backward`: takes one scalar loss of one model",
@@ -66,9 +66,9 @@ PATCHES: Final = (
         owner=_ENGINE,
         name="_backward_prologue_per_tensor",
         what_for="The engine's method divides each output's gradient by the accumulation steps.",
-        without_it="**Silent**: gradients are divided twice; at stage 3 a second backward fails in torch's words",
+        without_it="**Silent**: gradients are divided twice; at stage 3 a second backward fails with torch's error",
         undone="with the engine",
-        public="`scale_wrt_gas=False`: an argument of `engine.backward` alone",
+        public="`scale_wrt_gas=False`: only an argument of `engine.backward`",
     ),
     Patch(
         owner=_ENGINE,
@@ -95,17 +95,17 @@ PATCHES: Final = (
         owner=_ENGINE,
         name="__deepcopy__",
         what_for="Raises: no second engine trains.",
-        without_it="`deepcopy(model)` copies the engine, or fails in other words",
+        without_it="`deepcopy(model)` copies the engine, or fails with another error",
         undone="with the engine",
         defined_in="copy",
     ),
     Patch(
         owner=_ENGINE,
         name="state_dict",
-        what_for="The user's module's method: names without `module.`.",
+        what_for="Is the user's module's own method, so names lack `module.`.",
         without_it="names in `model.state_dict()` begin with `module.`",
         undone="with the engine",
-        public="`engine.module.state_dict`: scripts call the prepared model's",
+        public="`engine.module.state_dict`: scripts call the prepared model's method",
         defined_in=_MODULE,
     ),
     Patch(
@@ -114,7 +114,7 @@ PATCHES: Final = (
         what_for="Loads into the user's module, with or without `module.` in the names.",
         without_it="`model.load_state_dict()` fails for names without `module.`",
         undone="with the engine",
-        public="`engine.module.load_state_dict`: scripts call the prepared model's",
+        public="`engine.module.load_state_dict`: scripts call the prepared model's method",
         defined_in=_MODULE,
     ),
     Patch(
@@ -148,30 +148,30 @@ PATCHES: Final = (
     Patch(
         owner=_ENGINE,
         name="clip_fp32_gradients",
-        what_for="Clips at stage 0 in fp32 by the known norm. The engine measures and averages the norm again.",
-        without_it="**Silent**: the norm is measured twice; results stay",
+        what_for="Clips by the known norm at stage 0 in fp32. DeepSpeed's method measures the norm again.",
+        without_it="**Silent**: the norm is measured twice; the results are the same",
         undone="at close",
     ),
     Patch(
         owner=_ENGINE,
         name="_broadcast_model",
-        what_for="Scalars and non-contiguous parameters are made sendable while an engine is built.",
-        without_it="`prepare` fails for such models (CLIP, channels_last), in DeepSpeed's words",
+        what_for="Makes scalars and non-contiguous parameters sendable while an engine is built.",
+        without_it="`prepare` fails for these models (CLIP, channels_last) with DeepSpeed's error",
         undone="after the call",
     ),
     Patch(
         owner="deepspeed.runtime.base_optimizer.ZeROOptimizer",
         name="reenter_backward_if_needed",
-        what_for="Each parameter's hook calls it first. There, a backward that was not opened is refused.",
-        without_it="`prepare` fails; with a new first call, **silent**: `loss.backward()` trains wrongly",
+        what_for="Refuses a foreign backward. Each parameter's hook calls this method first.",
+        without_it="`prepare` fails. If hooks no longer call it, **silent**: `loss.backward()` trains wrongly",
         undone="with the engine",
     ),
     *(
         Patch(
             owner=owner,
             name="_update_scale",
-            what_for="Does nothing: the session moves the loss scale after the step, not in its middle.",
-            without_it="**Silent**: in a step after which the scale doubles, gradients are halved",
+            what_for="Does nothing: the session changes the loss scale after the step, not during the step.",
+            without_it="**Silent**: a step after which the scale doubles halves the gradients",
             undone="at close",
         )
         for owner in (
@@ -224,21 +224,21 @@ PATCHES: Final = (
     Patch(
         owner=_STAGE_3,
         name="fp16_groups",
-        what_for="One sub-group at a time with NVMe: DeepSpeed keeps all fp32 gradients on the device until the end.",
+        what_for="Passes one sub-group at a time with NVMe. DeepSpeed would keep all fp32 gradients on the device.",
         without_it="`prepare` fails with AttributeError",
         undone="after the call",
     ),
     Patch(
         owner=_STAGE_3,
         name="set_full_hp_param",
-        what_for="`safe_set_full_fp32_param` calls it. Preceded by a note of `MasterWeights`.",
-        without_it="**Silent**: a later warning of lost weights is wrong; a background save may read half",
+        what_for="Preceded by a note of `MasterWeights`. `safe_set_full_fp32_param` calls it.",
+        without_it="**Silent**: a later warning of lost weights is wrong; a background save may be inconsistent",
         undone="at close",
     ),
     Patch(
         owner=_TENSOR,
         name="set_full_hp_param",
-        what_for="The same, of parameters at stages 1 and 2.",
+        what_for="The same for parameters at stages 1 and 2.",
         without_it="**Silent**: a later warning of lost weights is wrong",
         undone="at close",
         defined_in="deepspeed.utils.mixed_precision_linkage",
@@ -246,28 +246,28 @@ PATCHES: Final = (
     Patch(
         owner=_STAGE_3,
         name="set_local_hp_param",
-        what_for="`safe_set_local_fp32_param` calls it. Preceded by a note of `MasterWeights`.",
-        without_it="**Silent**: a later warning of lost weights is wrong; a background save may read half",
+        what_for="Preceded by a note of `MasterWeights`. `safe_set_local_fp32_param` calls it.",
+        without_it="**Silent**: a later warning of lost weights is wrong; a background save may be inconsistent",
         undone="at close",
     ),
     Patch(
         owner=_COORDINATOR,
         name="fetch_sub_module",
-        what_for="Empty parameters count as gathered. Errors about foreign parameters get this package's words.",
-        without_it="an assertion of DeepSpeed's in the first forward of models with empty parameters",
+        what_for="Counts empty parameters as gathered. Replaces errors about foreign parameters by clearer ones.",
+        without_it="DeepSpeed's assertion in the first forward of models with empty parameters",
         undone="at close",
     ),
     Patch(
         owner=_COORDINATOR,
         name="release_sub_module",
-        what_for="Errors about foreign parameters get this package's words.",
+        what_for="Replaces errors about foreign parameters by clearer ones.",
         without_it="`no attribute 'ds_id'`, or `tracing error`, after a change of a prepared model",
         undone="at close",
     ),
     Patch(
         owner=_COORDINATOR,
         name="reset_step",
-        what_for="Errors about foreign parameters get this package's words.",
+        what_for="Replaces errors about foreign parameters by clearer ones.",
         without_it="`no attribute 'ds_id'`, or `tracing error`, after a change of a prepared model",
         undone="at close",
     ),
@@ -275,7 +275,7 @@ PATCHES: Final = (
         owner=_COORDINATOR,
         name="_PartitionedParameterCoordinator__all_gather_params",
         what_for="Preceded by `before_gather`: guards compare the order of gathers between the processes.",
-        without_it="`prepare` fails with AttributeError; after a renaming, processes in different branches hang",
+        without_it="`prepare` fails with AttributeError. After a renaming, processes in different branches hang",
         undone="at close",
     ),
     Patch(
@@ -290,7 +290,7 @@ PATCHES: Final = (
         owner=_TENSOR,
         name="all_gather_coalesced",
         what_for="Preceded by a check: writes into an empty parameter are lost.",
-        without_it="`prepare` fails; if no longer called, **silent**: no check finds such a write",
+        without_it="`prepare` fails. If no longer called, **silent**: no check finds this write",
         undone="at close",
         defined_in=_PARTITIONED,
     ),
@@ -298,14 +298,14 @@ PATCHES: Final = (
         owner=_TENSOR,
         name="partition",
         what_for="Preceded by a check, which compares written values with the partition. `lifetime.py` calls it.",
-        without_it="`prepare` fails; if no longer called, **silent**: no check finds a write in a forward",
+        without_it="`prepare` fails. If no longer called, **silent**: no check finds a write in a forward",
         undone="at close",
         defined_in=_PARTITIONED,
     ),
     Patch(
         owner=_TENSOR,
         name="set_",
-        what_for="Ignores the parameter itself, which `torch.nn.utils.parametrize` passes: an empty one has no writes.",
+        what_for="Ignores the parameter itself as argument: `torch.nn.utils.parametrize` passes it, which is no write.",
         without_it="a parametrization that a forward registers is refused as a write",
         undone="at close",
         releases=_TORCH,
@@ -323,56 +323,56 @@ PATCHES: Final = (
     Patch(
         owner=f"{_PARTITIONED}.Init",
         name="_zero_init_param",
-        what_for="Wrapped: shapes that cannot be sent, and the error of `deepcopy`. A subclass here casts late.",
+        what_for="Sends parameters of any shape, and refuses `deepcopy`. A subclass casts after initialization.",
         without_it="**Silent**: models built in `init_model` have other initial values than unpartitioned ones",
         undone="never",
     ),
     Patch(
         owner=f"{_PARTITIONED}.Init",
         name="_post_init_method",
-        what_for="Partitions a constructed module. A hook follows that refuses forwards until `prepare`.",
-        without_it="`Accelerator()` fails with AttributeError; if no longer called, forwards fail in torch's words",
+        what_for="Adds a hook to the partitioned module that refuses forwards until `prepare`.",
+        without_it="`Accelerator()` fails with AttributeError. If no longer called, forwards fail with torch's error",
         undone="never",
     ),
     Patch(
         owner=f"{_PARTITIONED}.GatheredParameters",
         name="__exit__",
-        what_for="Makes parameters sendable for the moment, and notes writes into weights.",
-        without_it="`from_pretrained` of such models (CLIP) fails in DeepSpeed's words",
+        what_for="Makes parameters sendable during the call, and notes writes into weights.",
+        without_it="`from_pretrained` of these models (CLIP) fails with DeepSpeed's error",
         undone="never",
     ),
     Patch(
         owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper",
         name="swap_in",
-        what_for="Requests each weight once: DeepSpeed requests one twice, and asserts that no code does.",
-        without_it="an assertion of DeepSpeed's, near the end of a forward",
+        what_for="Requests each weight once. DeepSpeed may request a weight twice, and then fails an assertion.",
+        without_it="DeepSpeed's assertion near the end of a forward",
         undone="at close",
     ),
     Patch(
         owner="deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
         name="_adjust_for_misaligned_lengths",
-        what_for="Aligns places too, not only lengths.",
-        without_it="**Silent**: steps use old gradients where a place is not aligned",
+        what_for="Aligns offsets too, not only lengths.",
+        without_it="**Silent**: steps use old gradients if an offset is not aligned",
         undone="at close",
     ),
     Patch(
         owner="deepspeed.ops.op_builder.builder.OpBuilder",
         name="jit_load",
-        what_for="Compiles or loads every op. Missing tools and locks of killed builds are found before.",
+        what_for="Preceded by a check for missing tools and for locks of killed builds.",
         without_it="AttributeError in `prepare` and in scripts that `launch` starts",
         undone="never",
     ),
     Patch(
         owner="deepspeed.runtime.bf16_optimizer",
         name="see_memory_usage",
-        what_for="Does nothing while an engine is built: it prints at any log level.",
+        what_for="Does nothing while an engine is built. DeepSpeed's function prints at any log level.",
         without_it="`prepare` fails with AttributeError",
         undone="after the call",
     ),
     Patch(
         owner="torch.optim.optimizer.Optimizer",
         name="step",
-        what_for="Has the marks that torch's schedulers look for, if DeepSpeed's kernel replaces the optimizer.",
+        what_for="Has the marks that torch's schedulers look for. Used if DeepSpeed's kernel replaces the optimizer.",
         without_it="torch warns of a scheduler that runs ahead of its optimizer",
         undone="with the engine",
         releases=_TORCH,
@@ -380,24 +380,24 @@ PATCHES: Final = (
     Patch(
         owner="transformers.integrations.deepspeed",
         name="_hf_deepspeed_config_weak_ref",
-        what_for="`from_pretrained` partitions by this configuration. The earlier one is restored.",
+        what_for="Is the configuration by which `from_pretrained` partitions. The earlier value is restored.",
         without_it="AttributeError in `from_pretrained` at stage 3",
         undone="after the call",
-        public="`set_hf_deepspeed_config` and `unset_…`: no code reads the earlier one",
+        public="`set_hf_deepspeed_config` and `unset_…`: neither returns the earlier value",
         releases=_TRANSFORMERS,
     ),
     Patch(
         owner="transformers.modeling_utils",
         name="_is_ds_init_called",
         what_for="Tells `from_config` and `from_pretrained` in `init_model` that modules are partitioned already.",
-        without_it="AttributeError in `init_model`; after a renaming, a RuntimeError of DeepSpeed's there",
+        without_it="AttributeError in `init_model`; after a renaming, DeepSpeed's RuntimeError",
         undone="after the call",
         releases=_TRANSFORMERS,
     ),
     Patch(
         owner=_PRETRAINED,
         name="_from_config",
-        what_for="At stage 3 a new model has the values that it has below it.",
+        what_for="Gives a new model the same initial values at stage 3 as at other stages.",
         without_it="AttributeError in `Accelerator()`; after a renaming, **silent**: other values than below stage 3",
         undone="after the call",
         releases=_TRANSFORMERS,
@@ -416,7 +416,7 @@ PATCHES: Final = (
         what_for="Passes `synced_gpus`: each process has a partition of every weight.",
         without_it="`generate` can hang if processes end at different lengths",
         undone="never",
-        public="the argument itself: a script written for one device lacks it",
+        public="the argument itself: scripts for one device lack it",
         releases=_TRANSFORMERS,
     ),
     Patch(
@@ -450,7 +450,7 @@ PATCHES: Final = (
         owner=_MODULE,
         name="update_and_allocate",
         what_for="Raises: AdaLoRA would read `p.grad` after the step.",
-        without_it="AdaLoRA fails in PEFT's words",
+        without_it="AdaLoRA fails with PEFT's error",
         undone="at close",
         releases=_PEFT,
         defined_in="peft.tuners.adalora.model.AdaLoraModel",
@@ -462,7 +462,7 @@ _ABSENT: Final = object()
 
 
 class Patches:
-    """The attributes that one session, or one call, has replaced. The session's `close` undoes them."""
+    """The attributes that one session, or one call, has replaced. The session's `close` restores them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -471,7 +471,7 @@ class Patches:
         """Set the attribute of an object, a class or a module to `new`.
 
         Raises:
-            KeyError: no row of `PATCHES` names it.
+            KeyError: no row of `PATCHES` names the attribute.
         """
         if _row_of(owner, name).undone in _UNDONE:
             self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -488,7 +488,7 @@ class Patches:
         self.replace(owner, name, call)
 
     def undo(self) -> None:
-        """Restore what was there, the last one first. Attributes that live as long as their owner stay replaced."""
+        """Restore the attributes, the last one first. Rows with `with the engine` or `never` stay replaced."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is not _ABSENT:
@@ -498,7 +498,7 @@ class Patches:
 
 
 def replaced(owner: Any, name: str, new: object) -> AbstractContextManager[None]:
-    """Replace an attribute that has a row while the context is open."""
+    """Replace an attribute that has a row inside this context."""
     _row_of(owner, name)
     return installed.replaced(owner, name, new)
 

@@ -1,4 +1,4 @@
-"""Models of transformers and PEFT under ZeRO stage 3: how they are constructed, and methods that read their weights."""
+"""Construct transformers and PEFT models under ZeRO stage 3, and adapt their methods that read weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zero_plugin.tensors.modules import reading_names
 
 @contextmanager
 def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
-    """Context manager: transformers models constructed inside are partitioned (zero.Init); unpartitioned for None.
+    """Partition transformers models that are constructed inside (zero.Init); None leaves them unpartitioned.
 
-    transformers also gathers the parameters of partitioned ones when it resizes embeddings or generates. Before 5.3 it
-    gathers none to initialize them, in `from_config`, and in 4.57 for what a file does not have.
+    transformers also gathers partitioned parameters when it resizes embeddings or generates. Before 5.3, transformers
+    does not gather to initialize, in `from_config`, and in 4.57 for parameters that a file lacks.
     """
     from transformers.integrations import deepspeed as integration
 
@@ -40,10 +40,10 @@ def building_pretrained(build: BuildConfig | None) -> Iterator[None]:
 
 
 def _drawing_as_unpartitioned(build: BuildConfig) -> AbstractContextManager[None]:
-    """Inside, `from_config` of a transformers model draws the random values that it draws unpartitioned.
+    """Make `from_config` of a transformers model draw the same random values as unpartitioned.
 
-    transformers leaves out what torch's own layers draw, and draws on rank 0 alone, so that the model has other values
-    than below stage 3, and the generators of the processes are no longer in step.
+    transformers leaves out the values that torch's own layers draw, and draws only on rank 0. The model then has other
+    values than below stage 3, and the processes' generators are no longer in step.
     """
     from transformers import modeling_utils as modeling
     from transformers.integrations import deepspeed as integration
@@ -51,7 +51,7 @@ def _drawing_as_unpartitioned(build: BuildConfig) -> AbstractContextManager[None
     plain_from_config = inspect.getattr_static(modeling.PreTrainedModel, "_from_config").__func__
 
     def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where transformers itself would partition: not within `from_pretrained`, `init_model` or another from_config.
+        # Only if transformers itself would partition: not in `from_pretrained`, `init_model` or another from_config.
         partitions = integration.is_deepspeed_zero3_enabled() and not modeling._is_quantized
         inside: AbstractContextManager[None] = nullcontext()
         if partitions and not modeling._is_ds_init_called:
@@ -64,33 +64,33 @@ def _drawing_as_unpartitioned(build: BuildConfig) -> AbstractContextManager[None
 
 @contextmanager
 def partition_when_built(build: BuildConfig) -> Iterator[None]:
-    """Context manager: the parameters of modules constructed inside are partitioned, with the usual initial values."""
+    """Partition the parameters of modules that are constructed inside, with the usual initial values."""
     with _transformers_initializes_gathered(), build.init():
         yield
 
 
 @contextmanager
 def _transformers_initializes_gathered() -> Iterator[None]:
-    """Inside, transformers gathers partitioned modules for its second initialization after construction."""
+    """Make transformers gather partitioned modules for its second initialization, after construction."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
         return
-    # Else from_config partitions by itself, and initializes on rank 0 alone.
+    # Without this flag, from_config itself would partition, and initialize only on rank 0.
     with _initializing_gathered(), replaced(modeling, "_is_ds_init_called", True):
         yield
 
 
 def _initializing_gathered() -> AbstractContextManager[None]:
-    """Inside, a module of a transformers model is gathered while it is initialized."""
+    """Gather a module of a transformers model while transformers initializes it."""
     from transformers.modeling_utils import PreTrainedModel
 
     plain_initialize = PreTrainedModel._initialize_weights
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
         # A module's own function may also initialize the parameters of its direct children. Every process draws the
-        # same random numbers, so that their generators stay in step; the values of rank 0 are kept. from_pretrained has
-        # gathered already what its files do not have.
+        # same random numbers, so the generators stay in step; rank 0's values are kept. from_pretrained has already
+        # gathered the parameters that its files lack.
         reached = [p for part in (module, *module.children()) for p in own_partitioned(part)]
         with zero.GatheredParameters(reached, modifier_rank=0):
             plain_initialize(self, module, *args)
@@ -101,20 +101,19 @@ def _initializing_gathered() -> AbstractContextManager[None]:
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
     """Adapt `generate`, `save_pretrained` and PEFT's `merge`, of the model and of inner models, to partitioned weights.
 
-    * `generate`: processes that are done continue until all are, since each has a partition of every weight.
-    * `save_pretrained`: writes the given `state_dict`. Without one it does nothing on processes other than the main
-      process, where `accelerator.get_state_dict` returns None, and raises on the main process.
-    * `merge` and `unmerge`, of layers with adapters: an error where their weights are not gathered. PEFT would add an
-      empty product to an empty weight, and then leave the adapters out of the forward.
-
+    * `generate`: processes that are done continue until all are, because each has a partition of every weight.
+    * `save_pretrained`: writes the given `state_dict`. Without one, it raises on the main process and does nothing on
+      the others, where `accelerator.get_state_dict` returns None.
+    * `merge` and `unmerge` of layers with adapters: raise if their weights are not gathered. PEFT would add an empty
+      product to an empty weight, and then leave the adapters out of the forward.
     Raises:
         StrategyError: PEFT saves the adapters without using a state dict.
     """
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             raise StrategyError(
-                f"PEFT reads the prompts of {adapter.peft_type.value} from the model, where they are "
-                "partitioned at ZeRO stage 3: they could not be saved.\n"
+                f"PEFT reads the prompts of {adapter.peft_type.value} from the model. At ZeRO stage 3 they are "
+                "partitioned there, so they could not be saved.\n"
                 "Use stage 2, or adapters of another kind, e.g. LoRA."
             )
     generation, patches = sys.modules.get("transformers.generation.utils"), Patches()
@@ -130,7 +129,7 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
 
 
 def _around(own: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a call of `function` with the method `own`; `own` itself, if an earlier `prepare` has replaced it."""
+    """Return a call of `function` with the method `own`, or `own` itself if an earlier `prepare` has replaced it."""
     is_replaced = getattr(own, "func", None) is function
     return own if is_replaced else functools.partial(function, *args, own)
 
@@ -144,7 +143,7 @@ def _save_whole(rank: int, module: nn.Module, save: Callable[..., Any], *args: A
     if SHOWS_WEIGHTS.get() or not any(map(own_partitioned, module.modules())):
         return save(*args, **kwargs)
     if {**given.kwargs, **given.arguments}.get("state_dict") is not None:
-        # PEFT takes the values from that one, and asks the modules that it saves beside adapters for their names.
+        # PEFT takes the values from the given dict. From modules that it saves alongside adapters it reads the names.
         with reading_names() if getattr(module, "peft_config", None) else nullcontext():
             return save(*args, **kwargs)
     if rank == 0:

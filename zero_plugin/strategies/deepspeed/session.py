@@ -1,4 +1,4 @@
-"""A training session on a DeepSpeed engine: its calls, the buffers that it shares, and what it releases at its end."""
+"""`EngineSession`, a training session on a DeepSpeed engine, and `SharedBuffers`, the module's buffers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from zero_plugin.strategies.precision import LossScale, Measured, compute_in
 from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves, load_plain
 
-# Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.
+# Elements to gather at a time: enough to use the bandwidth, few compared with a large layer.
 _GATHER_ELEMENTS = 2**26
 
 
 class EngineSession(Session):
-    """ZeRO 0-3. Stages 0 and 1 reduce gradients in the step, 2 and 3 in every backward.
+    """A session of ZeRO 0-3. Stages 0 and 1 reduce gradients in the step, stages 2 and 3 in every backward.
 
     Args:
         engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
-        scale: the loss scale of fp16; the engine's own does not move.
+        scale: the loss scale of fp16; the session sets the engine's own scale from it.
         swap_folders: the NVMe folders of this engine, which `close` removes.
-        given: the script's optimizer, which may be another object than the engine's.
+        given: the script's optimizer; the engine may run another one.
 
     Attributes:
         engine: the engine; None after `close`.
@@ -59,7 +59,7 @@ class EngineSession(Session):
         trained: the trained parameters.
         patches: the attributes of DeepSpeed that are replaced until `close`.
         steps_by_grad: whether the step applies `p.grad`.
-        at_end: what `close` calls when the engine is destroyed.
+        at_end: functions that `close` calls after it has destroyed the engine.
     """
 
     unpartitioned_gradients = False
@@ -88,14 +88,14 @@ class EngineSession(Session):
         self._swap_folders = swap_folders
         self.leaves_files = bool(swap_folders)
         self.at_end: list[Callable[[], None]] = []
-        self._progress = own_progress()  # as `pass_together`, without its call in each step
+        self._progress = own_progress()  # used instead of `pass_together`, to save its call in each step
         self._passed = False  # whether the running backward has reached the model's outputs
-        self._loss: Callable[[], Tensor | None] = lambda: None  # of the running backward
+        self._loss: Callable[[], Tensor | None] = lambda: None  # returns the loss of the running backward
         self._describe_gradients()
         self._describe_states()
         self.masters = MasterWeights(engine, self.trained, self.events, self._await_copy)
         self.undo = self.masters.watch(self.patches)
-        self._parts: StepInParts | None = None  # of an optimizer that DeepSpeed steps in parts, and may not know
+        self._parts: StepInParts | None = None  # if DeepSpeed steps an unknown optimizer in parts
         if self.stage > 0 and self.optimizer is not None and type(self.optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
             self._parts = StepInParts(self.optimizer)
             self.undo.append(self._parts.remove)
@@ -104,14 +104,14 @@ class EngineSession(Session):
         self._replace_calls()
         self._pass_scale()
         self._buffers = SharedBuffers(self.module)
-        self._buffers.send()  # DeepSpeed broadcasts the parameters only
+        self._buffers.send()  # DeepSpeed itself broadcasts only the parameters
         lifetime.break_reference_cycles(engine)
 
     def _describe_gradients(self) -> None:
         """Set where gradients accumulate, and when they are reduced."""
         engine, wrapper = self.engine, self.engine.optimizer
         self.stage = engine.zero_optimization_stage()
-        # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
+        # Stage 0 applies `p.grad`. So does stage 1 if gradients accumulate there. Otherwise gradients accumulate in
         # buffers of the engine.
         self.steps_by_grad = self.stage == 0 or not (
             self.stage > 1
@@ -124,7 +124,7 @@ class EngineSession(Session):
             self.copies = self.trained
 
     def _describe_states(self) -> None:
-        """Where the optimizer's states are, and how they lie."""
+        """Set where the optimizer's states are, and whether they are unpartitioned."""
         engine, wrapper = self.engine, self.engine.optimizer
         self.states_stay = not (
             getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
@@ -138,8 +138,8 @@ class EngineSession(Session):
             self.states_are = "in sub-groups of stage 3, which are not in the parameter groups"
 
     def _watch_weights(self) -> None:
-        """Count the forwards that gather partitioned weights; each begins with weights that autograd can save."""
-        self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
+        """Count forwards that gather partitioned weights. Begin each one with weights that autograd can save."""
+        self._fetched: list[Any] = []  # parameters that each forward and backward gathers, at stage 3
         self._partitioned: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
         self._state_dicts: partitioned_models.PartitionedStates | None = None
         if not self.engine.zero_optimization_partition_weights():
@@ -149,23 +149,23 @@ class EngineSession(Session):
         self.undo += [handle.remove for handle in self._state_dicts.handles]
         self._fetched = [p for p in self._partitioned if not p.ds_persist]
         self.undo.append(self.engine.register_forward_pre_hook(self._note_fetch).remove)
-        # A script may also call the module itself; a copy of the module is not to copy the engine.
+        # A hook on the module too, because a script may call it directly. Weak: copies of the module lack an engine.
         self.undo.append(self.module.register_forward_pre_hook(weakly(self._renew_inferred), prepend=True).remove)
 
     def _replace_calls(self) -> None:
         """Replace the engine's methods that would run a backward or a step outside of the session."""
         engine, module, patches = self.engine, self.module, self.patches
-        # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
-        # every output, and divide the gradients by the accumulation steps.
+        # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook
+        # on every output, and divide the gradients by the accumulation steps.
         patches.replace(engine, "_backward_prologue", self._pass_outputs)
         patches.replace(engine, "_backward_prologue_per_tensor", self._pass_output)
         if self._scale is not None:
-            # DeepSpeed moves the scale before it divides the gradients by it, so that in a step after which it doubles
-            # they are halved. The session moves it after the step, on every stage alike.
+            # DeepSpeed changes the scale before it divides the gradients by the scale: a step after which the scale
+            # doubles would halve the gradients. The session changes the scale after the step, at every stage.
             patches.replace(engine.optimizer, "_update_scale", lambda *_: None)
         patches.replace(engine, "backward", explanations.refuse_engine_backward)
         patches.replace(engine, "step", explanations.refuse_engine_step)
-        patches.replace(engine, "no_sync", nullcontext)  # as the session's; the engine's own refuses stages 2 and 3
+        patches.replace(engine, "no_sync", nullcontext)  # like the session's; the engine's own refuses stages 2 and 3
         refuse_copy = functools.partial(partitioned_models.refuse_engine_copy, type(module).__name__)
         patches.replace(engine, "__deepcopy__", refuse_copy)
         patches.replace(engine, "state_dict", module.state_dict)
@@ -190,7 +190,7 @@ class EngineSession(Session):
             fill_states(self.blocks(changing=True), given)
 
     def raise_clearer(self, error: BaseException) -> None:
-        # The loss of a backward that only runs others in its hook depends on no weight.
+        # If a backward only runs other backwards in its hook, its loss depends on no weight.
         loss = self._loss()
         is_nested = loss is not None and self._passed and not self._depends(loss)
         explanations.explain(error, self.engine, self._swap_folders, is_nested=is_nested)
@@ -201,7 +201,7 @@ class EngineSession(Session):
             return
         wrapper, reference = self.engine.optimizer, weakref.ref(self)
         if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
-            # DeepSpeed's own hook on each parameter calls this method first.
+            # DeepSpeed's hook on each parameter calls this method first.
             emit = _emit_gradient_outside(reference, wrapper.reenter_backward_if_needed)
             self.patches.replace(wrapper, "reenter_backward_if_needed", emit)
             return
@@ -215,7 +215,7 @@ class EngineSession(Session):
     def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
         for check in self.events.before_backward:
             check(loss, is_first=is_first)
-        self._passed, self._loss = False, weakref.ref(loss)  # the graph is not to outlive a failed backward
+        self._passed, self._loss = False, weakref.ref(loss)  # weak, so the graph does not outlive a failed backward
         self.gradients.before_backward(is_first=is_first)
         self.is_in_backward = True
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
@@ -225,16 +225,16 @@ class EngineSession(Session):
         return self._passed or self._depends(loss)
 
     def _depends(self, loss: Tensor) -> bool:
-        """Whether the graph of a loss shows that it depends on a trained parameter; a checkpoint may hide that."""
+        """Return whether the graph of a loss depends on a trained parameter; a checkpoint may hide the dependency."""
         trained = {id(p) for p in self.trained}
         return any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def close_backward(self, *, reached: bool) -> None:
         engine = self.engine
         if self.optimizer is None:
-            engine.optimizer.release_backward_leftovers()  # at stage 3, the weights that a backward gathered
+            engine.optimizer.release_backward_leftovers()  # at stage 3: the weights that a backward gathered
             return
-        # Without gradients reducing fails at stages 1 and 2, and would count a micro-batch at stage 3.
+        # Without gradients, the reduction fails at stages 1 and 2, and would count a micro-batch at stage 3.
         engine.__dict__["inside_no_sync_ctxt"] = not reached
         try:
             self._leave()
@@ -271,19 +271,19 @@ class EngineSession(Session):
 
     @functools.cached_property
     def _scales_stage_0(self) -> bool:
-        """Whether DeepSpeed scales the loss for stage 0's fp16 optimizers, which their step expects; 0.19 does not."""
+        """Whether DeepSpeed scales the loss for fp16 optimizers of stage 0, whose step expects it; 0.19 does not."""
         loss = torch.ones((), requires_grad=True).clone()
         return self.engine.scale(loss) is not loss
 
     def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:
-        if accumulated or complete:  # complete gradients have the loss scale too, until the engine's step
+        if accumulated or complete:  # complete gradients keep the loss scale until the engine's step
             self.scale_gradients(scale / self.loss_scale)
         if self._scale is not None:
             self._scale.value = scale
             self._pass_scale()
 
     def _pass_scale(self) -> None:
-        """Tell the engine the loss scale."""
+        """Set the engine's loss scale."""
         if self._scale is not None:
             wrapper = self.engine.optimizer
             scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
@@ -291,25 +291,25 @@ class EngineSession(Session):
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
         if norm_type != 2.0:
-            raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): under ZeRO only the L2 norm (2) is computed.")
+            raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): ZeRO supports only the L2 norm (2).")
         if only is not None:
             raise LoopError(
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
                 "Pass model.parameters() of the prepared model."
             )
         norm = self.gradients.norm()
-        if measured.limit != math.inf and torch.isfinite(norm):  # as in plain torch, where they are clipped already
+        if measured.limit != math.inf and torch.isfinite(norm):  # as in plain torch after an earlier clip
             norm = norm.clamp(max=measured.limit)
         limit = min(max_norm, measured.limit)
         if max_norm != math.inf and self._clips_steps and once(self, "clip"):
             announce(
-                "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips what Muon has made of the gradients, so "
-                "that the norm of a step, and not lr, decides how long it is. Leave it out, or train at stage 0."
+                "clip_grad_norm_: at ZeRO stages 1 to 3 DeepSpeed clips Muon's updates, not the gradients. The "
+                "clip, and not lr, then sets the size of a step. Leave the call out, or train at stage 0."
             )
         return Measured(norm=norm, limit=limit)
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """See `Session.follow_zero_grad`; inside the engine's step, its own `zero_grad` is called."""
+        """Route `zero_grad` as `Session.follow_zero_grad`. The engine's step still calls the engine's own method."""
         engine, own = self.engine, self.engine.zero_grad
 
         def routed(set_to_none: bool = True) -> None:  # noqa: ARG001 - as torch's
@@ -329,7 +329,7 @@ class EngineSession(Session):
             check()
         self._progress.passes += 1
         frozen = self._thaw()
-        # The engine acts as at the end of a window. Past nn.Module's own __setattr__, which is slow.
+        # The engine acts as at the end of a window. `__dict__` avoids nn.Module's slow __setattr__.
         self.engine.__dict__["_running_engine_step"] = True
         try:
             self.gradients.finalize()
@@ -339,7 +339,7 @@ class EngineSession(Session):
                 _freeze(frozen)
         for check in self.events.completed:
             check()
-        for check in self.events.averages:  # after `finalize`, which names branches of the model that differ
+        for check in self.events.averages:  # after `finalize`, which names differing branches of the model
             check()
         return Measured()
 
@@ -350,7 +350,7 @@ class EngineSession(Session):
         for check in self.events.before_step:
             check()
         if self.engine.optimizer is self.optimizer and not self.gradients.are_finite():
-            self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
+            self.drop_gradients(failed=False)  # at stage 0 in fp32, a plain torch optimizer would apply them
             return False
         if self._parts is not None:
             self._parts.begin()
@@ -368,14 +368,14 @@ class EngineSession(Session):
             self._pass_scale()
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
-            self.gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
+            self.gradients.drop()  # stage 2 with offload in 16 bits would add the next gradients to these
         self._drop_left_out()
         for note in self.events.stepped:
             note(applied)
         return applied
 
     def copies_to_save(self) -> Sequence[nn.Parameter]:
-        """See `Session.copies_to_save`; at stages 1 and 2 too."""
+        """Return `Session.copies_to_save`, at stages 1 and 2 too."""
         return self.trained if self.stage in (1, 2) else self.copies
 
     def take_written(self) -> dict[int, bool] | None:
@@ -399,7 +399,7 @@ class EngineSession(Session):
             note()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
+        """Iterate as `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
         self._require_weights()
         batch: list[tuple[str, Tensor]] = []
         elements = 0
@@ -429,7 +429,7 @@ class EngineSession(Session):
         return states.fetched_weights(self.engine, fragments, changing=changing)
 
     def loading(self) -> AbstractContextManager[None]:
-        self._follow_weights()  # now: at the next step it would overwrite what is loaded
+        self._follow_weights()  # now, because a later call would overwrite the loaded values
         return states.loading_into_engine(self.engine)
 
     def update_master_weights(self) -> None:
@@ -437,7 +437,7 @@ class EngineSession(Session):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        self._follow_weights()  # earlier writes; at stage 3 they were into empty tensors
+        self._follow_weights()  # for earlier writes; at stage 3 they went into empty tensors
         with partitioned_models.whole_weights(self.module):
             yield
         self.masters.note()
@@ -464,8 +464,8 @@ class EngineSession(Session):
         release_failed_backward()
         held = self.optimizer.state if self.optimizer is not None else {}
         named = {key: held.pop(key) for key in list(held) if not isinstance(held[key], Mapping)}
-        with process_group():  # the engine asks for its rank
-            lifetime.destroy(self.engine)  # which takes all that is in there for the states of tensors
+        with process_group():  # the engine reads its rank
+            lifetime.destroy(self.engine)  # it takes all values in there for the states of tensors
         held.update(named)
         if self._partitioned:
             partitioned_models.end_gathering(self.module)
@@ -482,31 +482,32 @@ class EngineSession(Session):
             remove_swap_folders(self._swap_folders)
 
     def _require_weights(self) -> None:
-        """Raise if weights cannot be read, because the process group has ended. At stage 3, follow written weights."""
+        """Raise if the process group has ended, so no weights can be read. At stage 3, follow written weights."""
         if self.engine is None or not dist.is_initialized():
             raise LoopError(
-                "DeepSpeed needs the process group to read weights, and it has ended: by end_training(), or by this "
-                "script's torch.distributed.destroy_process_group().\nRead or save the weights before that."
+                "DeepSpeed needs the process group to read weights, but the group has ended. The cause is "
+                "end_training(), or torch.distributed.destroy_process_group() in this script.\n"
+                "Read or save the weights before that."
             )
         if self._partitioned:
             self._follow_weights()
 
     def _follow_weights(self, *, begins_step: bool = False) -> None:
-        """Copy to the master weights what the script has written into the weights since the last call."""
+        """Copy the weights that the script has written since the last call to the master weights."""
         for check in self.events.before_weights:
             check()
         self.masters.follow(begins_step=begins_step)
 
     def _note_fetch(self, *_: Any) -> None:
-        """Count a forward that has to gather all its weights, for which it needs the other processes."""
+        """Count a forward that has to gather all its weights, and so needs the other processes."""
         self._renew_inferred()
-        if self.optimizer is None:  # a teacher, which has no step that would notice
+        if self.optimizer is None:  # e.g. a teacher: no step would notice written weights
             self._require_weights()
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             self._progress.passes += 1
 
     def _renew_inferred(self, *_: Any) -> None:
-        """Release the weights that a forward inside `torch.inference_mode` gathered: autograd cannot save them."""
+        """Release weights that a forward inside `torch.inference_mode` gathered: autograd cannot save them."""
         if torch.is_inference_mode_enabled():
             return
         if any(p.is_inference() and p.ds_status is not ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
@@ -518,7 +519,7 @@ class EngineSession(Session):
             self.before_change()
 
     def _thaw(self) -> list[nn.Parameter]:
-        """Have parameters that were frozen after `prepare` require gradients, as DeepSpeed would skip them."""
+        """Make parameters that were frozen after `prepare` require gradients: DeepSpeed would skip them."""
         frozen = []
         for p in self.trained:
             if not p.requires_grad:
@@ -527,11 +528,11 @@ class EngineSession(Session):
         return frozen
 
     def _pass_outputs(self) -> None:
-        """Replaces the engine's hook on all of the model's outputs together."""
+        """Check a backward that has reached the outputs. Replaces the engine's hook on all outputs together."""
         if self.engine is None:
             raise LoopError(
                 f"the loss of this backward() was computed by a {type(self.module).__name__} before free_memory() or "
-                "end_training().\nCall the model again, as the last prepare() has returned it."
+                "end_training().\nCall the model that the last prepare() has returned."
             )
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
@@ -540,14 +541,14 @@ class EngineSession(Session):
         elif torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():
             raise LoopError(
                 "torch.autograd.grad(create_graph=True) through a model at ZeRO stage 3: its weights are released "
-                "after each use, and a gradient of a gradient would need them again.\nUse stage 2 where a loss is made "
-                "of gradients (a gradient penalty)."
+                "after each use, and a gradient of a gradient would need them again.\nUse stage 2 for a loss that "
+                "contains gradients (a gradient penalty)."
             )
 
     def _pass_output(self, gradient: Tensor) -> Tensor:
-        """Replaces the engine's hook on each of the model's outputs; it runs after the hook on all of them.
+        """Refuse a second backward through one forward at stage 3: DeepSpeed gathers the weights once per forward.
 
-        At stage 3 a second backward through one forward is refused: DeepSpeed gathers the weights once per forward.
+        Replaces the engine's hook on each output, which runs after the hook on all of them.
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._partitioned):
@@ -560,7 +561,7 @@ class EngineSession(Session):
 
 
 def _freeze(parameters: list[nn.Parameter]) -> None:
-    """Take back what `_thaw` has done."""
+    """Undo `_thaw`."""
     for p in parameters:
         p.requires_grad = False
 
@@ -568,7 +569,7 @@ def _freeze(parameters: list[nn.Parameter]) -> None:
 def _emit_gradient_outside(reference: weakref.ref[EngineSession], method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that emits `gradient_outside`, and then calls a method with the same arguments.
 
-    It runs for each parameter in each backward, so it is one function.
+    It is one function, because it runs for each parameter in each backward.
 
     torch keeps the hook in C++, where Python's garbage collector cannot see it: its reference to the session is weak.
     """
@@ -590,7 +591,7 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
-    """Make a method return the engine, as `train` and `eval` of a module do, and those of an engine do not."""
+    """Make `train` or `eval` of an engine return the engine, as these methods of a module do."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         method(*args, **kwargs)
@@ -600,16 +601,16 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
 
 
 def _clips_steps(wrapper: Any) -> bool:
-    """Whether the optimizer around an optimizer clips what Muon makes of gradients, and not the gradients."""
+    """Return whether DeepSpeed's wrapper clips Muon's updates instead of the gradients."""
     partitions = isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer)
     return partitions and is_muon(wrapper.optimizer)
 
 
 class SharedBuffers:
-    """Synchronizes the persistent buffers of a module, e.g. running statistics, with rank 0.
+    """The persistent buffers of a module, e.g. running statistics; `send` synchronizes them with rank 0.
 
-    DDP broadcasts them before each forward. Here they are broadcast where all processes communicate anyway, so that a
-    forward on one process alone is possible. The values of rank 0 are the same in both cases.
+    DDP broadcasts them before each forward. The session broadcasts them when all processes communicate anyway, so one
+    process alone can run a forward. The values of rank 0 are the same in both cases.
 
     Args:
         module: the user's module.
@@ -633,9 +634,7 @@ class SharedBuffers:
         for buffer in unique.values():
             by_device.setdefault(buffer.device, []).append(buffer.data)  # without autograd
         for buffers in by_device.values():
-            pieces = [
-                buffer.reshape(-1).view(torch.uint8) for buffer in buffers
-            ]  # bytes, so that all dtypes are sent together
+            pieces = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]  # bytes: one send for all dtypes
             joined = torch.cat(pieces)
             dist.broadcast(joined, 0)
             if dist.get_rank() > 0:

@@ -1,8 +1,8 @@
 """Parameters of any shape under ZeRO stage 3.
 
-DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`. That fails for scalar parameters, such as
-CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. Wrappers in
-this module make it work for them.
+DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`. This fails for scalar parameters, such as
+CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. The wrappers
+in this module make these broadcasts work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_plugin.strategies.deepspeed.patches import Patches, replaced
 
 
 def broadcasting_any_shape() -> AbstractContextManager[None]:
-    """Inside, a new engine can broadcast parameters of any shape and memory format, which become contiguous."""
+    """Let a new engine broadcast parameters of any shape and memory format, which become contiguous."""
     broadcast = _wrapped(DeepSpeedEngine._broadcast_model, lambda engine: engine.module.parameters())
     return replaced(DeepSpeedEngine, "_broadcast_model", broadcast)
 
@@ -37,8 +37,8 @@ def broadcasting_any_shape() -> AbstractContextManager[None]:
 def partition_any_shape() -> None:
     """Make `zero.Init` and `zero.GatheredParameters` support parameters of any shape and memory format.
 
-    This is global, since transformers constructs and loads models through these classes. It only affects parameters for
-    which they would raise, and forwards of models that are not prepared, which would fail at empty tensors.
+    The patch is global, because transformers constructs and loads models through these classes. It only affects
+    parameters for which they would raise, and forwards of unprepared models, which would fail at empty tensors.
     """
     patches, leave = Patches(), _wrapped(zero.GatheredParameters.__exit__, _to_send)
 
@@ -87,8 +87,9 @@ def _to_send(gathered: Any) -> Iterable[nn.Parameter]:
 
 @contextmanager
 def _as_contiguous_1d(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While this context is open, scalar parameters have shape (1,), and all parameters are contiguous, as DeepSpeed's
-    broadcast requires. Scalars get their shape back on exit.
+    """Make scalar parameters 1-dimensional, and all parameters contiguous, as DeepSpeed's broadcast requires.
+
+    Scalars get their shape back on exit.
     """
     scalars = []
     for p in parameters:
@@ -101,5 +102,5 @@ def _as_contiguous_1d(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         for p in scalars:
-            if p.data.shape == torch.Size([1]):  # else it was partitioned inside
+            if p.data.shape == torch.Size([1]):  # False if it was partitioned inside
                 p.data = p.data.view(())

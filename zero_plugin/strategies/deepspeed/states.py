@@ -1,4 +1,4 @@
-"""Weights, fp32 master weights and optimizer states of an engine: where they are in this process, and writing them."""
+"""Find an engine's weights, fp32 master weights and optimizer states in this process, and overwrite them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ from zero_plugin.tensors.modules import (
     unpartitioned_fragment,
 )
 
-_NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however βᵗ was computed
+_NEGLIGIBLE: Final = 2.0**-26  # below it, 1 - βᵗ is 1 in fp32, whichever way βᵗ was computed
 
 
 def replay_bias_correction(optimizer: Any) -> None:
     """Repeat the past steps of DeepSpeed's CPU Adam on an unused element, to restore the bias correction bitwise.
 
-    The kernel computes βᵗ by a multiplication in each step, but as a power if the step number is not the next one, as
-    after loading. The two differ in the last digit, so that a resumed run would not be bitwise identical.
-
+    The kernel multiplies βᵗ by β in each step. If the step number is not the next one, as after loading, the kernel
+    computes βᵗ as a power. The two differ in the last digit, so a resumed run would not be bitwise identical.
     Args:
-        optimizer: any optimizer; others are ignored.
+        optimizer: any optimizer; only DeepSpeed's CPU Adam is changed.
     """
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
@@ -50,7 +49,7 @@ def replay_bias_correction(optimizer: Any) -> None:
         return
     unused = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
-        for group in groups:  # the kernel has one βᵗ for all of them, and a power again where β changes between them
+        for group in groups:  # the kernel shares one βᵗ, and uses a power again if β changes between groups
             betas = group["betas"]
             optimizer.ds_opt_adam.adam_update(
                 optimizer.opt_id, step, 0.0, *betas, 1.0, 0.0, group["bias_correction"], *unused
@@ -59,7 +58,7 @@ def replay_bias_correction(optimizer: Any) -> None:
 
 _REPLACED = (
     "the values of {name} were replaced after prepare() (p.data = …, model.to(…), model.half()): ZeRO updates the "
-    "previous memory, so that the model would no longer be trained.\n"
+    "previous memory, so the model would no longer be trained.\n"
     "Convert the model before prepare(). Write values in place, inside `with accelerator.whole_weights(model):`."
 )
 
@@ -72,7 +71,7 @@ def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> 
         what: the operation that needs them, for the message.
 
     Raises:
-        CheckpointError: they are not accessible; the error names the setting that is the cause.
+        CheckpointError: the states are not accessible; the message names the setting that causes this.
     """
     if cause := unreachable_by(engine):
         raise CheckpointError(
@@ -82,12 +81,12 @@ def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> 
 
 
 def unreachable_by(engine: Any) -> str:
-    """The setting because of which states are not accessible by parameter name; "" if they are."""
+    """Return the setting that makes states inaccessible by parameter name; "" if they are accessible."""
     wrapper = engine.optimizer
     causes = {
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(wrapper, "zenflow", False),
-        "super_offload": type(wrapper).__name__ == "SuperOffloadOptimizer_Stage3",  # another process has its states
+        "super_offload": type(wrapper).__name__ == "SuperOffloadOptimizer_Stage3",  # its states are in another process
         "Muon with offload to NVMe": getattr(wrapper, "use_muon", False) and wrapper.swap_optimizer,
         "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),
     }
@@ -95,7 +94,7 @@ def unreachable_by(engine: Any) -> str:
 
 
 def engine_weights(engine: Any) -> Iterator[Fragment]:
-    """This process's fragments of the parameters and buffers of the engine's module."""
+    """Iterate over this process's fragments of the parameters and buffers of the engine's module."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, tensor in persistent_tensors(engine.module):
         if not hasattr(tensor, "ds_id"):
@@ -103,13 +102,13 @@ def engine_weights(engine: Any) -> Iterator[Fragment]:
             continue
         partitioned: Any = tensor
         start, count = _partition(partitioned)
-        # The placeholder of a partition on NVMe is in half precision, whatever the dtype of the model.
+        # The placeholder of a partition on NVMe has half precision, whatever the model's dtype.
         values = tensor.new_empty(0) if _is_swapped_out(tensor) else partitioned.ds_tensor.detach().view(-1)[:count]
         yield Fragment(WEIGHT, name, tuple(partitioned.ds_shape), start, values, (0, count))
 
 
 def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
-    """See `Session.fetched`: weights on NVMe are read one after another."""
+    """Load fragments as `Session.fetched`, weights on NVMe one after another."""
     swapped: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if _is_swapped_out(p)}
     for fragment in fragments:
         parameter = swapped.get(fragment.name)
@@ -128,21 +127,21 @@ def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: boo
 
 
 class _Names(dict[int, str]):
-    """The names of a module's parameters by their ids; one that the optimizer steps and has no name is an error."""
+    """The names of a module's parameters by id. A stepped parameter without a name is an error."""
 
     module = ""
 
     def __missing__(self, _: int) -> str:
         raise LoopError(
             f"a parameter of the {self.module} was replaced or removed after prepare() (module.weight = "
-            "nn.Parameter(…)): ZeRO updates the previous one, so that the model would no longer be trained.\n"
-            "Write values in place, inside `with accelerator.whole_weights(model):`. What the forward replaces, as a "
-            "codebook, is a buffer: module.register_buffer(name, tensor)."
+            "nn.Parameter(…)): ZeRO updates the previous one, so the model would no longer be trained.\n"
+            "Write values in place, inside `with accelerator.whole_weights(model):`. If the forward replaces a "
+            "tensor, e.g. a codebook, make it a buffer: module.register_buffer(name, tensor)."
         )
 
 
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
-    """The pieces of the trained parameters in the tensors that the engine's optimizer steps."""
+    """List the trained parameters' pieces in the tensors that the engine's optimizer steps."""
     wrapper, base = engine.optimizer, engine.basic_optimizer
     if base is None:
         return []
@@ -162,14 +161,14 @@ def engine_pieces(engine: Any) -> list[OptimizedPiece]:
 
 
 def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
-    """See `Session.blocks`: with NVMe, one sub-group of stage 3 after another, as in a step."""
+    """Iterate as `Session.blocks`; with NVMe, over one sub-group of stage 3 after another, as in a step."""
     wrapper, pieces = engine.optimizer, engine_pieces(engine)
     swaps = getattr(wrapper, "swap_optimizer", False)
     if not swaps and not getattr(wrapper, "params_in_nvme_and_cpu", False):
         yield pieces
         return
     if changing and swaps:
-        wrapper.optimizer_swapper.purge_state()  # the current states; those of the checkpoint are created again
+        wrapper.optimizer_swapper.purge_state()  # drop the current states; the load creates the checkpoint's
     for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
         is_swapped = wrapper._swappable_optimizer_subgroup(index)
         if is_swapped:
@@ -187,11 +186,11 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
 
 @contextmanager
 def loading_into_engine(engine: Any) -> Iterator[None]:
-    """See `Session.loading`: what DeepSpeed keeps of the old values is dropped or computed again."""
+    """Allow loading as `Session.loading`. Drop or recompute the values that DeepSpeed derives from the weights."""
     wrapper = engine.optimizer
     partitions = hasattr(_offload_of(engine), "partition_all_parameters")
     if partitions:
-        release_gathered(engine)  # else the next forward uses old values
+        release_gathered(engine)  # otherwise the next forward uses old values
     yield
     for optimizer in (engine.basic_optimizer, getattr(wrapper, "backup_optimizer", None)):
         replay_bias_correction(optimizer)
@@ -206,12 +205,12 @@ def loading_into_engine(engine: Any) -> Iterator[None]:
 
 
 def release_gathered(engine: Any) -> None:
-    """Release all gathered parameters of stage 3, those that persist included."""
+    """Release all gathered parameters of stage 3, including persistent ones."""
     _offload_of(engine).partition_all_parameters()
 
 
 def gather_persistent(engine: Any) -> None:
-    """Gather the parameters of stage 3 that persist. Collective."""
+    """Gather the persistent parameters of stage 3. Collective."""
     if kept := _offload_of(engine).persistent_parameters:
         kept[0].all_gather(kept)
 
@@ -225,10 +224,10 @@ def _is_swapped_out(parameter: Any) -> bool:
 
 
 def gathered_parts(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, values and partition of what this process has partitioned of each parameter that is gathered now.
+    """Yield the name, values and partition of this process's part of each gathered parameter.
 
-    DeepSpeed leaves parameters of up to `stage3_param_persistence_threshold` elements gathered between the steps, but
-    keeps, steps and gathers again what is in the partitions: values that a script writes are not there.
+    DeepSpeed leaves parameters of up to `stage3_param_persistence_threshold` elements gathered between the steps. But
+    DeepSpeed keeps, steps and gathers the partitions: values that a script writes are not in them.
     """
     for name, p in module.named_parameters(recurse=recurse):
         parameter: Any = p
@@ -237,13 +236,13 @@ def gathered_parts(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, T
 
 
 def own_part(parameter: Any) -> tuple[Tensor, Tensor]:
-    """The values of a gathered parameter that this process has partitioned, and the partition."""
+    """Return this process's part of a gathered parameter, and its partition."""
     start, count = _partition(parameter)
     return parameter.detach().reshape(-1)[start : start + count], parameter.ds_tensor.detach().view(-1)[:count]
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
-    """Start and length of this process's partition of a parameter, without padding."""
+    """Return the start and length of this process's partition of a parameter, without padding."""
     size = parameter.partition_numel()
     start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
@@ -271,7 +270,7 @@ def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 
 def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stages 1 and 2: each process steps its partition of a flat buffer with the parameters of a group in any order."""
+    """Yield the pieces of stages 1 and 2: each process steps a partition of a flat buffer of a group, in any order."""
     for index, (parameters, flat, part) in enumerate(zip(*groups, strict=True)):
         whole_at = _momentums_at(wrapper, index)
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
@@ -289,10 +288,10 @@ def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[O
 
 
 def _momentums_at(wrapper: Any, index: int) -> dict[int, int] | None:
-    """Where Muon's momentum of each of a group's parameters begins, by the parameter's id.
+    """Return the start of Muon's momentum of each parameter of a group, by the parameter's id; None if not needed.
 
-    At stages 1 and 2 it is that of all parameters of which this process steps a piece, one complete one after the
-    other; with offload, and of other optimizers, states are laid out as what is stepped: None.
+    At stages 1 and 2, the momentum buffer holds complete parameters one after the other: all parameters of which this
+    process steps a piece. With offload, and for other optimizers, states have the layout of the stepped tensor.
     """
     of_matrices = wrapper.optimizer.param_groups[index].get("use_muon", False)
     if not of_matrices or not isinstance(wrapper, DeepSpeedZeroOptimizer) or wrapper.cpu_offload:
@@ -303,9 +302,9 @@ def _momentums_at(wrapper: Any, index: int) -> dict[int, int] | None:
 
 
 def _replicated_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stage 0 in 16 bits: every process steps the fp32 master weights of all parameters.
+    """Yield the pieces of stage 0 in 16 bits: every process steps the fp32 master weights of all parameters.
 
-    With an elementwise optimizer those of a group are one flat buffer, with any other each parameter has its own.
+    An elementwise optimizer has one flat buffer for each group. With any other, each parameter has its own tensor.
     """
     is_flat = isinstance(wrapper, FP16_Optimizer)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -321,12 +320,12 @@ def _replicated_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[Optimize
 
 
 def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
-    # By addresses, for any order and padding that a configuration can result in (round_robin_gradients, …).
+    # Addresses work for any order and padding that a configuration can cause (round_robin_gradients, …).
     return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size() if parameter.numel() else 0
 
 
 def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
-    """See `Strategy.fragments_to_fill`; a partition on NVMe is in a buffer of its swapper while it is written.
+    """Iterate as `Strategy.fragments_to_fill`; a partition on NVMe is in its swapper's buffer meanwhile.
 
     Raises:
         CheckpointError: a partition is quantized.
@@ -338,7 +337,7 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
         parameter: Any = tensor
         partition, size = parameter.ds_tensor, parameter.ds_tensor.ds_numel
         if hasattr(partition, "ds_quant_scale"):
-            raise CheckpointError(f"{name} is partitioned and quantized, so that it cannot be loaded from a file.")
+            raise CheckpointError(f"{name} is partitioned and quantized, so it cannot be loaded from a file.")
         start, count = _partition(parameter)
         shape = tuple(parameter.ds_shape)
         parameter.ds_secondary_tensor = None  # a second copy (zero_hpz_partition_size), which the next gather renews

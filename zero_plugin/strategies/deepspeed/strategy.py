@@ -1,4 +1,4 @@
-"""`DeepSpeedStrategy`: builds DeepSpeed engines from a resolved configuration."""
+"""`DeepSpeedStrategy`: build DeepSpeed engines from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _log = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO 0-3 on GPUs over NCCL, and on CPUs over gloo.
+    """The strategy of ZeRO 0-3, on GPUs over NCCL and on CPUs over gloo.
 
     Args:
-        document: the configuration as it was given.
-        settings: its launch section.
+        document: the user's configuration.
+        settings: the launch section of the configuration.
         processes: this process and its peers.
     """
 
@@ -65,10 +65,10 @@ class DeepSpeedStrategy(Strategy):
         self._document = document
         self._settings = settings
         self._processes = processes
-        self._chosen_stage: int | None = None  # for the model prepared last, where the configuration leaves it open
+        self._chosen_stage: int | None = None  # the last prepared model's stage, for `stage: auto`
 
     def accept(self, handlers: Handlers) -> list[str]:
-        """See `Strategy.accept`: there is no DDP and no autocast, and the loss scale is only doubled and halved."""
+        """Set the arguments. ZeRO has no DDP and no autocast, and only doubles or halves the loss scale."""
         super().accept(handlers)
         problems, lines = [], []
         if (ddp := handlers.ddp) is not None:
@@ -120,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
         return tuple(options)
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """See `Strategy.build_session`.
+        """Build the session, as in `Strategy.build_session`.
 
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
@@ -158,12 +158,12 @@ class DeepSpeedStrategy(Strategy):
             yield
 
     def _build_config(self) -> partitioned_models.BuildConfig:
-        """Set up DeepSpeed, for models that are constructed before `prepare`, and return how to partition them."""
+        """Set up DeepSpeed for models that are constructed before `prepare`. Return how to partition them."""
         set_up_deepspeed(self._processes, self._document.deepspeed)
         return partitioned_models.BuildConfig(self._document, self._processes)
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
-        """See `Strategy.allocate`: at stage 3 this process's partitions; below it, in the dtype of the training."""
+        """Allocate this process's partitions at stage 3; otherwise, tensors in the dtype of training."""
         if not any(p.is_meta for p in module.parameters()):
             super().allocate(module, device)
         elif not self.partitions_parameters:
@@ -184,17 +184,17 @@ class DeepSpeedStrategy(Strategy):
         return partitioned_models.whole_weights(module)
 
     def forget_dropped(self) -> None:
-        """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
+        """Release garbage-collected models from DeepSpeed's global lists and caches of stage 3."""
         weaken_module_stack()
         clear_caches()
 
     def destroy_process_group(self) -> None:
-        """See `Strategy.destroy_process_group`: DeepSpeed caches groups for its next engine."""
+        """Destroy the process group, and forget the groups that DeepSpeed caches for its next engine."""
         super().destroy_process_group()
         groups._release_process_group_references()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
-        """See `Strategy.load_pretrained`; has an effect only if transformers is already imported."""
+        """Return the context of `Strategy.load_pretrained`; no effect unless transformers is already imported."""
         if partitioned is None:
             partitioned = self._settings.zero3_init_flag is not False
         partitions = partitioned and self.partitions_parameters and "transformers" in sys.modules
@@ -206,12 +206,12 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def partitions_parameters(self) -> bool:
-        """See `Strategy.partitions_parameters`; if the stage is `auto`, that chosen for the last model."""
+        """Whether parameters are partitioned; with `stage: auto`, by the stage chosen for the last model."""
         stage = self._document.deepspeed.value("zero_optimization", "stage")
         return (self._chosen_stage if stage is AUTO else stage) == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """A session without an engine, for a model without an optimizer: below stage 3 nothing of it is partitioned."""
+        """Build a session without an engine, for a model without an optimizer that is not partitioned."""
         resolved = request.resolved
         module = cast_parameters(request.model, resolved.precision)
         if request.is_placed:

@@ -1,1 +1,1 @@
-"""Guards of all strategies: one file each, with one promise. See `zero_plugin.strategies.events.Guard`."""
+"""Guards of all strategies, one per file. See `zero_plugin.strategies.events.Guard`."""

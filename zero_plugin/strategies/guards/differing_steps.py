@@ -1,4 +1,4 @@
-"""Detects steps that differ between the processes: learning rates, weights, tensors of the script, missing steps."""
+"""Detect steps that differ between processes: learning rates, weights, tensors of the script, missing steps."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from zero_plugin.strategies.precision import FoundInf
 
 
 class DifferingSteps(Guard):
-    """Checks that nothing in a model's steps differs between the processes.
+    """A guard that checks that a model's steps do not differ between the processes.
 
     Mistake: a scheduler that steps by each process's own loss; `if is_main_process: load_state_dict(best)`; a process
-    that leaves out a step, or runs other backwards; a tensor that the script trains itself, without an average.
-    Cost: in the sampled steps one small collective, and the norm and the sum of each weight.
+    that leaves out a step, or runs other backwards; a tensor that the script trains without averaging its gradient.
+    Cost: in sampled steps, one small collective, and the norm and the sum of each weight.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
         super().__init__(session, sampling)
-        self._applied: bool | FoundInf = True  # by a step since the last average
+        self._applied: bool | FoundInf = True  # whether a step has applied the last average
         self._left_out = 0  # averages that no step of this process has applied
         self._takes_next = False  # whether the next step takes a summary of the weights
         self._summary: Tensor | None = None
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:  # noqa: ARG003
-        """Only several processes can differ."""
+        """Return whether several processes run: only these can differ."""
         return dist.is_initialized() and dist.get_world_size() > 1
 
     def before_step(self) -> None:
-        """Take a summary of the weights, if the last comparison has asked for it.
+        """Take a summary of the weights, if the last comparison has requested it.
 
-        Earlier weights may differ: sharpness-aware minimisation perturbs them by the process's own gradient.
+        Do not take it earlier: sharpness-aware minimisation perturbs the weights by the process's own gradient.
         """
         if self._takes_next:
             self._takes_next = False
@@ -53,11 +53,11 @@ class DifferingSteps(Guard):
         self._applied = applied
 
     def averages(self) -> None:
-        """Compare with the other processes, in the sampled steps. Collective.
+        """Compare with the other processes in the sampled steps. Collective.
 
         Raises:
-            LoopError: on every process, if one has left out a step, or numbers of the parameter groups, the weights or
-                the tensors of the script differ. It lists each value and the ranks that have it.
+            LoopError: on every process, if a process has left out a step, or if numbers of the parameter groups, the
+                weights or the script's tensors differ. The message lists each value and its ranks.
         """
         applied, self._applied = self._applied, False
         was_left_out = applied.read() if isinstance(applied, FoundInf) else not applied
@@ -78,24 +78,24 @@ class DifferingSteps(Guard):
             raise LoopError(
                 f"the parameter groups of the {type(self.session.optimizer).__name__} differ between the processes:\n"
                 f"{differences}\n"
-                "Every process has to step with the same numbers. Where they come from a loss, as in a scheduler's "
+                "Every process has to step with the same numbers. If they come from a loss, as in a scheduler's "
                 'step(loss), average it over the processes: accelerator.reduce(loss, "mean").'
             )
         if differences := compare(left_out):
             raise LoopError(
-                "the processes do not step after the same backwards, so that their weights differ: either some run "
-                "more backwards before a step(), or some have left out a step() that others have made:"
+                "the processes do not step after the same backwards, so their weights differ: some run more backwards "
+                "before a step(), or leave out a step() that others make:"
                 f"\n{differences}\n"
-                "Where numbers of backwards differ, run all but the last one before each step() inside "
+                "If numbers of backwards differ, run all but the last one before each step() inside "
                 "accelerator.no_sync(model), which sums them. "
-                "Where a batch decides whether to step, let all processes decide alike, by what all of them know, as "
+                "If a batch decides whether to step, let all processes decide alike, by a value that all have, e.g. "
                 'accelerator.reduce(loss, "mean").'
             )
         raise LoopError(
-            "tensors that the script trains beside the prepared models, and that losses depend on, differ between the "
-            f"processes:\n{compare(tensors)}\n"
-            "Make each an nn.Parameter of a module, and prepare() that with its optimizer. Or average its gradient "
-            'before its own step: tensor.grad = accelerator.reduce(tensor.grad, "mean").'
+            "tensors that the script trains in addition to the prepared models, and that losses depend on, differ "
+            f"between the processes:\n{compare(tensors)}\n"
+            "Make each an nn.Parameter of a module, and prepare() this module with its optimizer. Or average its "
+            'gradient before its own step: tensor.grad = accelerator.reduce(tensor.grad, "mean").'
         )
 
 
@@ -118,7 +118,7 @@ def _numbers_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _as_number(value: Any) -> str | None:
-    """Return a number, a tensor of one, or several numbers as text; None for anything else."""
+    """Return a number, a tensor of one, or several numbers as text; None for any other value."""
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else None
     if isinstance(value, tuple | list):

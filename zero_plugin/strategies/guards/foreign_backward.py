@@ -1,4 +1,4 @@
-"""Refuses a backward that the session does not run."""
+"""Refuse a backward that the session does not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zero_plugin.strategies.events import Guard
 
 
 class ForeignBackward(Guard):
-    """Raises in a backward that is not of the session, at the first parameter that it reaches.
+    """A guard that raises in a foreign backward, at the first parameter that the backward reaches.
 
     Mistake: `loss.backward()` instead of `accelerator.backward(loss)`: the loss is not divided by the micro-batches,
     has no loss scale, and stage 1 would not reduce.
@@ -16,7 +16,7 @@ class ForeignBackward(Guard):
     """
 
     def gradient_outside(self) -> None:
-        """Refuse the gradient; some of the others are already accumulated, so that none may be applied."""
+        """Refuse the gradient. No gradient may be applied: this backward has already changed some others."""
         if self.session.on_failure is not None:
             self.session.on_failure()
         raise LoopError(DIRECT_BACKWARD)

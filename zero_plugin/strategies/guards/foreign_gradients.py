@@ -1,4 +1,4 @@
-"""Refuses gradients in `p.grad` that no backward of the session has computed."""
+"""Refuse gradients in `p.grad` that no backward of the session has computed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zero_plugin.strategies.events import Guard, Sampling
 
 
 class ForeignGradients(Guard):
-    """Refuses gradients that the session would apply, but has not computed.
+    """A guard that refuses foreign gradients, which the session would apply.
 
     Mistake: `loss.backward()` before `prepare`, or with another model; a `p.grad` that the script sets before the
     backward. They would be added to the gradients of the step, without the loss scale and the average.
-    Cost: one look at `p.grad` of each parameter for each window and step.
+    Cost: one read of `p.grad` of each parameter for each window and step.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
         super().__init__(session, sampling)
-        # The gradients of frozen parameters cannot have hooks.
+        # Frozen parameters cannot have hooks on their gradients.
         groups = session.optimizer.param_groups
         self._frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
 
@@ -37,7 +37,7 @@ class ForeignGradients(Guard):
                 raise LoopError(FOREIGN_GRADIENTS)
 
     def nothing_to_step(self, *, is_again: bool) -> None:
-        """Check all parameters, unless the gradients of the last step may still be there."""
+        """Check all parameters, unless the gradients of the last step may still exist."""
         self.before_step()
         if not is_again:
             self._refuse_any()

@@ -1,4 +1,4 @@
-"""Refuses a step of a torch optimizer that the session does not take."""
+"""Refuse a step of a torch optimizer that the session does not take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zero_plugin.strategies.optimizer_only import has_step_hooks
 
 
 class ForeignSteps(Guard):
-    """Raises if an optimizer steps the weights outside of a step of the session.
+    """A guard that raises if an optimizer steps the weights outside of a step of the session.
 
-    Mistake: `step()` of the optimizer that was given to `prepare`, whose gradients may be scaled, incomplete or
-    partitioned; or, under ZeRO, of one that the script builds later over the same parameters.
+    Mistake: `step()` of the optimizer that was passed to `prepare`, whose gradients may be scaled, incomplete or
+    partitioned; or, under ZeRO, of an optimizer that the script builds later over the same parameters.
     Cost: one hook for each step; under ZeRO a second one for every step of any optimizer.
 
     Optimizers without torch's step hooks are not watched.
@@ -30,7 +30,7 @@ class ForeignSteps(Guard):
         session.own_step_hooks = 1
         if session.partitioned:
             hook = register_optimizer_step_pre_hook(_refusing_others(session))
-            # torch keeps the hook in a global registry, also when the script drops its Accelerator.
+            # torch keeps the hook in a global registry, even after the script drops its Accelerator.
             weakref.finalize(self, hook.remove).atexit = False
             self._hooks.append(hook)
 
@@ -41,13 +41,13 @@ class ForeignSteps(Guard):
 
 
 def _optimizers_of(session: Any) -> list[Optimizer]:
-    """Return the optimizer that runs, and that of the script if it is another, as far as they have step hooks."""
+    """Return the running optimizer and, if different, the script's; without those that lack step hooks."""
     found = {id(o): o for o in (session.given, session.optimizer) if o is not None}
     return [o for o in found.values() if has_step_hooks(o)]
 
 
 def _refusing(session: Any) -> Callable[..., None]:
-    """Return the hook of one optimizer; the hook has a weak reference to the session."""
+    """Return the hook of one optimizer. The hook holds a weak reference to the session."""
     reference = weakref.ref(session)
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
@@ -62,7 +62,7 @@ def _refusing(session: Any) -> Callable[..., None]:
 
 
 def _refusing_others(session: Any) -> Callable[..., None]:
-    """Return the hook of all optimizers, for those that step parameters which the session has partitioned."""
+    """Return the hook of all optimizers. It refuses steps of parameters that the session has partitioned."""
     reference, partitioned = weakref.ref(session), {id(p) for p in session.partitioned}
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:

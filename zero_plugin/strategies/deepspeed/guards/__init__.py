@@ -1,4 +1,4 @@
-"""The guards of an engine's session, one file each with one promise, and their lists by ZeRO stage."""
+"""The guards of an engine's session, one per file, and their lists by ZeRO stage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zero_plugin.strategies.guards.differing_steps import DifferingSteps
 from zero_plugin.strategies.guards.foreign_backward import ForeignBackward
 from zero_plugin.strategies.guards.foreign_steps import ForeignSteps
 
-# The order in which guards are called at an event they share: a mistake that a later guard would blame on something
-# else is looked for first. Guards that are collective come last, so that no process waits in them for one whose script
-# has a mistake of its own.
+# The order of calls at an event that several guards share. A guard comes first if a later guard would blame its mistake
+# on another cause. Collective guards come last: otherwise they would wait for a process whose script has a mistake that
+# only its own guards find.
 GUARDS: Final[Mapping[int, tuple[type[Guard], ...]]] = {
     # Gradients stay in `p.grad`, and are averaged in the step.
     0: (ForeignBackward, ForeignSteps, LostGradients, FrozenLater, PartialGradients, UncountedWrites, DifferingSteps),
-    # In 16 bits, gradients are accumulated in buffers of the engine.
+    # In 16 bits, gradients accumulate in buffers of the engine.
     1: (
         *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, PartialGradients, UncountedWrites),
         DifferingSteps,
     ),
-    # Gradients are reduced in each backward, in the order in which they are computed.
+    # Each backward reduces gradients, in the order in which they are computed.
     2: (
         *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, UncountedWrites, SameOrder),
         DifferingSteps,
     ),
-    # Weights are partitioned too: what a script writes into an empty one is lost.
+    # Weights are partitioned too: a write into an empty weight is lost.
     3: (
         *(ForeignBackward, ForeignSteps, HooksOnSums, LostGradients, FrozenLater, PartitionedWrites, UncountedWrites),
         *(SameOrder, DifferingSteps),

@@ -1,4 +1,4 @@
-"""Refuses a step with parameters that were frozen after `prepare` and got no gradient."""
+"""Refuse a step with parameters that were frozen after `prepare` and got no gradient."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from zero_plugin.strategies.precision import FoundInf
 
 
 class FrozenLater(Guard):
-    """Refuses a step with parameters that were frozen after `prepare` and got no gradient since.
+    """A guard that refuses a step with parameters that were frozen after `prepare` and got no gradient since.
 
-    Mistake: a script freezes a layer after some epochs. ZeRO partitions the optimizer once, so that momentum and weight
+    Mistake: a script freezes a layer after some epochs. ZeRO partitions the optimizer once, so momentum and weight
     decay would still change the layer.
-    Cost: one look at `requires_grad` of each parameter for each step; at stages 2 and 3 a set of ids.
+    Cost: one read of `requires_grad` of each parameter for each step; at stages 2 and 3 a set of ids.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
         super().__init__(session, sampling)
         numbers = session.gradients.numbered_parameters()
         self._numbers = {id(p): number for number, p in numbers.items()}
-        self._reduced: set[int] = set()  # numbers of the parameters whose gradients were reduced in this window
+        self._reduced: set[int] = set()  # numbers of the parameters whose gradients this window has reduced
         self._reduces_in_backward = session.gradients.agreement is not None
 
     def before_reduce(self, ids: Iterable[int]) -> None:
-        """Note the parameters."""
+        """Note the parameters whose gradients are reduced."""
         self._reduced.update(ids)
 
     def before_complete(self) -> None:
         """Check the frozen parameters.
 
         Raises:
-            LoopError: one of them got no gradient in this window.
+            LoopError: a frozen parameter got no gradient in this window.
         """
         frozen = []
         for p in self.session.trained:

@@ -1,4 +1,4 @@
-"""Refuses a second backward in a window if a hook of the script expects the accumulated gradient in `p.grad`."""
+"""Refuse a second backward in a window if a hook of the script expects the accumulated gradient in `p.grad`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_plugin.strategies.events import Guard, Sampling
 
 
 class HooksOnSums(Guard):
-    """Refuses a second backward before the step if the script has post-accumulate-grad hooks.
+    """A guard that refuses a second backward before the step if the script has post-accumulate-grad hooks.
 
     Mistake: a hook of `register_post_accumulate_grad_hook`, which gets each micro-batch's gradient instead of the sum.
     Cost: none without such hooks.
@@ -23,16 +23,16 @@ class HooksOnSums(Guard):
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:
-        """Only with such hooks, at stages that keep gradients elsewhere."""
+        """Return whether the script has these hooks, at a stage that keeps gradients elsewhere."""
         return not session.steps_by_grad and bool(_names_with_hooks(session.module))
 
     def before_backward(self, loss: Tensor, *, is_first: bool) -> None:  # noqa: ARG002
         """Refuse the second backward of a window."""
         if not is_first:
             raise LoopError(
-                f"a second backward before the step, where {self._name} of the {type(self.session.module).__name__} "
-                "has a hook of register_post_accumulate_grad_hook(): it expects the accumulated gradient in p.grad, "
-                "which this ZeRO stage keeps elsewhere.\nChange each backward's gradient by p.register_hook(lambda "
+                f"a second backward before the step, but {self._name} of the {type(self.session.module).__name__} has "
+                "a hook of register_post_accumulate_grad_hook(). The hook expects the accumulated gradient in p.grad, "
+                "but this ZeRO stage keeps it elsewhere.\nChange each backward's gradient by p.register_hook(lambda "
                 "gradient: …), step after each backward, or train without ZeRO."
             )
 

@@ -1,4 +1,4 @@
-"""Detects changes of a script to `p.grad` between a backward and the step."""
+"""Detect a script's changes of `p.grad` between a backward and the step."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from zero_plugin.strategies.precision import FoundInf
 
 
 class LostGradients(Guard):
-    """Refuses a `p.grad` of the script that the step would not apply.
+    """A guard that refuses a `p.grad` of the script that the step would not apply.
 
-    Most stages keep gradients in buffers of the engine: `p.grad` is None, or in bf16 at stage 1 already accumulated
-    elsewhere, and a value that the script writes there is lost.
+    Most stages keep gradients in buffers of the engine. `p.grad` is then None or, in bf16 at stage 1, already
+    accumulated elsewhere. A value that the script writes there is lost.
 
     Mistake: `torch.nn.utils.clip_grad_norm_`, noise or a mask between `backward()` and `step()`.
-    Cost: one look at `p.grad` of each parameter, four times a step.
+    Cost: one read of `p.grad` of each parameter, four times a step.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
         super().__init__(session, sampling)
-        # Whether the gradients were reduced into partitions; until then, some stages accumulate and reduce `p.grad`.
+        # Whether the gradients are reduced into partitions. Before that, some stages accumulate and reduce `p.grad`.
         self._is_reduced = not session.steps_by_grad
-        # `p.grad` of parameters that have one, as the last backward has left it, with its version.
+        # `p.grad` of parameters that have one, after the last backward, with its version.
         self._left: dict[int, tuple[Tensor, int]] = {}
 
     def after_backward(self) -> None:
-        """Note `p.grad`, where the step does not apply it."""
+        """Note `p.grad`, if the step does not apply it."""
         left = self._left = {}
         for p in self.session.trained if self._is_reduced else ():
             if (gradient := p.grad) is not None:
                 left[id(p)] = gradient, gradient._version
 
     def completed(self) -> None:
-        """Note that the gradients were reduced; at stage 0 they stay in `p.grad`, which the step applies."""
+        """Note that the gradients were reduced. At stage 0 they stay in `p.grad`, which the step applies."""
         if self.session.steps_by_grad and self.session.stage > 0:
             self._is_reduced = True
             self.after_backward()
@@ -66,7 +66,7 @@ class LostGradients(Guard):
     before_step = before_complete
 
     def nothing_to_step(self, *, is_again: bool) -> None:  # noqa: ARG002
-        """Check that the script has set no `p.grad`: the step applies none."""
+        """Check that the script has set no `p.grad`: this step would not apply it."""
         self._is_reduced = True
         self.before_complete()
         self._is_reduced = not self.session.steps_by_grad
@@ -79,14 +79,14 @@ class LostGradients(Guard):
 
 
 class PartialGradients(Guard):
-    """Warns of changes that a script makes to gradients which are not averaged yet, or have the loss scale.
+    """A guard that warns of a script's changes to gradients that are not averaged yet, or have the loss scale.
 
-    Stages 0 and 1 average `p.grad` over the processes only in the step: to average it in the backward, as DDP does,
-    stage 1 would have to communicate all gradients twice. So a value that the script computes from `p.grad` may differ
+    Stages 0 and 1 average `p.grad` over the processes only in the step. To average in the backward, as DDP does, stage
+    1 would have to communicate all gradients twice. A value that the script computes from `p.grad` may therefore differ
     from DDP.
 
     Mistake: clipping, noise or sharpness-aware minimisation by `p.grad` of one process.
-    Cost: in the sampled windows two lists of `p.grad` and of the weights.
+    Cost: in sampled windows, two lists of `p.grad` and of the weights.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
@@ -99,7 +99,7 @@ class PartialGradients(Guard):
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:
-        """Only where the step applies `p.grad`, and that may be one process's, or have the loss scale."""
+        """Return whether the step applies `p.grad`, and it may be one process's or have the loss scale."""
         return session.steps_by_grad and (dist.get_world_size() > 1 or session.scales_loss)
 
     def after_backward(self) -> None:
@@ -116,11 +116,11 @@ class PartialGradients(Guard):
         (left, _), self._seen = self._seen, None
         both = zip(self._gradients(), left, strict=True)
         self._warn(
-            "the script has changed p.grad of {0} parameters between backward() and optimizer.step(), e.g. {1}: at "
-            f"ZeRO stage {self.session.stage} that is {self._describe()}. A change by the same factor on every process "
-            "is applied as under DDP; clipping, noise, and changes that depend on norms or signs are not. To clip, "
-            "call accelerator.clip_grad_norm_(model.parameters(), max_norm) in place of "
-            "torch.nn.utils.clip_grad_norm_; for other changes train with DDP, and call "
+            "the script has changed p.grad of {0} parameters between backward() and optimizer.step(), e.g. {1}. At "
+            f"ZeRO stage {self.session.stage}, p.grad is {self._describe()} then. A change by the same factor on every "
+            "process works as under DDP. Clipping, noise, and changes that depend on norms or signs do not. To clip, "
+            "call accelerator.clip_grad_norm_(model.parameters(), max_norm) instead of "
+            "torch.nn.utils.clip_grad_norm_. For other changes, train with DDP, and call "
             "accelerator.unscale_gradients() before them under fp16.",
             [now is not before or version != known for (now, version), (before, known) in both],
         )
@@ -137,8 +137,8 @@ class PartialGradients(Guard):
             return
         self._warn(
             "the script has written into {0} parameters between backward() and zero_grad(), e.g. {1}. If it has used "
-            f"p.grad for that, as sharpness-aware minimisation does: at ZeRO stage {self.session.stage} that is "
-            f"{self._describe()}, so that the weights differ between the processes. Train with DDP, where p.grad is "
+            f"p.grad for that, as sharpness-aware minimisation does: at ZeRO stage {self.session.stage}, p.grad is "
+            f"{self._describe()} then, and the weights differ between the processes. Train with DDP, where p.grad is "
             "the average.",
             [new != old for new, old in zip(self._versions(), self._seen[1], strict=True)],
         )

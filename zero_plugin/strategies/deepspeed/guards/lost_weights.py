@@ -1,4 +1,4 @@
-"""Detects weights that a script writes where the write is lost."""
+"""Detect writes of a script into weights that would be lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zero_plugin.tensors.modules import names_of
 
 
 class PartitionedWrites(Guard):
-    """Refuses writes into partitioned parameters at stage 3, outside of `whole_weights`.
+    """A guard that refuses writes into partitioned parameters at stage 3, outside of `whole_weights`.
 
-    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed. The
-    version counts operations that change no value too, as those of a parametrization that every forward registers and
-    removes. So where a version has risen, the gathered values are compared with the partition.
+    A parameter's version counts every in-place write of a script, but not DeepSpeed's writes. The version also counts
+    operations that change no value, e.g. of a parametrization that every forward registers and removes. So if a version
+    has risen, the guard compares the gathered values with the partition.
 
     Mistake: a script initialises, clamps or averages weights after `prepare`, while they are empty.
     Cost: one comparison of integers for each parameter and step, and for each gather and release.
@@ -43,7 +43,7 @@ class PartitionedWrites(Guard):
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:
-        """Only where parameters are partitioned."""
+        """Return whether parameters are partitioned."""
         return bool(session.engine.zero_optimization_partition_weights())
 
     def weights_noted(self) -> None:
@@ -70,7 +70,7 @@ class PartitionedWrites(Guard):
             _refuse(self.session.module, lost)
 
     def _watch(self, parameter: Any) -> None:
-        """Compare versions where DeepSpeed gathers and releases the parameter, by the methods that it calls of it."""
+        """Compare versions whenever DeepSpeed gathers or releases the parameter, in the methods that it calls."""
 
         def calling(check: Callable[..., None]) -> Callable[..., None]:
             own = weakly(check)
@@ -87,15 +87,15 @@ class PartitionedWrites(Guard):
         patches.replace(parameter, "set_", _ignoring_itself(parameter))
 
     def _check_empty(self, parameters: Iterable[Any]) -> None:
-        """Note parameters that were written since they are empty, before they are gathered: those values are lost."""
+        """Note empty parameters that the script has written, before they are gathered: the values are lost."""
         for p in parameters:
             if p._version != self._versions.get(id(p), p._version) and p.ds_status is ZeroParamStatus.NOT_AVAILABLE:
                 self._lost.add(id(p))
 
     def _check_gathered(self, parameters: Iterable[Any]) -> None:
-        """Note parameters whose gathered values were changed, before they are released: the partition has the old ones.
+        """Note parameters whose gathered values were changed, before their release: the partition has the old values.
 
-        Each process compares only its own partition, so a write in one partition is found by one process.
+        Each process compares only its own partition, so only one process finds a write in one partition.
         """
         for p in parameters:
             if p._version == self._versions.get(id(p), p._version) or p.ds_status is not ZeroParamStatus.AVAILABLE:
@@ -107,17 +107,17 @@ class PartitionedWrites(Guard):
 
     def _has_own_values(self, parameter: Any) -> bool:
         values, partition = own_part(parameter)
-        # What is on NVMe is not in memory, and what is quantized for the gather differs from the partition.
+        # Values on NVMe are not in memory. Values that are quantized for the gather differ from the partition.
         is_comparable = values.shape == partition.shape and not self._engine.zero_quantized_weights()
         return is_comparable and torch.equal(values, partition.to(values.device))
 
 
 class UncountedWrites(Guard):
-    """Warns once if the script has written weights past autograd, as `p.data` does.
+    """A guard that warns once if the script has written weights past autograd, as `p.data` does.
 
     Mistake: `p.data.clamp_(…)`, as in WGAN and many recipes: ZeRO updates the fp32 master weights or the partitions,
-    and the write is lost in the next step.
-    Cost: in the sampled steps one comparison of all weights of this process.
+    and the next step loses the write.
+    Cost: in sampled steps, one comparison of all weights of this process.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
@@ -125,7 +125,7 @@ class UncountedWrites(Guard):
         self._is_partitioned = session.engine.zero_optimization_partition_weights()
 
     def before_step(self) -> None:
-        """Compare, in the sampled steps, the weights with what the step will update."""
+        """Compare the weights with the values that the step will update, in the sampled steps."""
         masters = self.session.masters
         if not self.sampling.is_due() or masters.set_after == masters.steps - 1:
             return
@@ -134,16 +134,16 @@ class UncountedWrites(Guard):
             outside = "" if self._is_partitioned else "under torch.no_grad() into the parameter itself, or "
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
-                f"{lost[0]}: ZeRO updates {'partitions' if self._is_partitioned else 'fp32 master weights'}, so that "
-                f"what was written is lost. Write {outside}inside `with accelerator.whole_weights(model):`.",
+                f"{lost[0]}: ZeRO updates {'partitions' if self._is_partitioned else 'fp32 master weights'}, so the "
+                f"writes are lost. Write {outside}inside `with accelerator.whole_weights(model):`.",
                 by_each=True,
             )
 
     def _kept(self) -> Iterable[tuple[str, Tensor, Tensor]]:
-        """Return the name of each weight, the values that it should have, and those that it has."""
+        """Return each weight's name, the values that it should have, and its current values."""
         session = self.session
         if self._is_partitioned:
-            # What is empty now cannot be seen, nor what differs from its partition by being quantized for the gather.
+            # Empty weights cannot be checked. Weights that are quantized for the gather differ from their partition.
             if session.engine.zero_quantized_weights():
                 return ()
             parts = gathered_parts(session.module, recurse=True)
@@ -156,9 +156,9 @@ class UncountedWrites(Guard):
 
 
 def _ignoring_itself(parameter: Tensor) -> Callable[..., Tensor]:
-    """Return the parameter's `set_`, which ignores the parameter itself.
+    """Return a `set_` of the parameter that ignores the parameter itself as the argument.
 
-    `torch.nn.utils.parametrize` calls it so: autograd counts it as a write, which an empty parameter cannot have.
+    `torch.nn.utils.parametrize` passes it. Autograd counts this as a write, but an empty parameter cannot have one.
     """
 
     def set_to(*args: Any, **kwargs: Any) -> Tensor:
@@ -169,10 +169,10 @@ def _ignoring_itself(parameter: Tensor) -> Callable[..., Tensor]:
 
 
 def _refuse(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
-    """Raise for parameters that the script has written; the error names one of them."""
+    """Raise an error for parameters that the script has written; name one of them."""
     found = names_of(module, written)
     raise LoopError(
         f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
-        "ZeRO stage 3 has partitioned: what was written is lost.\n"
+        "ZeRO stage 3 has partitioned: the writes are lost.\n"
         "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
     )

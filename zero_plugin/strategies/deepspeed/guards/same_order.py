@@ -1,4 +1,4 @@
-"""Checks that all processes reduce gradients, and gather weights, of the same parameters together."""
+"""Check that all processes reduce gradients, and gather weights, of the same parameters together."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from zero_plugin.strategies.deepspeed.gradients import describe_drops
 from zero_plugin.strategies.events import Guard, Sampling
 from zero_plugin.strategies.precision import FoundInf
 
-# Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of
-# different size would hang, or abort under gloo. Most models with branches take them from the start; afterwards the
-# order is compared once per window. At stage 3 an evaluation before the training compares at most _COMPARED times.
+# In the first windows, compare the order before each of DeepSpeed's collectives. Branches of different sizes would hang
+# in a collective, or abort under gloo. Most models with branches take them from the start. Afterwards, compare the
+# order once per window. At stage 3, an evaluation before the training compares at most _COMPARED times.
 _CAREFUL: Final = 10
 _COMPARED: Final = 5000
-_KEPT: Final = 5000  # notes, which name the first difference
+_KEPT: Final = 5000  # notes, to name the first difference
 _SHOWN: Final = 4  # names in a message
 _OTHER_FORWARDS: Final = (
-    " The cause may also be a forward that only some processes run, as an evaluation or generate() under "
-    "`if accelerator.is_main_process:`: call the model on every process."
+    " The cause may also be a forward that only some processes run, e.g. an evaluation or generate() under "
+    "`if accelerator.is_main_process:`. Then call the model on every process."
 )
 
 
 class SameOrder(Guard):
-    """Checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
+    """A guard that checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
 
     At stages 2 and 3 DeepSpeed reduces gradients in the order in which they are computed. If processes take different
-    branches of the model, DeepSpeed would silently add up gradients of different parameters. A digest of the order is
-    compared in the session's collective before a step, and in the first windows before each of DeepSpeed's collectives.
+    branches of the model, DeepSpeed would silently add up gradients of different parameters. The guard compares a
+    digest of the order in the session's collective before a step. In the first windows, it also compares before each of
+    DeepSpeed's collectives.
 
     Mistake: only some processes have an image, an expert or another backward.
-    Cost: a hash for each collective of DeepSpeed; at stage 3 one small collective a backward.
+    Cost: a hash for each collective of DeepSpeed; at stage 3, one small collective per backward.
     """
 
     def __init__(self, session: Any, sampling: Sampling) -> None:
@@ -51,12 +52,12 @@ class SameOrder(Guard):
         self._careful = _CAREFUL
         self._compared = 0
         self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
-        self._backwards = 0  # of the window
-        self._in_backward: set[int] = set()  # parameters whose gradients were reduced in this backward
+        self._backwards = 0  # in this window
+        self._in_backward: set[int] = set()  # parameters whose gradients this backward has reduced
 
     @classmethod
     def is_needed(cls, session: Any) -> bool:
-        """Only where gradients are reduced in the backwards."""
+        """Return whether backwards reduce gradients."""
         return session.gradients.agreement is not None
 
     def before_backward(self, loss: Tensor, *, is_first: bool) -> None:  # noqa: ARG002
@@ -68,7 +69,7 @@ class SameOrder(Guard):
         """Note that the gradients of these parameters are about to be reduced together.
 
         Raises:
-            SecondGradientError: one of them was reduced in this backward already; stage 3 would overwrite its gradient.
+            SecondGradientError: this backward has already reduced one of them; stage 3 would overwrite its gradient.
         """
         note = tuple(ids)
         before = len(self._in_backward)
@@ -84,19 +85,19 @@ class SameOrder(Guard):
         self._add(tuple(sorted(-1 - number for number in ids)))
 
     def after_backward(self) -> None:
-        """Compare, at stage 3. DeepSpeed has just waited for the device, so the comparison costs little. Collective."""
+        """Compare the order at stage 3. DeepSpeed has just waited for the device, so this costs little. Collective."""
         if self._stage < 3:
             return
         try:
             self._agreement.confirm()
         except LoopError:
-            # Processes in different branches have gathered parts of different weights, and small ones stay gathered.
+            # Processes in different branches have gathered different weights, and small ones stay gathered.
             self.session.engine.optimizer.parameter_offload.partition_all_parameters()
             raise
         self._relax()
 
     def completed(self) -> None:
-        """Count one of the first windows, in which the order is compared before each collective."""
+        """Count one of the first windows, which compare the order before each collective."""
         if self._stage < 3:
             self._relax()
 
@@ -112,7 +113,7 @@ class SameOrder(Guard):
 
     def _add(self, note: tuple[int, ...]) -> None:
         agreement = self._agreement
-        # Hashes of integers are the same in every process.
+        # Hashes of integers are equal in all processes.
         agreement.digest = hash((agreement.digest, note))
         self._notes.append(note)
         if self._careful and self._compared < _COMPARED:
@@ -129,7 +130,7 @@ class SameOrder(Guard):
         if ended and len(ended) < len(gathered) and all(not differing[rank] for rank in ended):
             going = next(rank for rank in range(len(gathered)) if rank not in ended)
             (rank, count), (_, going_count, *_), note = next(iter(ended.items())), gathered[going], differing[going]
-            if going_count > count or (note and note[0] < 0):  # else a branch with more parameters
+            if going_count > count or (note and note[0] < 0):  # otherwise a branch has more parameters
                 return self._describe_count(rank, count, going, going_count, note)
         alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
         ranks: dict[tuple[int, ...], int] = {}
@@ -148,16 +149,16 @@ class SameOrder(Guard):
         )
 
     def _describe_count(self, ended: int, count: int, going: int, going_count: int, note: tuple[int, ...]) -> str:
-        """The error if one process ends its window while another one goes on."""
+        """Return the message if one process ends its window while another continues."""
         has_more = going_count > count
         what = f"runs backward {going_count}" if has_more else f"{self._describe_note(note)} in one more forward"
         return (
             f"the number of backwards differs between the processes in one accumulation window: rank {ended} ends it "
-            f"after {count}, where rank {going} {what}. ZeRO stage {self._stage} sums gradients in every backward, "
-            "which all processes have to run.\n"
-            "Run as many backwards on every process: where one has no micro-batch left, backward() of the loss of any "
-            "batch times 0. Or use stage 0 or 1, or DDP with accelerator.no_sync(model) around all but the last "
-            f"backward, which sum over all backwards.{'' if has_more else _OTHER_FORWARDS}"
+            f"after {count}, but rank {going} {what}. ZeRO stage {self._stage} sums gradients in every backward, so "
+            "all processes have to run it.\n"
+            "Run the same number of backwards on every process. If a process has no micro-batch left, call backward() "
+            "with the loss of any batch times 0. Or use stage 0 or 1, or DDP with accelerator.no_sync(model) around "
+            f"all but the last backward. These sum over all backwards.{'' if has_more else _OTHER_FORWARDS}"
         )
 
     def _describe_note(self, note: tuple[int, ...]) -> str:
