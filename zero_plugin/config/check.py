@@ -183,7 +183,7 @@ _SEVERITIES: Final = ("note", "warning", "error")
 
 
 def find_problems(document: Document) -> list[Problem]:
-    """Errors, warnings and notes of a document, in the order in which they are written."""
+    """Return errors, warnings and notes of a document, in the order of the keys in the files."""
     problems = [
         *document.problems,
         *document.notes,
@@ -205,9 +205,9 @@ def find_problems(document: Document) -> list[Problem]:
 
 
 def _most_severe(problems: Iterable[Problem]) -> list[Problem]:
-    """One finding for each key at its place: the first error, else the last warning, else the last note.
+    """Return the most severe finding for each key at its place: the first error, the last warning, or the last note.
 
-    Whether a wrong value has an effect, and how it is read, does not matter before the value is right.
+    For a wrong value, warnings about its effect and notes on how it was read are of no use.
     """
     found: dict[Any, Problem] = {}
     for problem in problems:
@@ -264,7 +264,7 @@ def _double_spellings(document: Document) -> Iterator[Problem]:
         if document.deepspeed.has_section(*old):  # reading moved it to its present name unless that was taken
             present = dotted(new[len(old) - 1 :])
             fix = f"Delete it; keep {present}."
-            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"is written beside {present}", fix)
+            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"{present} is written too", fix)
 
 
 def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
@@ -282,7 +282,7 @@ def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
 
 
 def _as_section(found: Violation) -> str:
-    """The section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" where it fits no key."""
+    """Return the section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" if no key fits."""
     for name in ("enabled", "device", "type", "stage"):
         wanted = found.wanted.get("properties", {}).get(name)
         if wanted is not None and not isinstance(found.value, dict | list) and is_valid(found.value, wanted):
@@ -291,7 +291,7 @@ def _as_section(found: Violation) -> str:
 
 
 def _place(found: Violation, tree: Tree) -> str:
-    """The key as it was typed, inside a list too: `layer_specs[0].patterns`."""
+    """Return the key as it was typed, also inside a list: `layer_specs[0].patterns`."""
     path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{dotted(found.path[-1:])}")
     inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
     return f"{tree.typed(*path)}{inside}{key}".lstrip(".")

@@ -89,7 +89,7 @@ def _is_taken(tree: Tree, path: KeyPath) -> bool:
     return any(value is not None and value != {} for value in above)
 
 
-_LINE: Final = 120  # columns; a comment that would end beyond goes on its own line
+_LINE: Final = 120  # columns; a comment that would end beyond gets its own line
 
 # Text that needs no quotes: no YAML parser reads it as a number, a date or an indicator.
 _PLAIN: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@=-]*|~/[A-Za-z0-9_./+@=-]*")

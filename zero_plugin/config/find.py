@@ -42,8 +42,7 @@ def find_config_file(environ: Mapping[str, str]) -> Path | None:
     """Return the file for a command that names none, or None.
 
     In this order: the file in `$ZERO_PLUGIN_CONFIG_FILE`, whether it exists or not; the user's default file; the
-    default
-    file that `accelerate config` wrote.
+    default file that `accelerate config` wrote.
     """
     named = environ.get(CONFIG_VARIABLE)
     if named:
@@ -80,8 +79,9 @@ _REFUSED: Final = {
 
 
 def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
-    """Return the document that `ACCELERATE_*` variables describe, with the precedence of launch flags; None without
-    any.
+    """Return the document that `ACCELERATE_*` variables describe, at the precedence of launch flags.
+
+    Return None if no variable describes one.
 
     Raises:
         ConfigError: a variable requests a feature that this package lacks, or the DeepSpeed file cannot be read.

@@ -251,8 +251,9 @@ class ProjectConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of `torch.compile`. Those that are None are read from `ACCELERATE_DYNAMO_*`, set by Accelerate's
-    launcher.
+    """Arguments of `torch.compile`.
+
+    Arguments that are None are read from `ACCELERATE_DYNAMO_*`, which Accelerate's launcher sets.
 
     Attributes:
         backend: the compiler; `NO` if neither the script nor the environment names one.
