@@ -61,7 +61,7 @@ def nearest_file(path: Path) -> str:
         names = [child.name for child in path.parent.iterdir() if child.is_file()]
     except (OSError, ValueError):  # ValueError: a NUL in the name
         return f"The folder {path.parent} does not exist or cannot be read; check the path."
-    # Compare without extensions, which would make any two YAML files similar. For equal stems, prefer `path`'s
+    # Compare without extensions, which would make any two YAML files similar. For equal stems, prefer the same
     # extension.
     by_stem = {Path(name).stem: name for name in sorted(names, key=lambda name: Path(name).suffix == path.suffix)}
     near = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=_NEAR)

@@ -65,7 +65,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 RECORD_NAME: Final = "resolved_config.json"  # next to weights and checkpoints
 FOLDER_VARIABLE: Final = "ZERO_PLUGIN_RUNS"
 
-_KEPT: Final = 20  # records in the user's cache
+_KEPT: Final = 20  # records outside `log_dir`
 
 
 def write_record(record: Mapping[str, Any], folder: str | Path) -> Path:
