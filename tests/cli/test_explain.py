@@ -251,7 +251,7 @@ def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
         "  zero3.yaml  true       DeepSpeed's default: DeepSpeed overlaps communication at stage 3 only",
         "  other.yaml  false      DeepSpeed's default: DeepSpeed overlaps communication at stage 3 only",
         "zero_optimization.allgather_bucket_size",
-        "  zero3.yaml  500000000  DeepSpeed's default: nobody wrote the key",
+        "  zero3.yaml  500000000  DeepSpeed's default: the key is absent",
         "  other.yaml  1000       other.yaml:12",
     ]
     differences = json.loads(explain("zero3.yaml", "--diff", "other.yaml", "--format=json")[1])["differences"]
@@ -364,7 +364,7 @@ def test_a_file_for_gpus_on_a_machine_without(
 def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:
     """Each key once, what is written with its own origin."""
     found = lines(explain("zero3.yaml", "--all")[1])
-    assert found["zero_optimization.sub_group_size"] == ["1000000000", "DeepSpeed's default: nobody wrote the key"]
+    assert found["zero_optimization.sub_group_size"] == ["1000000000", "DeepSpeed's default: the key is absent"]
     assert found["zero_optimization.stage"] == ["3", "zero3.yaml:9"]
     assert len(found) > 200
 

@@ -71,7 +71,7 @@ ON_PURPOSE: Final[Mapping[str, tuple[str, ...]]] = {
         r"zero_optimization.\S*: (cpu|nvme|true|[\d.]+) needs ZeRO stage",
         r"zero_optimization.offload_optimizer.super_offload: true, but",
         r"zero_optimization.cpu_offload_use_pin_memory: DeepSpeed drops its value",
-        r"\S*: is written beside ",
+        r"\S*: \S* is written too",
         r"optimizer.type: (Lamb|Adafactor) .* The weights would not be those of stage 0",
         r"optimizer.params.adam_w_mode: false, but the type is AdamW",
         r"data_types.param_dtype: .* but the model is in",

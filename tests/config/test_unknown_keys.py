@@ -49,7 +49,7 @@ TABLE: list[tuple[str, dict[str, Any], str | None]] = [
     ("a parameter beside params", {"optimizer": {"type": "AdamW", "lr": 1e-3}}, "It belongs in optimizer.params."),
     ("a parameter at the top", {"warmup_num_steps": 3}, "It belongs in scheduler.params."),
     ("a parameter of other types", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, "write another optimizer.type, that has it"),
-    ("two spellings", {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16: is written beside bf16"),
+    ("two spellings", {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16: bf16 is written too"),
     ("a comment", {"_why": 1, "zero_optimization": {"stage": 1, "_why": {"deep": 1}}}, None),
     ("a section that is no section", {"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization?"),
     ("pipeline", {"pipeline": {"seed_layer": True}}, "Did you mean seed_layers?"),

@@ -190,7 +190,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("another library's word", "c.json", '{"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}', "1:44", "optimizer.params.learning_rate = 1: unknown key", "Did you mean lr?"),
     ("transformers' word", "c.json", '{"max_grad_norm": 1.0}', "1:2", "max_grad_norm = 1.0: unknown key", "Did you mean gradient_clipping?"),
     ("a removed optimizer", "c.json", '{"optimizer": {"type": "OneBitAdam"}}', "1:16", 'optimizer.type: "OneBitAdam" is not supported', "DeepSpeed removed it by 0.19.7. Write AdamW (or Lamb)."),
-    ("a kernel as optimizer", "c.json", '{"optimizer": {"type": "FusedAdam"}}', "1:16", 'optimizer.type: "FusedAdam" is not supported', "Write AdamW: DeepSpeed uses its fused kernel by itself."),
+    ("a kernel as optimizer", "c.json", '{"optimizer": {"type": "FusedAdam"}}', "1:16", 'optimizer.type: "FusedAdam" is not supported', "Write AdamW: DeepSpeed uses its fused kernel automatically."),
     ("max_grad_norm", "c.json", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}', "1:44", "optimizer.params.max_grad_norm = 1: DeepSpeed refuses it here", "Delete it; write gradient_clipping."),
     # --- values
     ("stage 4", "c.yaml", YAML + "  zero_stage: 4\n", "4:3", "zero_stage: 4 is not legal here", "Write an integer from 0 to 3 or auto (default 0)."),
@@ -301,7 +301,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("predividing", "c.json", '{"gradient_predivide_factor": 2.0, ' + ZERO2[:-2] + "}}", "1:2", "gradient_predivide_factor: 2.0 while ZeRO reduces by reduce_scatter", "Delete it, or write zero_optimization.reduce_scatter: false."),
     ("a rank beyond the machines", "c.yaml", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "2:1", "machine_rank: 2, but num_machines is 2 and ranks count from 0", "Write at most 1."),
     ("uneven machines", "c.yaml", "num_machines: 2\nnum_processes: 3\n", "2:1", "num_processes: 3 processes do not divide among 2 machines", "Write a multiple of 2."),
-    ("two filters", "c.yaml", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", "5:3", 'deepspeed_exclusion_filter = "b": is written beside deepspeed_inclusion_filter at c.yaml:4:3', "Keep one of the two."),
+    ("two filters", "c.yaml", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", "5:3", 'deepspeed_exclusion_filter = "b": deepspeed_inclusion_filter is written too, at c.yaml:4:3', "Keep one of the two."),
     ("a short field against an inline one", "c.yaml", YAML + "  zero_stage: 2\n  zero_optimization: {stage: 3}\n", "4:3", "zero_stage: 2 here, but 3 at c.yaml:5:23", "Keep one of the two, or write auto in the DeepSpeed JSON."),
 ]  # fmt: skip
 

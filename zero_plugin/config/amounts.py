@@ -1,4 +1,4 @@
-"""Amounts as people write them, read and shown: numbers, bytes such as `24GiB`, counts such as `7B`."""
+"""Readers and printers of amounts: numbers, sizes in bytes such as `24GiB`, bandwidths, counts such as `7B`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zero_plugin.errors import ConfigError, Problem
 
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
-# Characters. Python refuses to read integers of thousands of digits; so long a number is no setting.
+# Limit in characters. Python refuses to parse integers of thousands of digits, and no setting is that long.
 _LONGEST: Final = 100
 
 
 def as_number(text: str) -> int | float | None:
-    """A decimal number as YAML 1.2 and JSON spell it (`2e8`, `5e-5`); None for any other text, or if it is endless."""
+    """Return the number that a text spells in YAML 1.2 or JSON (`2e8`, `5e-5`); None for other text and infinity."""
     if not _NUMBER.fullmatch(text):
         return None
     if text.lstrip("+-").isdigit():
@@ -25,20 +25,20 @@ def as_number(text: str) -> int | float | None:
 
 
 BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTPEkmgtpe][Ii]?)?[Bb]\s*$"
-LEAST_MEMORY: Final = 2**20  # bytes: who writes less, `24`, has left the unit out
+LEAST_MEMORY: Final = 2**20  # bytes: a smaller amount, e.g. `24`, lacks its unit
 
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*\.?\d*|\.\d+)\s*([KkMmBbGgTt]?)\s*")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5, "E": 6}
 
 
 def read_bytes(amount: Any, *, least: int = 1) -> int | None:
-    """Bytes from an integer, or from a string such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
+    """Return bytes from an integer, or from a string such as `24GiB` (binary) or `24GB` (decimal); otherwise None.
 
-    Capitals do not matter: `24Gb` is `24GB`, for memory is not counted in bits.
+    Case does not matter: `24Gb` is read as `24GB`, because memory is not counted in bits.
 
     Args:
-        amount: as it is written.
-        least: bytes, below which it is none.
+        amount: the written amount.
+        least: the smallest legal amount in bytes; a smaller one returns None.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
         size = amount
@@ -55,14 +55,14 @@ def read_bytes(amount: Any, *, least: int = 1) -> int | None:
 
 
 def require_bytes(where: str, amount: Any) -> int:
-    """Bytes, as `read_bytes`.
+    """Return bytes, read as in `read_bytes`.
 
     Args:
-        where: the flag or the argument that `amount` was given by.
-        amount: as it is written.
+        where: the flag or argument that `amount` comes from, for the message.
+        amount: the written amount.
 
     Raises:
-        ConfigError: it is no size, or less than a byte.
+        ConfigError: the amount is not a size, or is less than a byte.
     """
     size = read_bytes(amount)
     if size is None:
@@ -75,21 +75,23 @@ BANDWIDTH_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([MGT])(b|bit|B)(?:/s|ps)?\
 
 
 def read_bandwidth(amount: Any) -> float | None:
-    """Bytes per second from a string such as `400Gb` or `400Gbps`, of bits as networks are sold, or `50GB/s`; None for
-    anything else, and for 0."""
+    """Return bytes per second from a string; None for other values and for 0.
+
+    `400Gb` and `400Gbps` are bits, as networks are specified; `50GB/s` is bytes.
+    """
     found = re.match(BANDWIDTH_PATTERN, amount) if isinstance(amount, str) and len(amount) <= _LONGEST else None
     return float(found[1]) * 1000 ** _POWERS[found[2]] / (1 if found[3] == "B" else 8) or None if found else None
 
 
 def require_bandwidth(where: str, amount: str) -> float:
-    """Bytes per second, as `read_bandwidth`.
+    """Return bytes per second, read as in `read_bandwidth`.
 
     Args:
-        where: the flag that `amount` was given by.
-        amount: as it is written.
+        where: the flag that `amount` comes from, for the message.
+        amount: the written amount.
 
     Raises:
-        ConfigError: it is no bandwidth, or 0.
+        ConfigError: the amount is not a bandwidth, or is 0.
     """
     speed = read_bandwidth(amount)
     if speed is None:
@@ -99,7 +101,7 @@ def require_bandwidth(where: str, amount: str) -> float:
 
 
 def read_count(amount: Any) -> int | None:
-    """A count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; None for anything else."""
+    """Return a count from an integer, or from a string such as `7B`, `350M` or `1_000_000`; otherwise None."""
     found = _COUNT.fullmatch(str(amount)[: _LONGEST + 1])
     if found is None or isinstance(amount, bool) or len(found[0]) > _LONGEST:
         return None
@@ -107,15 +109,15 @@ def read_count(amount: Any) -> int | None:
 
 
 def require_count(where: str, amount: Any, example: str) -> int | None:
-    """A count, as `read_count`; None for None.
+    """Return a count, read as in `read_count`; None for None.
 
     Args:
-        where: the flag that `amount` was given by.
-        amount: as it is written.
-        example: how one is written.
+        where: the flag that `amount` comes from, for the message.
+        amount: the written amount.
+        example: a valid count, for the message.
 
     Raises:
-        ConfigError: it is no count.
+        ConfigError: the amount is not a count.
     """
     count = read_count(amount)
     if amount is not None and count is None:
@@ -127,19 +129,19 @@ _UNITS: Final = (("GiB", 2**30, 0.1 * 2**30), ("MiB", 2**20, 0.1 * 2**20), ("KiB
 
 
 def show_bytes(size: float) -> str:
-    """Three digits in GiB, all of them from a thousand on; in MiB below a tenth of one; and so on to bytes."""
+    """Return a size as text in GiB; below 0.1 GiB in MiB, and so on. It has three digits, or all digits above 999."""
     unit, name = _unit(size)
     amount = size / unit
     return f"{amount:,.0f} {name}" if amount >= 999.5 else f"{amount:.3g} {name}"
 
 
 def round_up(count: int) -> int:
-    """The least size of at least `count` bytes that `show_bytes` shows in full."""
+    """Return the smallest size of at least `count` bytes that `show_bytes` prints exactly."""
     unit, _ = _unit(count)
     steps = 10 ** max(0, 2 - math.floor(math.log10(max(1, count) / unit)))
     return int(math.ceil(count / unit * steps) / steps * unit)
 
 
 def _unit(size: float) -> tuple[int, str]:
-    """Bytes and name of the unit that a size is shown in. None is above GiB: what is compared has one unit."""
+    """Return bytes and name of the unit for a size. GiB is the largest unit, so users compare sizes in one unit."""
     return next((unit, name) for name, unit, least in _UNITS if size >= least or unit == 1)

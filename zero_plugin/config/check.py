@@ -1,4 +1,4 @@
-"""Everything that is wrong with a document, found together, and what to write instead of a key that nobody has."""
+"""Check of a document: finds all problems together, and suggests a legal key for each unknown key."""
 
 from __future__ import annotations
 
@@ -43,40 +43,41 @@ _RULES: Final = (
 
 
 def deletes_key(problem: Problem) -> bool:
-    """Whether the fix of a problem is to delete its key, and nothing else."""
+    """Return whether the fix of a problem is only to delete its key."""
     fix = problem.fix
     return fix in ("Delete it.", "Delete the key.", _DELETE, NO_SUCCESSOR) or fix.startswith("Delete it; keep ")
 
 
 def contradictions(document: Document) -> Iterator[Problem]:
-    """Errors, and warnings of what has no effect. A field that is `auto`, or of a wrong type, takes part in none.
+    """Yield errors, and warnings about keys without effect. A field that is `auto` or has a wrong type yields nothing.
 
-    An error is what DeepSpeed refuses, or what would train otherwise than written; checked against DeepSpeed 0.19.8.
+    An error means that DeepSpeed refuses the configuration, or would train differently from what is written. The rules
+    were checked against DeepSpeed 0.19.8.
     """
     asked = Asked(document)
     for rule in _RULES:
         yield from rule(asked)
 
 
-_MANY: Final = 12  # more legal keys than this are not listed in a message
-_FEW: Final = 3  # a key that is at home in more sections than this says too little of where it belongs
+_MANY: Final = 12  # a message lists legal keys up to this number
+_FEW: Final = 3  # a message names the sections that have a key up to this number; more would not help
 _FIELDS_OF_YAML: Final = (*SHORT_FIELDS, *LAUNCH_FIELDS, CONFIG_FILE.name)
 _DELETE: Final = "Delete it; a comment key starts with _."
 
 
-# What other libraries, transformers above all, call a key of DeepSpeed's that spelling alone would not find.
+# Names in other libraries, mainly transformers, for keys of DeepSpeed that are spelled too differently to be guessed.
 _ELSEWHERE: Final[Mapping[str, str]] = {other: key.path[-1] for key in TRAINING for other in key.elsewhere}
-# In files that describe trainings for axolotl, LLaMA-Factory or the Trainer it names a DeepSpeed file.
+# In training configs of axolotl, LLaMA-Factory and transformers' Trainer, this key names a DeepSpeed file.
 _NAMES_A_FILE: Final = "deepspeed"
 _NAMED_FILE: Final = "If this file is another program's, check and launch with the DeepSpeed file that this key names."
 
 
 def explain_launch_key(name: str, known: list[str]) -> str:
-    """What to write instead of an unknown key at the top of a launch YAML.
+    """Return the fix for an unknown key at the top of a launch YAML.
 
     Args:
-        name: the key.
-        known: the launch keys.
+        name: the unknown key.
+        known: all launch keys.
     """
     training = [*SHORT_FIELDS, *deepspeed_schema()["properties"]]
     if name in training:
@@ -96,11 +97,11 @@ def explain_launch_key(name: str, known: list[str]) -> str:
 
 
 def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
-    """What is wrong with an unknown key of the training configuration, and what to write instead.
+    """Return the message and the fix for an unknown key of the training configuration.
 
     Args:
         found: the key, with the schema of its section.
-        in_yaml: whether the configuration is in a launch YAML, with its short fields.
+        in_yaml: whether the configuration is in a launch YAML, which may have short fields.
     """
     path, key = found.path, found.path[-1]
     if path in RETIRED_KEYS:
@@ -131,7 +132,7 @@ def explain_training_key(found: Violation, *, in_yaml: bool) -> tuple[str, str]:
 
 
 def _types_with(path: KeyPath) -> list[str]:
-    """The optimizers or schedules whose parameters have the last key of `path`."""
+    """Return the optimizers or schedulers whose parameters include the last key of `path`."""
     if path[1:2] != ("params",):
         return []
     branches = deepspeed_schema()["properties"][path[0]].get("allOf", ())
@@ -140,7 +141,10 @@ def _types_with(path: KeyPath) -> list[str]:
 
 
 def _homes(key: str, section: KeyPath) -> list[KeyPath]:
-    """The few sections that have `key`: those above and below `section` if there are any, else any."""
+    """Return the sections that have `key`: only those related to `section` if there are any, otherwise all.
+
+    Return none if there are more than `_FEW`.
+    """
     paths = [path for path, _ in walk_keys(deepspeed_schema()) if path[-1] == key]
     homes = list(dict.fromkeys(path[:-1] for path in paths if path[:-1] != section))
     related = [home for home in homes if home[: len(section)] == section or home == section[: len(home)]]
@@ -160,13 +164,13 @@ def check_document(document: Document) -> tuple[Problem, ...]:
     """Refuse a document that cannot run as written. `auto` is never a contradiction.
 
     Args:
-        document: what was read.
+        document: the document that was read.
 
     Returns:
-        Warnings and notes, the document's own among them.
+        Warnings and notes, including the document's own.
 
     Raises:
-        ConfigError: every problem of the document, in the order in which they are written.
+        ConfigError: the document has errors. Holds all of them, in the order in which they are written.
     """
     problems = find_problems(document)
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -179,7 +183,7 @@ _SEVERITIES: Final = ("note", "warning", "error")
 
 
 def find_problems(document: Document) -> list[Problem]:
-    """Errors, warnings and notes of a document, in the order in which they are written."""
+    """Return errors, warnings and notes of a document, in the order of the keys in the files."""
     problems = [
         *document.problems,
         *document.notes,
@@ -201,9 +205,9 @@ def find_problems(document: Document) -> list[Problem]:
 
 
 def _most_severe(problems: Iterable[Problem]) -> list[Problem]:
-    """One finding for each key at its place: the first error, else the last warning, else the last note.
+    """Return the most severe finding for each key at its place: the first error, the last warning, or the last note.
 
-    Whether a wrong value has an effect, and how it is read, does not matter before the value is right.
+    For a wrong value, warnings about its effect and notes on how it was read are of no use.
     """
     found: dict[Any, Problem] = {}
     for problem in problems:
@@ -217,7 +221,7 @@ def _most_severe(problems: Iterable[Problem]) -> list[Problem]:
 
 def _launch_problems(document: Document) -> Iterator[Problem]:
     for found in violations(document.launch, launch_schema()):
-        if found.kind == "unknown" or found.value in (None, "auto"):  # what is unknown is looked at below
+        if found.kind == "unknown" or found.value in (None, "auto"):  # unknown keys: see below
             continue
         if refused := REFUSED_VALUES.get((found.path[0], str(found.value))):
             message = f"{show(found.value)} is not supported"
@@ -257,10 +261,10 @@ def _training_problems(document: Document) -> Iterator[Problem]:
 
 def _double_spellings(document: Document) -> Iterator[Problem]:
     for old, new in RENAMED_KEYS.items():
-        if document.deepspeed.has_section(*old):  # reading has moved it to its present name where that was free
+        if document.deepspeed.has_section(*old):  # reading moved it to its present name unless that was taken
             present = dotted(new[len(old) - 1 :])
             fix = f"Delete it; keep {present}."
-            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"is written beside {present}", fix)
+            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"{present} is written too", fix)
 
 
 def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
@@ -278,7 +282,7 @@ def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
 
 
 def _as_section(found: Violation) -> str:
-    """The section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" where it fits no key."""
+    """Return the section that a single value abbreviates, as `"fp16": {"enabled": true}`; "" if no key fits."""
     for name in ("enabled", "device", "type", "stage"):
         wanted = found.wanted.get("properties", {}).get(name)
         if wanted is not None and not isinstance(found.value, dict | list) and is_valid(found.value, wanted):
@@ -287,7 +291,7 @@ def _as_section(found: Violation) -> str:
 
 
 def _place(found: Violation, tree: Tree) -> str:
-    """The key as it was typed, inside a list too: `layer_specs[0].patterns`."""
+    """Return the key as it was typed, also inside a list: `layer_specs[0].patterns`."""
     path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{dotted(found.path[-1:])}")
     inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
     return f"{tree.typed(*path)}{inside}{key}".lstrip(".")

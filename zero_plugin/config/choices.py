@@ -1,6 +1,6 @@
-"""Words that scripts choose from and compare with, as `accelerate.utils` has them.
+"""Enumerations and truth words that scripts choose from and compare with, compatible with `accelerate.utils`.
 
-Members show as their own text under `str`. `DistributedType` says how the processes of a run work together.
+`str` of a member returns its value. `DistributedType` names how the processes of a run work together.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 from enum import Enum, EnumMeta
 from typing import Literal, cast
 
-Checks = Literal["all", "start", "off"]  # which mistakes of a script are looked for while it trains
+Checks = Literal["all", "start", "off"]  # how long the run looks for mistakes in the training loop
 
 
 class EnumWithContains(EnumMeta):
-    """Lets `"bf16" in PrecisionType` ask for a value, which Python 3.10 and 3.11 refuse."""
+    """Metaclass that allows `"bf16" in PrecisionType`, which Python 3.10 and 3.11 refuse."""
 
     def __contains__(cls, value: object) -> bool:
         try:
@@ -24,19 +24,19 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration whose members show as their values."""
+    """An enumeration whose members print as their values."""
 
     def __str__(self) -> str:
         return cast(str, self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """All values."""
+        """Return all values."""
         return [str(member) for member in cls]
 
 
 class PrecisionType(str, BaseEnum):
-    """What a model computes in."""
+    """The dtype that a model computes in."""
 
     NO = "no"
     FP8 = "fp8"
@@ -45,7 +45,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """Experiment trackers; `ALL` is every one that is installed."""
+    """Experiment trackers. `ALL` means every installed one."""
 
     ALL = "all"
     AIM = "aim"
@@ -61,7 +61,7 @@ class LoggerType(BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """Random number generators that processes can be given the same state of; `GENERATOR` is a loader's own."""
+    """Random number generators whose state processes can share. `GENERATOR` is the loader's own."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -70,7 +70,7 @@ class RNGType(BaseEnum):
 
 
 class DynamoBackend(str, BaseEnum):
-    """Compilers behind `torch.compile`; `NO` compiles nothing."""
+    """Compilers behind `torch.compile`. `NO` compiles nothing."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -91,7 +91,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """What DDP does to gradients on their way between processes."""
+    """DDP's compression of gradients on their way between processes."""
 
     NO = "no"
     FP16 = "fp16"
@@ -101,7 +101,7 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a launch configuration says it runs."""
+    """Where a launch configuration runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -110,7 +110,7 @@ class ComputeEnvironment(str, Enum):
 class DistributedType(str, Enum):
     """How the processes of a run work together.
 
-    A run is `NO`, `MULTI_CPU`, `MULTI_GPU`, `DEEPSPEED` or `XLA`. The others are never a run's; they are here because
+    A run is `NO`, `MULTI_CPU`, `MULTI_GPU`, `DEEPSPEED` or `XLA`. No run has one of the others. They exist because
     scripts written for Accelerate compare with them.
     """
 
@@ -135,10 +135,10 @@ FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 for y, yes, t, true, on, 1, and 0 for n, no, f, false, off, 0, in any case; True and False with `to_bool`.
+    """Return 1 for y, yes, t, true, on, 1, and 0 for n, no, f, false, off, 0, in any case; a bool with `to_bool`.
 
     Raises:
-        ValueError: another word.
+        ValueError: the value is another word.
     """
     word = value.lower()
     if word not in TRUE_WORDS + FALSE_WORDS:
@@ -147,14 +147,14 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def is_switched_on(variable: str) -> bool:
-    """Whether the environment variable holds a word for true; another word is none for false, and no error."""
+    """Return whether the environment variable holds a word for true. Any other word counts as false, without error."""
     return os.environ.get(variable, "").strip().lower() in TRUE_WORDS
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as `str_to_bool` reads it.
+    """Return the environment variable as `str_to_bool` reads it.
 
     Raises:
-        ValueError: it is none of the words for true and false.
+        ValueError: the variable holds no word for true or false.
     """
     return bool(str_to_bool(os.environ.get(key, str(default))))

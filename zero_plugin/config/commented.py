@@ -1,4 +1,4 @@
-"""Launch configs as people keep them: beside each key one sentence on what it does; older ones in today's keys."""
+"""Launch configs with comments: one sentence describes each key. Also updates an older config to today's keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch 
 
 
 def key_comments() -> dict[KeyPath, str]:
-    """The comment for each key of a launch config, by its path, from the schema; DeepSpeed's own keys have none."""
+    """Return the comment for each key of a launch config, by path. DeepSpeed's own keys have no comment."""
     keys = yaml_schema()["properties"]
     compiling, training = keys["dynamo_config"]["properties"], keys["deepspeed_config"]["properties"]
     described: dict[KeyPath, Any] = {
@@ -37,17 +37,17 @@ def key_comments() -> dict[KeyPath, str]:
 
 
 def config_text(values: Mapping[str, Any], file: Path) -> str:
-    """A launch config in Accelerate's layout as text: JSON where the file's name says so, else commented YAML."""
+    """Return a launch config in Accelerate's layout as text: JSON if the file's name ends in .json, otherwise YAML."""
     if file.suffix == ".json":
         return json.dumps(values, indent=2) + "\n"
     return _HEAD + yaml_text(values, key_comments())
 
 
 def write_config(values: Mapping[str, Any], file: Path) -> None:
-    """Check a launch config in Accelerate's layout and write it, completely or not at all.
+    """Check a launch config in Accelerate's layout, then write the complete file or nothing.
 
     Raises:
-        ConfigError: the values have problems; nothing is written.
+        ConfigError: the values have problems. Nothing is written.
         MachineError: the file cannot be written.
     """
     text = config_text(values, file)
@@ -56,7 +56,7 @@ def write_config(values: Mapping[str, Any], file: Path) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a configuration, completely or not at all, and create its folder.
+    """Write a complete configuration file or nothing, and create its folder.
 
     Raises:
         MachineError: the file cannot be written.
@@ -70,16 +70,17 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def update_config(file: Path) -> list[str]:
-    """Rewrite a launch config or a DeepSpeed JSON under the keys of today, each value where it belongs.
+    """Rewrite a launch config or a DeepSpeed JSON with today's keys, each value where it belongs.
 
-    A launch config gets a sentence beside each key; other comments are lost, so the old file is kept beside it. Keys
-    that ask for nothing here (`fsdp_config: {}`) go. A DeepSpeed JSON that is named stays named.
+    Each key of a launch config gets a comment. Other comments are lost, so the old file is kept next to the new one.
+    Keys that request nothing here (`fsdp_config: {}`) are removed. A launch config that names a DeepSpeed JSON still
+    names it afterwards.
 
     Returns:
-        What to tell the user.
+        Lines for the user.
 
     Raises:
-        ConfigError: the file cannot be read or has problems; nothing is written.
+        ConfigError: the file cannot be read or has problems. Nothing is written.
         MachineError: a file cannot be written.
     """
     document = read_document(file)
@@ -98,7 +99,7 @@ def update_config(file: Path) -> list[str]:
 
 
 def _updated_text(document: Document, file: Path, old_text: str) -> str:
-    """The new text of `file`: DeepSpeed keys alone in the file's own format, else a launch config with comments."""
+    """Return the new text of `file`: DeepSpeed keys in the file's own format, a launch config with comments."""
     root = parse_file(file, []).plain()
     if not len(document.launch) and "deepspeed_config" not in root:
         values = document.to_deepspeed()
@@ -107,7 +108,7 @@ def _updated_text(document: Document, file: Path, old_text: str) -> str:
 
 
 def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The document in Accelerate's layout; what comes from the DeepSpeed JSON that `root` names stays there."""
+    """Return the document in Accelerate's layout. Values from a DeepSpeed JSON that `root` names stay in that JSON."""
     launch = document.launch.where(lambda path, _: not asks_for_nothing(document.launch, path[0]))
     named = (root.get("deepspeed_config") or {}).get(CONFIG_FILE.name) or root.get(CONFIG_FILE.name)
     if named in (None, "none", "None"):
@@ -116,11 +117,11 @@ def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any
     values = accelerate_values(launch, typed_here)
     training = {CONFIG_FILE.name: named, **values.pop("deepspeed_config", {})}
     if not typed_here.has_section(*STAGE.path):
-        training.pop(STAGE.field, None)  # the JSON says it
+        training.pop(STAGE.field, None)  # the JSON has the stage
     return {**values, "deepspeed_config": training}
 
 
 def _free_name(file: Path) -> Path:
-    """`FILE.bak`, or with a number where that is an older one."""
+    """Return `FILE.bak`, with a number if that file exists already."""
     names = (file.with_name(f"{file.name}.bak{number}") for number in ("", *range(2, 1000)))
     return next(name for name in names if not name.exists())

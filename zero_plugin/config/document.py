@@ -1,7 +1,8 @@
-"""The one document of a run: launch settings and the training configuration, every value located.
+"""The document of a run: launch settings and the training configuration, with the place of every value.
 
-A key has one spelling here, whichever was typed. A document becomes text again as a launch YAML with Accelerate's keys,
-which YAML 1.1 and 1.2 read as the same values, and as one environment variable, from the launcher to its workers.
+Each key has one spelling here, whichever spelling was typed. A document can be written as a launch YAML with
+Accelerate's keys, which YAML 1.1 and 1.2 read as the same values. The launcher passes the document to its workers in
+one environment variable.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tr
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _PATHS: Final = tuple(key.path for key in keys.TRAINING)
-_STAGE_3: Final = "stage3_"  # before keys of ZeRO that DeepSpeed takes without it, too
-# Spellings that DeepSpeed still takes for another key: fields' names behind their aliases, and deprecated keys.
+_STAGE_3: Final = "stage3_"  # prefix of ZeRO keys that DeepSpeed also accepts without the prefix
+# Other spellings that DeepSpeed still accepts: fields' names behind their aliases, and deprecated keys.
 RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
     **{(ZERO, path[-1].removeprefix(_STAGE_3)): path for path in _PATHS if path[-1].startswith(_STAGE_3)},
     (ZERO, "stage3_gather_fp16_weights_on_model_save"): keys.SAVE_16BIT.path,
@@ -32,7 +33,7 @@ RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
     ("bfloat16",): ("bf16",),
 }
 
-# Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
+# The deprecated ones of these: DeepSpeed warns about them, or drops their value.
 _DEPRECATED: Final = (
     (ZERO,),
     ("aio", "thread_count"),
@@ -43,7 +44,7 @@ _DEPRECATED: Final = (
 
 
 def translate_short_fields(fields: Mapping[KeyPath, Entry]) -> dict[KeyPath, Entry]:
-    """Short fields under the key paths they stand for; an NVMe path of `none`, Accelerate's default, is left out."""
+    """Return short fields under their full key paths. An NVMe path of `none`, Accelerate's default, is left out."""
     return {
         SHORT_FIELDS[path[0]]: Entry(entry.value, replace(entry.origin, key=path[0]))
         for path, entry in fields.items()
@@ -52,17 +53,17 @@ def translate_short_fields(fields: Mapping[KeyPath, Entry]) -> dict[KeyPath, Ent
 
 
 def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
-    """Every key under the one spelling that the rest of the package looks for, and a finding for each that was moved.
+    """Return the tree with every key under its one spelling, and a finding for each key that was moved.
 
-    A key that is written beside its other spelling is left where it is: the check refuses it as unknown. So is one
-    whose place is taken by a value in its section's stead, unless that is null or empty and says nothing.
+    A key is left in place if its other spelling is also written: the check then refuses the key as unknown. The same
+    holds if a value is written instead of the new section, unless that value is null or empty.
     """
     entries: dict[KeyPath, Entry] = {}
     moved: dict[KeyPath, Entry] = {}
     notes: list[Problem] = []
     for path, entry in tree.entries.items():
         read, value, old = path, entry.value, path
-        if path == (ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
+        if path == (ZERO,) and isinstance(value, bool):  # the form from before ZeRO had stages
             read, value = STAGE.path, int(value)
         for other, new in RENAMED_KEYS.items():
             if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
@@ -88,32 +89,33 @@ def _is_taken(tree: Tree, path: KeyPath) -> bool:
     return any(value is not None and value != {} for value in above)
 
 
-_LINE: Final = 120  # columns; a comment that would end beyond is on its own line
+_LINE: Final = 120  # columns; a comment that would end beyond gets its own line
 
-# Text that needs no quotes: it starts as no number, no date and no indicator of YAML's does, and ends in none.
+# Text that needs no quotes: no YAML parser reads it as a number, a date or an indicator.
 _PLAIN: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@=-]*|~/[A-Za-z0-9_./+@=-]*")
-_WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})  # in YAML 1.1, not text
-# What YAML does not print or would take for a line break, and what JSON escapes in pairs, which YAML does not.
+_WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})  # not text in YAML 1.1
+# Characters to escape: YAML cannot print them, or reads them as line breaks. `json.dumps` would not do: it writes
+# surrogate pairs, which YAML does not join.
 _TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 
 
 def offload_devices(training: Tree) -> dict[str, Any]:
-    """Where `optimizer` and `param` are offloaded to: `none`, `cpu`, `nvme`, or AUTO."""
+    """Return the offload device of `optimizer` and `param`: `none`, `cpu`, `nvme`, or AUTO."""
     return {what: training.value(ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
 
 
 def nvme_folders(training: Tree) -> list[str]:
-    """The folders of what is offloaded to NVMe, each once; one that is open is none."""
+    """Return the folders of NVMe offload, without duplicates. A folder that is still open is left out."""
     on_nvme = [what for what, device in offload_devices(training).items() if device == "nvme"]
     folders = [training.value(ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
     return list(dict.fromkeys(folder for folder in folders if isinstance(folder, str)))
 
 
 def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
-    """Both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
+    """Return both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
 
-    A training key that Accelerate has a short field for is written as that, the others under DeepSpeed's own names.
-    ZeRO that is configured without a stage is written as stage 0, which DeepSpeed runs; left out it would be read as 2.
+    Training keys with a short field in Accelerate are written under that name, other keys under DeepSpeed's names.
+    ZeRO without a stage is written as stage 0, which DeepSpeed runs: Accelerate would read a missing stage as 2.
     """
     top = launch.nested(auto="auto")
     below: dict[str, Any] = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}
@@ -129,11 +131,11 @@ def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
 
 
 def yaml_text(values: Mapping[str, Any], comments: Mapping[KeyPath, str] = MappingProxyType({})) -> str:
-    """Plain nested values as YAML.
+    """Return plain nested values as YAML.
 
     Args:
         values: keys with numbers, text, booleans, None, lists and mappings.
-        comments: by the path of a key, one sentence that is written beside it.
+        comments: one sentence for each key path, written next to the key.
     """
     return "\n".join(_lines(values, (), comments)) + "\n" if values else "{}\n"
 
@@ -176,16 +178,16 @@ Said = Mapping[KeyPath, tuple[str, Any]]  # by path: the flag or the call that s
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a run was asked to be, before anything is resolved; open fields hold `AUTO`.
+    """The requested configuration of a run, before anything is resolved; open fields hold `AUTO`.
 
     Attributes:
         launch: Accelerate's launch keys by their own names, e.g. `("mixed_precision",)`, `("num_processes",)`.
-        deepspeed: the training configuration under DeepSpeed's own key names. It also drives the paths without
-            DeepSpeed (accumulation, clipping, optimizer and scheduler sections), so it is there on every path.
+        deepspeed: the training configuration under DeepSpeed's own key names. Runs without DeepSpeed use it too
+            (accumulation, clipping, optimizer and scheduler sections).
         sources: the files that were read, in order, for messages.
-        sections: where each key that holds keys is written, by path; training sections start with `deepspeed`.
-        notes: warnings and notes on what was understood or has no effect; a run prints each one's headline once.
-        problems: what reading found wrong but could read past; `check_document` raises them with its own.
+        sections: the place of each key that holds keys, by path; training sections start with `deepspeed`.
+        notes: warnings and notes, e.g. about keys without effect; a run prints each headline once.
+        problems: errors after which reading could continue; `check_document` raises them together with its own.
     """
 
     launch: Tree = field(default_factory=Tree)
@@ -196,12 +198,12 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def place(self, path: KeyPath) -> str:
-        """Where a leaf or section is written; for a missing one, where the section that lacks it is.
+        """Return the place of a leaf or section; for a missing one, the place of the section that lacks it.
 
         Args:
-            path: of a launch key, or of a training key with `deepspeed` before it.
+            path: the path of a launch key, or of a training key with `deepspeed` in front.
         """
-        is_training = path[0] == _TRAINING and self.launch.get(*path) is None  # a file may have such a key by mistake
+        is_training = path[0] == _TRAINING and self.launch.get(*path) is None  # a file may have this key by mistake
         tree, root = (self.deepspeed, path[:1]) if is_training else (self.launch, ())
         path = path[len(root) :]
         if (entry := tree.get(*path)) is not None:
@@ -213,11 +215,11 @@ class Document:
         return self.sources[0] if self.sources else "the configuration"
 
     def overlay(self, kind: OriginKind, said: Said) -> Document:
-        """A document with what was `said` laid over this one (the later layer wins).
+        """Return a document with the values in `said` laid over this one (the later layer wins).
 
         Args:
-            kind: what the new layer is.
-            said: a path that starts with `deepspeed` goes to the training configuration, any other is a launch key.
+            kind: the kind of the new layer.
+            said: paths that start with `deepspeed` are training keys, other paths are launch keys.
         """
         entries: dict[KeyPath, Entry] = {}
         for path, (where, value) in said.items():
@@ -227,25 +229,25 @@ class Document:
         return self.lay(entries)
 
     def lay(self, entries: Mapping[KeyPath, Entry]) -> Document:
-        """A document with `entries` laid over this one; see `overlay`."""
+        """Return a document with `entries` laid over this one; see `overlay`."""
         launch = {path: entry for path, entry in entries.items() if path[0] != _TRAINING}
         deepspeed = {path[1:]: entry for path, entry in entries.items() if path[0] == _TRAINING}
         return replace(self, launch=self.launch.replace(launch), deepspeed=self.deepspeed.replace(deepspeed))
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """The training configuration as a DeepSpeed JSON holds it; an open field is `auto`.
+        """Return the training configuration as in a DeepSpeed JSON; an open field is `auto`.
 
         Raises:
-            ConfigError: reading found problems, so that not all that is written is here.
+            ConfigError: reading found problems, so the document may lack written values.
         """
         self._refuse_problems()
         return self.deepspeed.nested(auto="auto")
 
     def to_accelerate_yaml(self) -> str:
-        """The text of a launch YAML with Accelerate's keys that holds all of this document but comments and places.
+        """Return a launch YAML with Accelerate's keys. Comments and places of the document are lost.
 
         Raises:
-            ConfigError: reading found problems, so that not all that is written is here.
+            ConfigError: reading found problems, so the document may lack written values.
         """
         self._refuse_problems()
         return yaml_text(accelerate_values(self.launch, self.deepspeed))
@@ -256,7 +258,7 @@ class Document:
 
 
 def _typed_key(where: str, path: KeyPath) -> str:
-    """The short field or older spelling of `path` that the flag, or the assignment, at `where` names; "" for none."""
+    """Return the spelling of `path` that the flag or assignment at `where` uses, if not the usual one; otherwise ""."""
     name = where.rpartition(" ")[2].removeprefix("--").removeprefix("deepspeed_config.")
     named = SHORT_FIELDS.get(name) or RENAMED_KEYS.get(tuple(name.split(".")))
     return name if named == path[1:] else ""
@@ -268,15 +270,15 @@ _LARGEST: Final = 128 * 1024 - len(ENVIRONMENT_VARIABLE) - 2  # Linux: MAX_ARG_S
 
 
 def to_environment(document: Document, processes: int | None = None) -> str:
-    """The document as compact JSON in ASCII, with its origins; `AUTO` stays distinct from any text.
+    """Return the document as compact JSON in ASCII, with its origins; `AUTO` stays distinct from any text.
 
     Args:
-        document: checked.
-        processes: how many are started, on all machines; written into a document that leaves it open, so that they
-            can see whether all have met.
+        document: a checked document.
+        processes: the number of processes on all machines. It fills `num_processes` if the document leaves that open:
+            workers compare it with the number of processes that have joined.
 
     Raises:
-        ConfigError: the text is longer than one environment variable can be.
+        ConfigError: the text is longer than an environment variable can be.
     """
     assert not document.problems, "a document is checked before it is handed over"
     if processes is not None and document.launch.value("num_processes") in (None, AUTO):
@@ -301,7 +303,7 @@ def to_environment(document: Document, processes: int | None = None) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> Document | None:
-    """The document that a launcher handed over, or None where there was none."""
+    """Return the document that a launcher passed on, or None if there is none."""
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return None
@@ -324,7 +326,7 @@ def _decode_tree(rows: list[Any]) -> Tree:
 
 
 def _tag(value: Any) -> dict[str, Any]:
-    """What JSON has no word for, as an object that is only that: AUTO, and a mapping, which may have any key."""
+    """Encode AUTO, which JSON lacks, and a mapping as pairs, because its keys may look like these tags."""
     return {"auto": True} if value is AUTO else {"keys": list(value.items())}
 
 

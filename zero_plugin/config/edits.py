@@ -56,7 +56,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     Raises:
         ValueError: no key is at the place of an edit.
     """
-    # The last one first: the places of the others stay as they are.
+    # The last edit first: then the places of the others stay valid.
     for edit in sorted(edits, key=lambda edit: (edit.line, edit.column), reverse=True):
         span = _span_at(text, edit.line, edit.column)
         if edit.text is not None:
@@ -83,7 +83,7 @@ def _span_at(text: str, line: int, column: int) -> _Span:
 
 
 def _remove(text: str, span: _Span) -> str:
-    """Remove a key with its value, the comma that belongs to it, and its lines if nothing else is on them."""
+    """Remove a key with its value, its comma, and its lines if they hold only blanks or comments besides."""
     before, after = text[: span.begin], text[span.end :]
     if not span.block:
         if comma := _COMMA_AFTER.match(after):

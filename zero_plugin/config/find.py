@@ -1,8 +1,8 @@
-"""Where a process' configuration comes from, and what overrides what.
+"""Sources of a process's configuration, and their precedence.
 
-A command that names no file has a default one. A worker has what its launcher handed over, Accelerate's environment
-variables included, and what the script names in code. The one precedence: defaults, then the file, then launch flags,
-then arguments in code, which fill what is open and agree with what is not.
+A command without a named file uses a default file. A worker uses the document from its launcher (or Accelerate's
+environment variables) and the configuration named in code. Precedence, lowest first: defaults, file, launch flags,
+arguments in code. Arguments in code fill open values, and must agree with set values.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _OF_ACCELERATE: Final = ("default_config.yaml", "default_config.yml", "default_c
 
 
 def default_config_file(environ: Mapping[str, str]) -> Path:
-    """The user's default file, whether it exists or not: `$HF_HOME/zero_plugin/default_config.yaml`."""
+    """Return the user's default file, whether it exists or not: `$HF_HOME/zero_plugin/default_config.yaml`."""
     return _hugging_face_home(environ) / "zero_plugin" / "default_config.yaml"
 
 
 def find_config_file(environ: Mapping[str, str]) -> Path | None:
-    """The file for a command that names none, or None.
+    """Return the file for a command that names none, or None.
 
-    In this order: what `$ZERO_PLUGIN_CONFIG_FILE` names, whether it exists or not; the user's default file; the default
-    file that `accelerate config` wrote.
+    In this order: the file in `$ZERO_PLUGIN_CONFIG_FILE`, whether it exists or not; the user's default file; the
+    default file that `accelerate config` wrote.
     """
     named = environ.get(CONFIG_VARIABLE)
     if named:
         return Path(named)
     accelerate = _hugging_face_home(environ) / "accelerate"
     candidates = [default_config_file(environ), *(accelerate / name for name in _OF_ACCELERATE)]
-    # os.access, since Path.is_file raises where a folder above may not be searched
+    # os.access, because Path.is_file raises if a parent folder may not be searched
     return next((path for path in candidates if os.access(path, os.F_OK)), None)
 
 
 def _hugging_face_home(environ: Mapping[str, str]) -> Path:
-    """The folder that Hugging Face's libraries share, found by their rule."""
+    """Return the folder that Hugging Face's libraries share, found by their rule."""
     home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
     return Path(os.path.expanduser(home))  # noqa: PTH111 - Path.expanduser raises for a user without a home
 
@@ -63,9 +63,9 @@ _HERE: Final = "the environment"
 _ZERO: Final = "ACCELERATE_DEEPSPEED_"
 
 _DEVICE: Final = "ACCELERATE_TORCH_DEVICE"
-_PARALLELISM: Final = "PARALLELISM_CONFIG_"  # beside ACCELERATE_USE_PARALLELISM_CONFIG
-# Keys, by variable: at the top of a launch config, where `no` and `false` are what Accelerate's launcher exports if
-# nothing was configured, and below `deepspeed_config`.
+_PARALLELISM: Final = "PARALLELISM_CONFIG_"  # prefix of the variables that ACCELERATE_USE_PARALLELISM_CONFIG enables
+# Keys by variable. `_LAUNCH` holds keys at the top of a launch config; Accelerate's launcher exports them as `no` and
+# `false` if they are not configured. `_BELOW` holds keys below `deepspeed_config`.
 _LAUNCH: Final = {key.variable: key.name for key in LAUNCH.values() if key.variable and key.name not in LAUNCH_FIELDS}
 _BELOW: Final = {
     key.variable: key.typed
@@ -79,10 +79,12 @@ _REFUSED: Final = {
 
 
 def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
-    """The document that `ACCELERATE_*` variables describe, at the precedence of launch flags; None where none does.
+    """Return the document that `ACCELERATE_*` variables describe, at the precedence of launch flags.
+
+    Return None if no variable describes one.
 
     Raises:
-        ConfigError: a variable asks for what this package does not have, or DeepSpeed's file cannot be read.
+        ConfigError: a variable requests a feature that this package lacks, or the DeepSpeed file cannot be read.
     """
     true = {name for name, value in environ.items() if value.lower() in TRUE_WORDS}
     shares, on_deepspeed = "ACCELERATE_USE_PARALLELISM_CONFIG" in true, "ACCELERATE_USE_DEEPSPEED" in true
@@ -117,7 +119,7 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
 
 
 def _marked(tree: Tree, names: Mapping[str, str]) -> Tree:
-    """`tree` with what the variables said marked as such, and the rest as what the file that one names says."""
+    """Mark values of variables as a flag's, and values of the file that a variable names as a file's."""
     marked = {}
     for path, entry in tree.entries.items():
         if entry.origin.kind == "code":
@@ -140,14 +142,15 @@ def _read(text: str) -> Any:
 
 
 def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Document:
-    """The launcher's document, with the one named in code laid over it as arguments in code are.
+    """Return the launcher's document, overlaid with the configuration named in code.
 
     Args:
         config: path of a launch YAML or a DeepSpeed JSON, a dict with either content, or None.
-        environ: where a launcher leaves its document; without one of this package's, Accelerate's variables count.
+        environ: environment with the launcher's document. Without a document of this package's launcher, Accelerate's
+            variables are read.
 
     Raises:
-        ConfigError: the configuration named in code has problems, or says other than the launcher's.
+        ConfigError: the configuration named in code has problems, or contradicts the launcher's.
     """
     launched = from_environment(environ) or document_from_accelerate(environ)
     if config is None:
@@ -156,14 +159,14 @@ def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mappin
 
 
 def lay_document(under: Document, own: Document) -> Document:
-    """Lay `own`, a complete document from code, over `under`, as arguments in code are; its defaults fill only gaps.
+    """Lay `own`, a complete document from code, over `under` as arguments in code. Defaults of `own` only fill gaps.
 
     Raises:
-        ConfigError: `own` has problems, or says other than `under`.
+        ConfigError: `own` has problems, or contradicts `under`.
     """
     if not under.launch and not under.deepspeed:
         return own
-    check_document(own)  # its problems are its own, also where `under` overrides nothing of it
+    check_document(own)  # reports every problem of `own`, also of values that `under` overrides
     entries = {**own.launch.entries, **own.deepspeed.under("deepspeed").entries}
     written = {
         path: Entry(entry.value, replace(entry.origin, kind="code", where=_place(entry.origin.where, own)))
@@ -182,7 +185,7 @@ def lay_document(under: Document, own: Document) -> Document:
 
 
 def _place(where: str, own: Document) -> str:
-    """A place in a file that code has named, or the call itself."""
+    """Return a place in a file that code named, or the call itself."""
     return f"{where}, named in code" if where.startswith(tuple(f"{source}:" for source in own.sources)) else where
 
 
@@ -192,11 +195,11 @@ def _with_defaults(laid: Tree, own: Tree) -> Tree:
 
 
 def overlay_flags(document: Document, said: Said) -> Document:
-    """Lay launch flags over a document; a flag overrides what the file says, since that is what it is for.
+    """Lay launch flags over a document. A flag overrides the file.
 
     Args:
-        document: what the file says.
-        said: see `Document.overlay`; by flags such as `--zero_stage`.
+        document: the document from the file.
+        said: values by flags such as `--zero_stage`; see `Document.overlay`.
     """
     return _read_laid(document.overlay("flag", said))
 
@@ -204,27 +207,27 @@ def overlay_flags(document: Document, said: Said) -> Document:
 def overlay_code(document: Document, said: Said) -> Document:
     """Lay arguments in code over a document.
 
-    They fill open keys. For a key that has a value they must give the same one, unless the launch key `prefer` (`code`
-    or `file`) decides.
+    Arguments fill open keys. For a key with a value they must give the same value, unless the launch key `prefer`
+    (`code` or `file`) decides.
 
     Args:
-        document: what file and flags say.
+        document: the document from file and flags.
         said: key → the call that gave it, such as `Accelerator(gradient_accumulation_steps=4)`, and the value.
 
     Returns:
         The merged document.
 
     Raises:
-        ConfigError: an argument differs from a value, and `prefer` is not set; lists every such pair.
+        ConfigError: arguments differ from values, and `prefer` is not set. Lists every such pair.
     """
     return _agreed(document, document.overlay("code", said))
 
 
 def _agreed(document: Document, laid: Document) -> Document:
-    """`laid` over `document`, where the two agree or `prefer` decides.
+    """Return `laid` over `document`, if the two agree or `prefer` decides.
 
     Raises:
-        ConfigError: they differ, and nothing decides.
+        ConfigError: the two differ, and `prefer` is not set.
     """
     laid = _read_laid(laid)
     prefer = document.launch.value("prefer") or laid.launch.value("prefer")
@@ -239,7 +242,7 @@ def _agreed(document: Document, laid: Document) -> Document:
 
 
 def _settle_precision(launch: Tree, deepspeed: Tree, prefer: str, found: list[Problem]) -> tuple[Tree, Tree]:
-    """`mixed_precision` of the one side against `fp16.enabled` and `bf16.enabled` of the other."""
+    """Settle a `mixed_precision` of one side that contradicts `fp16.enabled` or `bf16.enabled` of the other."""
     for kind in ("fp16", "bf16"):
         chosen, switch = launch.get("mixed_precision"), deepspeed.get(kind, "enabled")
         if chosen is None or switch is None or not isinstance(switch.value, bool) or chosen.value in (None, AUTO):
@@ -258,21 +261,21 @@ def _settle_precision(launch: Tree, deepspeed: Tree, prefer: str, found: list[Pr
 
 
 def _difference(key: str, new: Entry, old: Entry, prefer: Any) -> Problem:
-    """A value in code against an explicit one of file or flag: an error, or a note where `prefer` has decided."""
+    """Return an error for a value in code that differs from file or flag; a note if `prefer` decides."""
     in_code, other = f"{show(new.value)} in code", f"{show(old.value)} at {old.origin.where}"
     if prefer in ("code", "file"):
         counts, not_this = (in_code, other) if prefer == "code" else (other, in_code)
         message = f"{counts} counts, not {not_this}, since prefer is {prefer}"
         return Problem(new.origin.where, key, message, "", severity="note")
     fix = (
-        "Write the same value in both, or auto in the file, or leave the argument out. To settle all such pairs at "
-        "once, give --prefer code or --prefer file, or write prefer: into the config."
+        "Write the same value in both, or auto in the file, or leave the argument out. To settle all such pairs, "
+        "give --prefer code or --prefer file, or write prefer: into the config."
     )
     return Problem(new.origin.where, key, f"{in_code}, but {other}", fix)
 
 
 def _read_laid(document: Document) -> Document:
-    """`document` with the values that were laid over it read as a file's are: `BF16`, `2.0` for an integer."""
+    """Normalize the overlaid values of a document as a file's are: `BF16`, `2.0` for an integer."""
     launch, of_launch = read_as_wanted(document.launch, launch_schema())
     deepspeed, of_deepspeed = read_as_wanted(document.deepspeed, deepspeed_schema())
     notes = tuple(dict.fromkeys([*document.notes, *of_launch, *of_deepspeed]))
@@ -280,18 +283,18 @@ def _read_laid(document: Document) -> Document:
 
 
 def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem]) -> Tree:
-    """`after`, in which a value of `before` is kept where code repeats it, leaves it open, or `prefer` is file."""
+    """Return `after` with values of `before` if code repeats them or leaves them open, or if `prefer` is file."""
     kept: dict[KeyPath, Entry] = {}
     for path, old in before.entries.items():
         new = after.get(*path)
         if new is old or not old.origin.typed_by_user:
             continue
         if old.value is AUTO and new is not None and new.value is AUTO:
-            kept[path] = old  # still open, where the file says so
+            kept[path] = old  # still open; keep the file's origin
             continue
         if old.value in (None, AUTO, {}):
             continue
-        if new is None:  # code wrote null or a scalar in place of a mapping, or a key below this one
+        if new is None:  # code wrote null or a scalar instead of a mapping, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
         if new.value is AUTO or same_value(old.value, new.value):
             kept[path] = old
@@ -302,18 +305,18 @@ def _keep_explicit(before: Tree, after: Tree, prefer: Any, found: list[Problem])
     return after.replace(kept)
 
 
-_BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may be before a training key, as in the YAML
+_BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # optional prefixes of a training key, as in the YAML
 
 
 def read_assignments(texts: Iterable[str], flag: str) -> Said:
-    """The value of each key, as `overlay_flags` takes them.
+    """Return the value of each key, in the form that `overlay_flags` takes.
 
     Args:
         texts: e.g. `zero_optimization.stage=3`, `zero_stage=3`, `optimizer.params.betas=[0.9, 0.95]`.
-        flag: what they were given to, for messages.
+        flag: the flag that the texts were given to, for messages.
 
     Raises:
-        ConfigError: one is no `key=value`, or its value cannot be read.
+        ConfigError: a text is not `key=value`, or its value cannot be read.
     """
     said: dict[KeyPath, tuple[str, Any]] = {}
     for text in texts:
@@ -336,7 +339,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> Said:
 
 
 def path_of(parts: KeyPath) -> KeyPath:
-    """The path of a key as `Document.overlay` takes it, from its name with what may be before it in a launch YAML."""
+    """Return the path of a key for `Document.overlay`, from its name in a launch YAML, with or without prefix."""
     if len(parts) > 1 and parts[0] in _BEFORE_TRAINING:
         parts = parts[1:]
     elif parts[0] in LAUNCH_KEYS:

@@ -1,6 +1,6 @@
-"""Turns Accelerate's FSDP configuration into ZeRO's: `zero-plugin check --fix` writes what this module finds.
+"""Conversion of Accelerate's FSDP configuration to ZeRO's. `zero-plugin check --fix` writes the result.
 
-The mapping follows the two libraries' documentation: FSDP's sharding strategies, and ZeRO's stages.
+The mapping follows the two libraries' documentation of FSDP's sharding strategies and ZeRO's stages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from zero_plugin.config.tree import as_switch
 
-_FULL, _GRADIENTS, _NONE, _HYBRID, _HYBRID_GRADIENTS = range(1, 6)  # Accelerate's numbers of the strategies
+_FULL, _GRADIENTS, _NONE, _HYBRID, _HYBRID_GRADIENTS = range(1, 6)  # Accelerate's numbers for the strategies
 _STRATEGIES: Final = {
     "FULL_SHARD": _FULL,
     "SHARD_GRAD_OP": _GRADIENTS,
@@ -20,7 +20,7 @@ _STRATEGIES: Final = {
     "HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
     "_HYBRID_SHARD_ZERO2": _HYBRID_GRADIENTS,
 }
-# ZeRO partitions each parameter, in the order in which the model uses them: no key says how.
+# Keys without a counterpart to write: ZeRO partitions each parameter automatically, in the order of use.
 _AUTOMATIC: Final = frozenset(
     f"fsdp_{name}"
     for name in (
@@ -34,13 +34,13 @@ _AUTOMATIC: Final = frozenset(
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What to write instead of an FSDP configuration.
+    """The settings that replace an FSDP configuration.
 
     Attributes:
         distributed_type: DEEPSPEED, or MULTI_GPU for a strategy that shards nothing.
         training: the keys of `deepspeed_config`.
-        mixed_precision: for the launch key of that name; None to keep what the file has.
-        notes: what has no counterpart, or another meaning; one sentence each.
+        mixed_precision: for the launch key of that name; None keeps the file's value.
+        notes: one sentence for each key that has no counterpart or another meaning.
     """
 
     distributed_type: str
@@ -50,7 +50,7 @@ class ZeroConfig:
 
 
 def convert_fsdp(keys: Mapping[str, Any]) -> ZeroConfig | None:
-    """Return what to write instead of an FSDP configuration; None for a file without one.
+    """Return the settings that replace an FSDP configuration; None for a file without one.
 
     Args:
         keys: the launch YAML, as plain values.
@@ -87,7 +87,7 @@ def convert_fsdp(keys: Mapping[str, Any]) -> ZeroConfig | None:
 
 
 def _strategy_of(fsdp: Mapping[str, Any]) -> int:
-    """Return the number of the sharding strategy; FSDP 2 says only whether parameters are sharded after the forward."""
+    """Return the number of the sharding strategy. FSDP 2 only has whether parameters are sharded after the forward."""
     found = fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", "FULL_SHARD"))
     if "fsdp_sharding_strategy" not in fsdp and (after_forward := as_switch(found)) is not None:
         return _FULL if after_forward else _GRADIENTS
@@ -96,7 +96,7 @@ def _strategy_of(fsdp: Mapping[str, Any]) -> int:
 
 
 def _describe_hybrid(strategy: int, keys: Mapping[str, Any], training: dict[str, Any]) -> list[str]:
-    """Add the second partition of stage 3 that stays within a machine, and return what differs."""
+    """Configure hierarchical partitioning of stage 3 within each machine, and return notes on the differences."""
     if strategy == _HYBRID_GRADIENTS:
         return ["HYBRID_SHARD_ZERO2 becomes stage 2 over all processes: ZeRO has no copies for each machine there."]
     if strategy != _HYBRID:

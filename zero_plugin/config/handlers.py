@@ -1,4 +1,4 @@
-"""What a script hands to `Accelerator` beside values and DeepSpeed's configuration: one record for each subject."""
+"""Records of settings that a script passes to `Accelerator`, other than values and DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class KwargsHandler:
-    """A dataclass of arguments for one torch object, which is given those that differ from the defaults."""
+    """Base of dataclasses that hold arguments for one torch object; torch gets those that differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments."""
+        """Return all arguments."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments that differ from the defaults."""
+        """Return the arguments that differ from the defaults."""
         defaults = self._defaults()
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
@@ -36,11 +36,11 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """For `torch.autocast`, in prepared models and in `Accelerator.autocast`.
+    """Arguments of `torch.autocast`, for prepared models and for `Accelerator.autocast`.
 
     Attributes:
-        enabled: whether operations compute in the run's 16-bit type.
-        cache_enabled: whether a weight's 16-bit copy is kept within the context; None leaves it to torch.
+        enabled: whether operations compute in the run's 16-bit dtype.
+        cache_enabled: whether a weight's 16-bit copy is kept within the context; None uses torch's default.
     """
 
     enabled: bool = True
@@ -49,14 +49,14 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """For `torch.nn.parallel.DistributedDataParallel`; the names and the defaults are its own.
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its names and defaults.
 
     Attributes:
-        gradient_as_bucket_view: gradients are views of the buckets that are summed, which saves a copy of them. Those
-            that a script keeps over `zero_grad` are overwritten then.
+        gradient_as_bucket_view: whether gradients are views of the reduction buckets, which saves a copy. Gradients
+            that a script keeps beyond `zero_grad` are then overwritten.
         comm_hook: how gradients are compressed between processes.
-        comm_wrapper: the type (`FP16`, `BF16`) that a `comm_hook` works in.
-        comm_state_option: for `PowerSGDState` under `POWER_SGD` and `BATCHED_POWER_SGD`.
+        comm_wrapper: the dtype (`FP16`, `BF16`) that a `comm_hook` works in.
+        comm_state_option: arguments of `PowerSGDState` under `POWER_SGD` and `BATCHED_POWER_SGD`.
     """
 
     dim: int = 0
@@ -73,14 +73,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
     _OF_HOOK: ClassVar = ("comm_hook", "comm_wrapper", "comm_state_option")
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _OF_HOOK) -> dict[str, Any]:
-        """The arguments of DDP itself, without those of the hook."""
+        """Return DDP's own arguments, without those of the hook."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Have `model` reduce its gradients by the hook that is configured, if one is.
+        """Register the configured hook, if any, to reduce the gradients of `model`.
 
         Raises:
-            ValueError: a hook or wrapper is not known; names those that are.
+            ValueError: a hook or wrapper is unknown; lists the known ones.
         """
         hook, wrapper = (_hook_type(name, getattr(self, name)) for name in ("comm_hook", "comm_wrapper"))
         if hook is DDPCommunicationHookType.NO:
@@ -105,14 +105,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """How the loss scale of fp16 moves; the names are those of `torch.amp.GradScaler`.
+    """Arguments of the fp16 loss scale, with the names of `torch.amp.GradScaler`.
 
     Attributes:
         init_scale: the first scale.
-        growth_factor: by what it grows after `growth_interval` applied steps.
-        backoff_factor: by what it changes at a step whose gradients are not finite.
-        growth_interval: applied steps from one growth to the next.
-        enabled: False trains without a scale.
+        growth_factor: factor of the scale after `growth_interval` applied steps.
+        backoff_factor: factor of the scale at a step whose gradients are not finite.
+        growth_interval: number of applied steps between two growths.
+        enabled: False trains without a loss scale.
     """
 
     init_scale: float = 65536.0
@@ -124,12 +124,12 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """For `torch.distributed.init_process_group`.
+    """Arguments of `torch.distributed.init_process_group`.
 
     Attributes:
-        backend: `nccl` or `gloo`; None takes NCCL on GPUs, with gloo beside it for CPU tensors, and gloo on CPUs.
-        init_method: where the processes meet, as a URL; None takes the launcher's environment.
-        timeout: how long a collective may wait; None takes 30 minutes.
+        backend: `nccl` or `gloo`. None uses gloo on CPUs, and NCCL on GPUs with gloo for CPU tensors.
+        init_method: URL of the rendezvous; None uses the launcher's environment.
+        timeout: how long a collective may wait; None means 30 minutes.
     """
 
     backend: str | None = None
@@ -139,10 +139,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """For `torch.profiler.profile`, which `Accelerator.profile` runs.
+    """Arguments of `torch.profiler.profile`, which `Accelerator.profile` runs.
 
     Attributes:
-        activities: of `cpu`, `cuda`, `xpu`, `mtia`; None takes all that there are.
+        activities: any of `cpu`, `cuda`, `xpu`, `mtia`; None uses all available ones.
         schedule_option: arguments of `torch.profiler.schedule`: `wait`, `warmup`, `active`, `repeat`, `skip_first`.
         on_trace_ready: called with the profiler whenever a recorded cycle ends.
         output_trace_dir: folder for one Chrome trace of each process.
@@ -159,10 +159,10 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """The profiler, not started.
+        """Return the profiler, not started.
 
         Raises:
-            ValueError: an activity is not known to torch; names those that are.
+            ValueError: an activity is unknown to torch; lists the known ones.
         """
         from torch import profiler
 
@@ -181,16 +181,16 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How `prepare` shares loaders out.
+    """How `prepare` shards data loaders.
 
     Attributes:
-        split_batches: a loader's batch size is that of all processes together.
-        dispatch_batches: process 0 reads every batch and sends the others their parts.
-        even_batches: complete an epoch's last step with its first samples, so that every process has a full batch.
-        use_seedable_sampler: shuffle by a generator that is seeded anew for each epoch.
-        data_seed: seed of that sampler; None takes torch's current one.
-        non_blocking: do not wait for batches to be copied to the device; the loader needs `pin_memory=True`.
-        use_stateful_dataloader: after `load_state`, the coming loop resumes inside the epoch by itself.
+        split_batches: whether a loader's batch size is that of all processes together.
+        dispatch_batches: whether process 0 reads every batch and sends the others their parts.
+        even_batches: whether an epoch's last step is filled with its first samples, to give each process a full batch.
+        use_seedable_sampler: whether to shuffle with a generator that is seeded again for each epoch.
+        data_seed: seed of that sampler; None uses torch's current seed.
+        non_blocking: whether to copy batches to the device without waiting; the loader needs `pin_memory=True`.
+        use_stateful_dataloader: whether the loop after `load_state` resumes inside the epoch automatically.
     """
 
     split_batches: bool = False
@@ -204,13 +204,13 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients add up.
+    """How gradients accumulate.
 
     Attributes:
-        num_steps: micro-batches per optimizer step; None takes the configuration's, else 1.
-        adjust_scheduler: no effect: a schedule moves where the optimizer steps.
-        sync_with_dataloader: a loader's end closes the window.
-        sync_each_batch: reduce gradients at each micro-batch, which saves memory and costs communication.
+        num_steps: micro-batches per optimizer step; None uses the configuration's number, or 1.
+        adjust_scheduler: has no effect: a learning-rate scheduler moves when the optimizer steps.
+        sync_with_dataloader: whether a loader's end closes the accumulation window.
+        sync_each_batch: whether to reduce gradients at each micro-batch, which saves memory and costs communication.
     """
 
     num_steps: int | None = None
@@ -221,15 +221,15 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps what it writes.
+    """Folders of a run's output.
 
     Attributes:
         project_dir: folder of the run.
-        logging_dir: folder of local trackers; None takes `project_dir`.
-        automatic_checkpoint_naming: `save_state` numbers its folders by itself.
-        total_limit: how many of those are kept.
-        iteration: number of the next one, unless a run has used it in that folder: numbers grow over all runs.
-        save_on_each_node: no effect: a checkpoint is one folder, which all processes see.
+        logging_dir: folder of local trackers; None uses `project_dir`.
+        automatic_checkpoint_naming: whether `save_state` numbers its folders.
+        total_limit: the number of numbered checkpoints to keep.
+        iteration: number of the next checkpoint, unless a run has used it in that folder: numbers grow over all runs.
+        save_on_each_node: has no effect: a checkpoint is one folder, which all processes see.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -243,7 +243,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Make `project_dir` the folder of the run, and of its trackers where they have none."""
+        """Set the folder of the run, and of its trackers unless they have one."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -251,16 +251,18 @@ class ProjectConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """For `torch.compile`; what is None is read from `ACCELERATE_DYNAMO_*`, which Accelerate's launcher sets.
+    """Arguments of `torch.compile`.
+
+    Arguments that are None are read from `ACCELERATE_DYNAMO_*`, which Accelerate's launcher sets.
 
     Attributes:
-        backend: the compiler; absent everywhere: none.
+        backend: the compiler; `NO` if neither the script nor the environment names one.
         mode: `default`, `reduce-overhead` or `max-autotune`.
-        fullgraph: refuse a model that breaks into several graphs.
-        dynamic: compile for changing shapes; None lets torch find out.
-        options: for the backend.
-        disable: call `torch.compile`, but have it do nothing.
-        use_regional_compilation: compile one of the repeated blocks of a model for all of them, instead of the model.
+        fullgraph: whether to refuse a model that breaks into several graphs.
+        dynamic: whether to compile for changing shapes; None lets torch detect them.
+        options: options of the backend.
+        disable: whether `torch.compile` is called but does nothing.
+        use_regional_compilation: whether to compile one of a model's repeated blocks for all of them, not the model.
     """
 
     backend: DynamoBackend = None  # type: ignore[assignment]  # None until __post_init__
@@ -292,11 +294,11 @@ class TorchDynamoPlugin(KwargsHandler):
                 setattr(self, name, is_switched_on(variable))
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments, the backend in small letters, as torch spells it."""
+        """Return all arguments, with the backend in lower case, as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that differ from the defaults."""
+        """Return the arguments of `torch.compile` that differ from the defaults."""
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
 
     @classmethod
@@ -313,15 +315,15 @@ def _hook_type(argument: str, value: Any) -> DDPCommunicationHookType:
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What a script set of torch's own objects; None where it said nothing.
+    """A script's settings for torch's own objects; None if not set.
 
     Attributes:
-        ddp: of DistributedDataParallel.
-        scaler: of the loss scale under fp16.
-        process_group: of the process group.
-        autocast: of the context that 16-bit operations run in.
-        profile: of the profiler.
-        compiler: of `torch.compile`.
+        ddp: for DistributedDataParallel.
+        scaler: for the loss scale under fp16.
+        process_group: for the process group.
+        autocast: for the context that 16-bit operations run in.
+        profile: for the profiler.
+        compiler: for `torch.compile`.
     """
 
     ddp: DistributedDataParallelKwargs | None = None
@@ -347,10 +349,10 @@ _SUBJECTS: Final = {
 
 
 def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
-    """The records of `Accelerator(kwargs_handlers=…)` by subject.
+    """Return the records of `Accelerator(kwargs_handlers=…)` by subject.
 
     Raises:
-        ConfigError: a record is of no known kind, or two are of one kind.
+        ConfigError: a record's class is not supported, or two records have the same class.
     """
     found: dict[str, Any] = {}
     problems = []

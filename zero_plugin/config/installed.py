@@ -1,4 +1,4 @@
-"""The packages that a run needs: which versions are installed, tested and too old; imported quickly, and changed."""
+"""The packages that a run needs: installed, tested and oldest versions; also a faster import and temporary patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, Final
 
-# What the test suite passes with, as constraints.txt says.
+# Versions that the test suite passes with; the same as in constraints.txt.
 TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
 OLDEST_DEEPSPEED: Final = "0.19.8"
 NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED},<0.20'"
@@ -18,9 +18,9 @@ NEWER_DEEPSPEED: Final = f"Type: pip install 'deepspeed>={OLDEST_DEEPSPEED},<0.2
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """While it is entered, Python looks for no garbage, since each look goes through all of torch.
+    """Pause Python's garbage collector: each collection would traverse all objects of torch.
 
-    For imports, which leave none, and in a short process for what leaves little.
+    For imports, which leave no garbage, and for short processes that leave little.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -36,8 +36,8 @@ _INHERITED: Final = object()
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute of a package's object, class or module another value while this context is open."""
-    own = vars(owner).get(name, _INHERITED)  # a class method itself, which is not bound to this class
+    """Replace an attribute of a package's object, class or module while this context is open."""
+    own = vars(owner).get(name, _INHERITED)  # not getattr: a class method has to stay unbound
     setattr(owner, name, value)
     try:
         yield
@@ -48,9 +48,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-@functools.cache  # each look parses the package's metadata anew
+@functools.cache  # each call parses the package's metadata again
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, None for one that is not there."""
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -58,13 +58,13 @@ def installed_version(package: str) -> str | None:
 
 
 def is_at_least(package: str, version: str) -> bool:
-    """Whether `package` is installed in this version, or in a newer one."""
+    """Return whether `package` is installed in this version or a newer one."""
     found = installed_version(package)
     return found is not None and _numbers(found) >= _numbers(version)
 
 
 def refuse_deepspeed() -> str:
-    """Why the installed DeepSpeed is too old; "" for one that is not, and where there is none."""
+    """Return why the installed DeepSpeed is too old; "" if it is new enough or not installed."""
     found = installed_version("deepspeed")
     if found is None or is_at_least("deepspeed", OLDEST_DEEPSPEED):
         return ""
@@ -75,7 +75,7 @@ def refuse_deepspeed() -> str:
 
 
 def warn_of_deepspeed() -> str:
-    """A warning that the installed DeepSpeed is newer than the tested one; "" for any other."""
+    """Return a warning if the installed DeepSpeed is newer than the tested one; otherwise ""."""
     found, tested = installed_version("deepspeed"), TESTED["deepspeed"]
     if found is None or not is_newer(found, tested):
         return ""
@@ -83,18 +83,18 @@ def warn_of_deepspeed() -> str:
 
 
 def warn_of_transformers() -> str:
-    """A warning that the installed transformers loads other weights at stage 3; "" for any other, and where none is."""
+    """Return a warning if the installed transformers loads wrong weights at stage 3; otherwise ""."""
     if not is_at_least("transformers", "5.0") or is_at_least("transformers", "5.3"):
         return ""
     return (
         f"from_pretrained() of transformers {installed_version('transformers')} does not give all weights their values "
-        "at ZeRO stage 3: in 5.0 and 5.1 those of mixtures of experts, in 5.2 those that are not in the files. "
+        "at ZeRO stage 3: in 5.0 and 5.1 not those of mixtures of experts, in 5.2 not those missing in the files. "
         "Type: pip install 'transformers>=5.3'"
     )
 
 
 def is_newer(version: str, tested: str) -> bool:
-    """Whether interfaces may have changed: by major and minor number, of a 0.x package by all three."""
+    """Return whether interfaces may have changed: the major or minor number is newer, in 0.x also the third one."""
     return _release(version) > _release(tested)
 
 
@@ -104,6 +104,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    from packaging.version import Version  # here, since most commands compare no versions
+    from packaging.version import Version  # here, because most commands compare no versions
 
     return Version(re.sub(r"\+.*", "", version)).release

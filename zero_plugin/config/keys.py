@@ -1,8 +1,8 @@
-"""One row for each key: its names, its flag, its variable, its type and default, and who fills it if it is `auto`.
+"""One row for each key: its names, flag, variable, type and default, and what fills it if it is `auto`.
 
-`LaunchSettings` has a row for each launch key: from a field and the sentence below it come the key's type, its default,
-its schema, its comment in a written config, and its flag with its help. `TRAINING` has a row for each of DeepSpeed's
-keys with a further name, or that more than a rule can fill. `schema/deepspeed.schema.json` describes all of them.
+`LaunchSettings` has a row for each launch key. The field and the sentence below it define the key's type, default,
+schema, comment in a written config, and flag with its help. `TRAINING` has a row for each of DeepSpeed's keys that
+has a further name, or that more than a rule can fill. `schema/deepspeed.schema.json` describes all of DeepSpeed's keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_plugin.config.amounts import BANDWIDTH_PATTERN, BYTES_PATTERN, read_ba
 from zero_plugin.config.choices import Checks
 from zero_plugin.config.tree import KeyPath
 
-# Topics of the flags in the help, in its order.
+# Topics of the flags, in the order of the help.
 TOPICS: Final = (
     *("The usual flags", "Hardware", "ZeRO and the loop", "Compilation", "Program"),
     *("Logs and restarts", "Several machines"),
@@ -31,12 +31,12 @@ class Flag:
     """A flag of `zero-plugin launch`.
 
     Attributes:
-        topic: the topic of the help that shows it.
-        place: its place there.
-        help: its help; "" for the description of its key.
-        metavar: what represents a value in the help, if the key's type does not tell.
+        topic: the topic of the help that shows the flag.
+        place: the flag's position in the topic.
+        help: help text; "" for the description of the key.
+        metavar: placeholder for the value in the help, if the key's type does not give one.
         short: a second spelling.
-        sets: the launch keys that a switch without a key of its name sets; None for other flags.
+        sets: launch keys that a switch without a key of its own sets; None for other flags.
     """
 
     topic: str
@@ -49,20 +49,21 @@ class Flag:
 
 @dataclass(frozen=True)
 class Key:
-    """A key, by all its names.
+    """A key with all its names.
 
     Attributes:
-        name: the dotted name: of a launch key, or of a key in DeepSpeed's configuration.
+        name: the dotted name of a launch key or of a key in DeepSpeed's configuration.
         field: Accelerate's short name below `deepspeed_config`; "" for none.
-        flag: its flag, which is called as the field, or else as the key.
-        variable: the environment variable by which Accelerate's launcher hands it over; "" for none.
-        filled_by: who fills the key if it is `auto`. `loop`: what only the loop knows, also if the key is absent.
-            `script`: other layers, too, i.e. Accelerate's `prepare` or transformers' Trainer. `plan`: the plan of the
-            memory. "": a rule of `config/resolve`, or DeepSpeed's default.
-        setup: the field of `plan.situation.Setup` that it settles; "" for none.
-        stages: the ZeRO stages that alone read it, in DeepSpeed 0.19.8's engine as this package runs it; empty for all.
-        option: the options of `zero-plugin explain` that fill it as a run would; "" for `--set`.
-        elsewhere: what other libraries call the key, if spelling alone does not find it.
+        flag: the flag. Its name is the field, or the key if there is no field.
+        variable: the environment variable in which Accelerate's launcher passes the key; "" for none.
+        filled_by: what fills the key if it is `auto`. `loop`: only the loop, also if the key is absent. `script`: also
+            other layers, i.e. Accelerate's `prepare` or transformers' Trainer. `plan`: the memory plan. "": a rule of
+            `config/resolve`, or DeepSpeed's default.
+        setup: the field of `plan.situation.Setup` for the key; "" for none.
+        stages: the only ZeRO stages that read the key in DeepSpeed 0.19.8's engine as this package runs it; empty for
+            all.
+        option: the options of `zero-plugin explain` that fill the key as a run would; "" for `--set`.
+        elsewhere: the key's names in other libraries, if they are spelled too differently to be guessed.
     """
 
     name: str = ""
@@ -77,12 +78,12 @@ class Key:
 
     @functools.cached_property
     def path(self) -> KeyPath:
-        """Where the key is in its tree."""
+        """The key's path in its tree."""
         return tuple(self.name.split("."))
 
     @property
     def typed(self) -> str:
-        """The name in a launch config, and of the flag."""
+        """The name in a launch config and as a flag."""
         return self.field or self.name
 
 
@@ -92,7 +93,7 @@ def _names(value: Any) -> Any:
 
 
 def gpu_list(value: Any) -> str:
-    """`gpu_ids` in any of its forms as text: `all`, `0`, `0,1`."""
+    """Return `gpu_ids` in any of its forms as text: `all`, `0`, `0,1`."""
     ids = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return ids.replace(" ", "")
 
@@ -115,18 +116,18 @@ _GpuIds = Annotated[
 _Streams = Annotated[str, BeforeValidator(str), _any_of({"type": "integer", "minimum": 0, "maximum": 3}, _BY_WORKER)]
 _Bytes = Annotated[int, BeforeValidator(read_bytes), _any_of({"type": "integer", "minimum": 1}, _SIZE)]
 _Bandwidth = Annotated[float, BeforeValidator(read_bandwidth), WithJsonSchema(_SPEED)]
-_PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
+_PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun needs a value for each key
 
 
-# What starts the machines of a run, as far as it is tested here, and what else DeepSpeed's launcher is known to take.
+# Launchers that this package tests, and further ones of DeepSpeed's that it does not test.
 LAUNCHERS = ("standard", "pdsh", "openmpi", "slurm", "nossh")
 UNTESTED_LAUNCHERS = ("mvapich", "mpich", "impi")
 
 
 class LaunchSettings(BaseModel):
-    """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default.
+    """The launch part of a document. Names and meanings are Accelerate's, except `debug`; `auto` means the default.
 
-    The sentence below a field describes the key in the schema, and beside it where a configuration is written.
+    The sentence below a field describes the key in the schema, and is its comment in a written configuration.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -160,7 +161,7 @@ class LaunchSettings(BaseModel):
     gpu_ids: Annotated[_GpuIds, Flag(HARDWARE, 3, metavar="TEXT")] = "all"
     """all, or numbers such as "0,1" among the GPUs that the launcher sees. Default: all."""
     use_cpu: Annotated[bool, Key(variable="ACCELERATE_USE_CPU")] = False
-    """true or false: train on the CPU, also beside GPUs. Default: false."""
+    """true or false: train on the CPU, also if there are GPUs. Default: false."""
     enable_cpu_affinity: Annotated[bool, Flag(HARDWARE, 5)] = False
     """true or false: bind each process to the cores of its GPU's NUMA node. Default: false."""
     num_cpu_threads_per_process: Annotated[int | None, Flag(HARDWARE, 4)] = Field(None, ge=1)
@@ -176,7 +177,7 @@ class LaunchSettings(BaseModel):
     log_dir: Annotated[str | None, Flag(LOGS, 1, metavar="PATH")] = None
     """Folder for a log of each worker. Default: none are written."""
     tee: Annotated[_Streams | None, Flag(LOGS, 2, metavar="TEXT", short="-t")] = None
-    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, else 0."""
+    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, 0 without."""
     role: Annotated[str, Flag(LOGS, 3)] = "default"
     """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
     debug: Annotated[bool, Flag(LOGS, 6)] = False
@@ -204,7 +205,7 @@ class LaunchSettings(BaseModel):
     deepspeed_moe_layer_cls_names: Annotated[
         _ClassNames | None, Flag(LOOP, 10), Key(variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
     ] = None
-    """Classes of mixture-of-experts, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
+    """Classes of mixture-of-experts, comma-separated, for ZeRO-3, in addition to detected ones. Default: none."""
     gpu_memory: Annotated[_Bytes | None, Flag(HARDWARE, 6, metavar="SIZE")] = None
     """Memory of one device that the plan of stage auto may use, e.g. 24GiB. Default: what is free."""
     host_memory: Annotated[_Bytes | None, Flag(HARDWARE, 7, metavar="SIZE")] = None
@@ -229,7 +230,7 @@ _MODEL_SIZE: Final[Mapping[str, Any]] = {"filled_by": "script", "option": "--hid
 
 
 def _row(name: str, field: str, flag: Flag, **more: Any) -> Key:
-    """Return a row for a key that Accelerate has under a short name, too."""
+    """Return a row for a key that also has a short name in Accelerate."""
     prefix = "ACCELERATE_DEEPSPEED_" if name.startswith(ZERO) else "ACCELERATE_"
     return Key(name, field, flag, prefix + field.upper(), **more)
 
@@ -294,19 +295,19 @@ TRAINING: Final = (
     Key("scheduler.params.total_num_steps", filled_by="script", option="--steps", elsewhere=("num_training_steps",)),
     Key("scheduler.params.cycle_max_lr", option="--lr"),
 )
-# Where parameters, gradients and optimizer states are: what a plan of the memory chooses.
+# Keys for the placement of parameters, gradients and optimizer states, which the memory plan chooses.
 PLACEMENT: Final = tuple(key.path for key in TRAINING if key.filled_by == "plan")
 BATCH: Final = (GLOBAL_BATCH, MICRO_BATCH, ACCUMULATION)
-KEYS: Final[Mapping[str, Key]] = {**LAUNCH, **{key.typed: key for key in TRAINING}}  # by their names in a launch config
+KEYS: Final[Mapping[str, Key]] = {**LAUNCH, **{key.typed: key for key in TRAINING}}  # by name in a launch config
 
-# Fields under `deepspeed_config` that represent a key of DeepSpeed's, and those that are launch keys.
+# Fields under `deepspeed_config`: short names for DeepSpeed's keys, and launch keys.
 SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {key.field: key.path for key in TRAINING if key.field}
 ZERO_FIELDS: Final = tuple(name for name, path in SHORT_FIELDS.items() if path[0] == ZERO)
 LAUNCH_FIELDS: Final = tuple(name for name in LAUNCH if name.startswith(("deepspeed_", "zero3_")))
 
 CONFIG_FILE: Final = Key(
     "deepspeed_config_file",
-    flag=Flag(LOOP, 2, "DeepSpeed JSON in place of the file's `deepspeed_config`.", metavar="PATH"),
+    flag=Flag(LOOP, 2, "DeepSpeed JSON instead of the file's `deepspeed_config`.", metavar="PATH"),
     variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
 )
 
@@ -320,7 +321,7 @@ _MODEL: Final = "Model for a plan before the start: a transformers folder, or mo
 _LENGTH: Final = "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer."
 _ON_TPU: Final = "Data parallelism over the devices of a TPU, without DeepSpeed."
 _ON_GPUS: Final = "Data parallelism (DDP) on GPUs, without ZeRO."
-# The flags except those of the compiler, which `launch_settings.compiler_schema` describes.
+# All flags except the compiler's, which `launch_settings.compiler_schema` describes.
 FLAGS: Final[Mapping[str, Flag]] = {
     **{key.typed: key.flag for key in (*LAUNCH.values(), *TRAINING, CONFIG_FILE) if key.flag is not None},
     "config_file": Flag(USUAL, 1, _LAUNCHED, metavar="PATH", short="--config"),

@@ -1,7 +1,6 @@
-"""Accelerate's launch keys: those that `keys.LaunchSettings` has, read from a document, and those that are refused or
-have no effect.
+"""Accelerate's launch keys as read from a document: the supported ones, the refused ones, and those without effect.
 
-`dynamo_config`, by which a launch config requests `torch.compile`, is read as Accelerate writes it and as flags say it.
+`dynamo_config` requests `torch.compile`. It is read as Accelerate writes it and as flags set it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from zero_plugin.errors import Problem
 
 @functools.cache
 def launch_schema() -> Mapping[str, Any]:
-    """JSON Schema of the launch keys, made from `LaunchSettings`."""
+    """Return the JSON Schema of the launch keys, made from `LaunchSettings`."""
     return LaunchSettings.model_json_schema()
 
 
 def launch_settings(document: Document) -> LaunchSettings:
-    """The launch part of a checked document, with defaults; `auto` and `null` count as absent, `NO` is one process."""
+    """Return the launch part of a checked document with defaults; `auto` and `null` are absent, `NO` is one process."""
     known = LaunchSettings.model_fields
     given = {path[0]: entry.value for path, entry in document.launch.entries.items() if path[0] in known}
     if given.get("distributed_type") == "NO" and "num_processes" in given:
@@ -34,24 +33,26 @@ def launch_settings(document: Document) -> LaunchSettings:
 
 
 def asks_for_cpu(settings: LaunchSettings) -> bool:
-    """Whether a document asks for the CPU, also where there are GPUs."""
+    """Return whether a document requests the CPU, also on a machine with GPUs."""
     return settings.use_cpu or settings.distributed_type == "MULTI_CPU"
 
 
 def asks_for_tpu(settings: LaunchSettings) -> bool | None:
-    """Whether a document asks for a TPU, None where it leaves that open; `XLA` is Accelerate's newer word for it."""
+    """Return whether a document requests a TPU, None if it leaves that open; `XLA` is Accelerate's newer word."""
     return None if settings.distributed_type in (None, "NO") else settings.distributed_type in ("TPU", "XLA")
 
 
 def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:
-    """Whether a document asks for ZeRO: by its `distributed_type` or, where that is open, by a ZeRO section."""
+    """Return whether a document requests ZeRO by its `distributed_type` or, if that is open, by a ZeRO section."""
     kind = settings.distributed_type
     return kind == "DEEPSPEED" or (kind is None and document.deepspeed.has_section("zero_optimization"))
 
 
 def dropped_zero(document: Document, settings: LaunchSettings) -> str:
-    """What of the ZeRO section a `distributed_type` without ZeRO drops, where that is written, and what a TPU does in
-    its place; "" for nothing."""
+    """Describe what a `distributed_type` without ZeRO drops from the ZeRO section; "" if it drops nothing.
+
+    The text names the place of `distributed_type`, and what a TPU does instead.
+    """
     if asks_for_deepspeed(document, settings):
         return ""
     stage = document.deepspeed.value(*STAGE.path)
@@ -66,13 +67,13 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     return dropped + complete if asks_for_tpu(settings) else dropped
 
 
-# On one machine of a pod alone, the TPU's runtime would wait for the others.
+# On only one machine of a pod, the TPU's runtime would wait for the others.
 ON_EVERY_MACHINE: Final = (
     "start the same command on every machine of the TPU: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all "
     "--command='zero-plugin launch --tpu …'"
 )
-# Accelerate's keys that say nothing about a run on these paths, and are accepted, so that a config moves over: why, and
-# what to do.
+# Accelerate's keys that have no effect here. They are accepted, so configs of Accelerate need no edits. Each with the
+# reason and the fix.
 WITHOUT_MEANING: Final[Mapping[str, tuple[str, str]]] = {
     **dict.fromkeys(
         ("tpu_name", "tpu_zone", "tpu_vm"),
@@ -89,9 +90,12 @@ WITHOUT_MEANING: Final[Mapping[str, tuple[str, str]]] = {
         "the workers have the environment of this command",
         "Delete the key, and write NAME=value before the command.",
     ),
-    "tpu_use_sudo": ("the workers are their starter's", "Delete the key, and write sudo before the command."),
+    "tpu_use_sudo": (
+        "the workers run as the user who starts them",
+        "Delete the key, and write sudo before the command.",
+    ),
     "downcast_bf16": (
-        "torch_xla is giving up its switches that cast everything",
+        "torch_xla deprecates its switches that cast everything",
         "Delete the key, and write mixed_precision: bf16, which computes by autocast; weights stay fp32.",
     ),
     "fsdp_config": ("FSDP only", "Delete the key."),
@@ -100,10 +104,11 @@ WITHOUT_MEANING: Final[Mapping[str, tuple[str, str]]] = {
     "deepspeed_fields_from_accelerate_config": ("Accelerate writes it for itself", "Delete the key."),
 }
 
-# What any of these keys may hold without asking for anything.
+# Values of these keys that request nothing.
 SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
 
-# Accelerate's keys whose effect this package does not have: which leaf and value ask for the effect, and what to do.
+# Accelerate's keys whose effect this package lacks: a function that tells whether a leaf and its value request the
+# effect, and the fix.
 REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
     "tpu_use_cluster": (lambda *_: True, f"Delete the key, and {ON_EVERY_MACHINE}."),
     "compute_environment": (
@@ -141,7 +146,7 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 
 
 def ignored_keys(launch: Tree) -> list[Problem]:
-    """A warning for each key that says something and is not followed."""
+    """Return a warning for each key that has a value and no effect."""
     warnings: dict[str, Problem] = {}
     for (name, *below), entry in launch.entries.items():
         if name in WITHOUT_MEANING and name not in warnings and entry.value not in SAYS_NOTHING:
@@ -152,7 +157,7 @@ def ignored_keys(launch: Tree) -> list[Problem]:
 
 
 def refused_keys(launch: Tree) -> Iterator[Problem]:
-    """Keys whose effect this package does not have, amounts of memory that hold no model, and the compiler's keys."""
+    """Yield problems of keys whose effect this package lacks, of too little memory, and of the compiler's keys."""
     for path, entry in launch.entries.items():
         has_effect, fix = REFUSED_KEYS.get(path[0], (None, ""))
         if has_effect is not None and entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
@@ -166,18 +171,17 @@ def refused_keys(launch: Tree) -> Iterator[Problem]:
     yield from _compiler_problems(launch)
 
 
-COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
+COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second, at the top level, is from older Accelerates
 COMPILER_PREFIX: Final = "dynamo_"
 
-# Every key that a launch config may have beside `deepspeed_config`.
+# All keys of a launch config except `deepspeed_config`.
 LAUNCH_KEYS: Final = (*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS)
 
 
 def asks_for_nothing(launch: Tree, name: str) -> bool:
-    """Whether a key of a checked document can go: an effect that is refused or not there, or a compiler's key, of which
-    nothing is requested."""
+    """Return whether a key of a checked document requests nothing, so it can be removed."""
     if name in REFUSED_KEYS:
-        return name != "compute_environment"  # the check would have refused it, had it an effect
+        return name != "compute_environment"  # the check refuses the others if they request their effect
     leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
     return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
 
@@ -203,12 +207,12 @@ _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def asked_compiler(launch: Tree) -> dict[str, Entry]:
-    """What is configured, by name: `backend`, `mode`, `use_fullgraph`, `use_dynamic`, `use_regional_compilation`."""
+    """Return the configured values: `backend`, `mode`, `use_fullgraph`, `use_dynamic`, `use_regional_compilation`."""
     return {name: Entry(_read(name, entry.value), entry.origin) for _, name, entry in _written(launch)}
 
 
 def _compiler_problems(launch: Tree) -> Iterator[Problem]:
-    """Names that `torch.compile` has no argument for, and values that it does not take."""
+    """Yield a problem for each name that is no argument of `torch.compile`, and for each illegal value."""
     for path, name, entry in _written(launch):
         if name not in _LEGAL:
             near = did_you_mean(path[-1], [COMPILER_PREFIX + known for known in _LEGAL])
@@ -222,7 +226,7 @@ def _compiler_problems(launch: Tree) -> Iterator[Problem]:
 
 
 def compiler_schema() -> dict[str, Any]:
-    """JSON Schema of the two keys, for editors, which know no capitals."""
+    """Return the JSON Schema of the two keys for editors, without `enum`: editors would insist on its lower case."""
     below = {
         COMPILER_PREFIX + name: {key: value for key, value in schema.items() if key != "enum"}
         for name, schema in _LEGAL.items()
@@ -233,7 +237,7 @@ def compiler_schema() -> dict[str, Any]:
 
 
 def _written(launch: Tree) -> Iterator[tuple[KeyPath, str, Entry]]:
-    """Path, name and entry of all that says something; what is in `dynamo_config` comes last, and so counts."""
+    """Yield path, name and entry of all set values. `dynamo_config` comes last, because it takes precedence."""
     for key in reversed(COMPILER_KEYS):
         for path, entry in launch.entries.items():
             if path[0] == key and entry.value not in (None, AUTO, "", {}):
@@ -241,7 +245,7 @@ def _written(launch: Tree) -> Iterator[tuple[KeyPath, str, Entry]]:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Accelerate writes compilers in capitals; YAML 1.1 reads `no` as false."""
+    """Normalize a value: Accelerate writes compilers in upper case, and YAML 1.1 reads `no` as false."""
     if name == "backend" and value is False:
         return "no"
     text = value.lower() if isinstance(value, str) else value

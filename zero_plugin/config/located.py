@@ -1,7 +1,7 @@
-"""Text of a configuration file as located values, in YAML and in JSON.
+"""Readers of YAML and JSON text that return every value with its place.
 
-YAML has the scalars of YAML 1.2, no duplicate keys and no tags. JSON may have comments, trailing commas, and what of
-Hjson, which DeepSpeed reads, has only one meaning.
+YAML has the scalars of YAML 1.2, no duplicate keys and no tags. JSON may have comments, trailing commas, and those
+parts of Hjson that have only one meaning. DeepSpeed reads Hjson.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from zero_plugin.config.amounts import as_number
 from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, dotted, freeze
 from zero_plugin.errors import ConfigError, Problem
 
-# The deepest real configuration has seven levels; a bound keeps nonsense from exhausting the stack.
+# The deepest real configuration has seven levels. The limit keeps broken input from exhausting the stack.
 MAX_DEPTH: Final = 50
-# Ten times the longest real one; it also bounds aliases of aliases, which grow exponentially.
+# Ten times the longest real configuration. The limit also bounds aliases of aliases, which grow exponentially.
 _MAX_VALUES: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A value and where it is written.
+    """A value and its place.
 
     Attributes:
         value: a scalar, a list of `Located`, or a dict from key to `Located`.
-        where: `file:line:column` of the key that holds the value (of the value itself where there is no key).
+        where: `file:line:column` of the key that holds the value, or of the value itself if there is no key.
     """
 
     value: Any
     where: str
 
     def plain(self) -> Any:
-        """The value as plain dicts, lists and scalars, without file positions."""
+        """Return the value as plain dicts, lists and scalars, without places."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -47,7 +47,7 @@ class Located:
 
 
 def leaves(node: Located, kind: OriginKind, prefix: KeyPath = ()) -> dict[KeyPath, Entry]:
-    """Every leaf below `node`; keys that start with `_` are comments and are left out."""
+    """Return every leaf below `node`. Keys that start with `_` are comments and are left out."""
     found: dict[KeyPath, Entry] = {}
     for key, child in node.value.items():
         if key.startswith("_"):
@@ -62,7 +62,7 @@ def leaves(node: Located, kind: OriginKind, prefix: KeyPath = ()) -> dict[KeyPat
 
 
 def sections(node: Located, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """The path of every key that holds keys, and where it is written."""
+    """Yield the path and the place of every key that holds keys."""
     for key, child in node.value.items():
         if isinstance(child.value, dict):
             yield (*prefix, key), child.where
@@ -70,30 +70,31 @@ def sections(node: Located, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str
 
 
 def syntax_error(where: str, message: str, fix: str) -> ConfigError:
-    """The file cannot be read beyond this place."""
+    """Return the error for a file that cannot be read beyond this place."""
     return ConfigError([Problem(where, "", message, fix)])
 
 
 def text_place(name: str, text: str, at: int) -> str:
-    """`file:line:column` of a position in the file's text."""
+    """Return `file:line:column` of a position in the file's text."""
     return f"{name}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
 
 
 def looks_like_json(text: str) -> bool:
-    """Whether the first character that is not blank or a comment opens a JSON object or list."""
+    """Return whether the first character other than blanks and comments opens a JSON object or list."""
     return text[_end_of_blank(text, 0) :][:1] in ("{", "[")
 
 
 def parse_text(text: str, name: str, problems: list[Problem]) -> Located:
-    """Parse YAML or JSON; the content tells which, not the name.
+    """Parse YAML or JSON; the content decides which, not the name.
 
     Args:
         text: the file's text.
         name: the file's name, for messages.
-        problems: what could be read past is added here: duplicate keys, values that are none, a warning of Hjson.
+        problems: gets findings after which reading could continue: duplicate keys, invalid values, a warning about
+            Hjson.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither YAML nor JSON.
     """
     if not looks_like_json(text):
         return parse_yaml(text, name, problems)
@@ -101,14 +102,14 @@ def parse_text(text: str, name: str, problems: list[Problem]) -> Located:
         return _Json(text, name, problems).document()
     found: list[Problem] = []
     try:
-        root = _Json(text, name, found).document()  # as a rule such a file is JSON, with its tabs and comments
+        root = _Json(text, name, found).document()  # a file like this is usually JSON with tabs and comments
     except ConfigError:
         return parse_yaml(text, name, problems)
     return parse_yaml(text, name, problems) if found else root
 
 
 class _Reader:
-    """What both languages have in common: bounds of nesting and length, and keys that are written twice."""
+    """Base of both readers: limits on nesting and length, and the check for duplicate keys."""
 
     def __init__(self, name: str, problems: list[Problem], on_length: str) -> None:
         self._name = name
@@ -137,7 +138,7 @@ class _Reader:
 
 _WORDS: Final[dict[str, bool | None]] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
-# What PyYAML says, whether the place is where the construct starts, and what to tell.
+# Part of PyYAML's message, whether the place is the start of the construct, our message, our fix.
 _MISTAKES: Final = (
     ("'\\t' that cannot start", False, "a tab", "Indent with spaces: YAML does not allow tabs."),
     ("that cannot start any token", False, "a character that no value starts with", "Put quotes around the value."),
@@ -173,7 +174,7 @@ def parse_yaml(text: str, name: str, problems: list[Problem]) -> Located:
 
 
 class _Yaml(_Reader):
-    """Builds values from the parser's events, which come without recursion however deep the file nests."""
+    """Reader of YAML. The parser's events come without recursion, so deep nesting cannot exhaust the stack there."""
 
     def __init__(self, text: str, name: str, problems: list[Problem]) -> None:
         super().__init__(name, problems, "aliases")
@@ -243,7 +244,7 @@ class _Yaml(_Reader):
 
 
 def read_scalar(text: str) -> Any:
-    """A plain scalar of YAML 1.2: null, true, false, a number, else the text."""
+    """Return the value of a plain YAML 1.2 scalar: null, true, false, a number, or the text."""
     word = text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]
@@ -254,7 +255,7 @@ def read_scalar(text: str) -> Any:
 
 
 def _explained(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
-    """PyYAML's error in the words of one who writes a configuration."""
+    """Translate PyYAML's error into words for authors of a configuration."""
     found = f"{error.context or ''} {error.problem}"
     hint = "Look at this place and the line before it: indentation, quotes, brackets, a missing colon."
     unknown = ("", False, str(error.problem), hint)
@@ -272,10 +273,10 @@ _PYTHON: Final[dict[str, tuple[Any, str]]] = {"True": (True, "true"), "False": (
 
 
 class _Json(_Reader):
-    """JSON that may hold `//`, `#` and `/* */` comments and trailing commas.
+    """Reader of JSON with `//`, `#` and `/* */` comments and trailing commas.
 
-    Bare keys, single quotes and line ends for commas, which DeepSpeed reads too, are one warning. An Hjson text without
-    quotes, which runs to the end of its line whatever is written there, is an error.
+    Bare keys, single quotes and line ends instead of commas, which DeepSpeed also reads, give one warning. Hjson text
+    without quotes is an error, because it extends to the end of the line with everything on it.
     """
 
     def __init__(self, text: str, name: str, problems: list[Problem]) -> None:
@@ -283,7 +284,7 @@ class _Json(_Reader):
         self._text = text
         self._at = 0
         self._is_hjson = False
-        self._open: list[int] = []  # where the brackets that are still open are
+        self._open: list[int] = []  # offsets of the brackets that are still open
 
     def document(self) -> Located:
         self._skip()
@@ -330,7 +331,7 @@ class _Json(_Reader):
         return pairs
 
     def _items(self, closing: str) -> Iterator[None]:
-        """Stop at each item between the bracket here and the one that closes it, and end behind that."""
+        """Stop at each item between the bracket here and its closing one, and end after that."""
         self._open.append(self._at)
         self._skip(1)
         while self._next() != closing:
@@ -377,7 +378,7 @@ class _Json(_Reader):
                 self._at = quoted.end()
                 return quoted[1]
             return self._no_value(path)
-        except ValueError:  # NaN, Infinity, or beyond what a number can hold
+        except ValueError:  # NaN, Infinity, or a number out of range
             return self._no_value(path)
         if not isinstance(value, str) and _BARE_VALUE.match(self._text, self._at):  # 0x10, 1_000
             self._at = start
@@ -385,7 +386,7 @@ class _Json(_Reader):
         return value
 
     def _no_value(self, path: KeyPath) -> Any:
-        """Note the bare word here as a problem and read past it, as an open value unless its meaning is plain."""
+        """Note the bare word here as a problem and continue after it. Return its obvious meaning, or an open value."""
         message = f"{self._glimpse()} where a value is expected"
         fix = "Write a number, true, false, null or a quoted text."
         bare = _BARE_VALUE.match(self._text, self._at)
@@ -409,11 +410,11 @@ class _Json(_Reader):
             self._problems.append(Problem(self._where(), "", message, fix, severity="warning"))
 
     def _next(self) -> str:
-        """The character here, "" at the end."""
+        """Return the character here, "" at the end."""
         return self._text[self._at : self._at + 1]
 
     def _skip(self, characters: int = 0) -> None:
-        """Step over so many characters, and over blanks and comments behind them."""
+        """Step over this number of characters, and over the blanks and comments that follow."""
         self._at = _end_of_blank(self._text, self._at + characters)
 
     def _glimpse(self) -> str:

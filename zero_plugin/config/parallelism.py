@@ -1,7 +1,7 @@
-"""How processes share work beside data parallelism, in the words of Accelerate's `ParallelismConfig`.
+"""How processes share work other than by data parallelism, in the terms of Accelerate's `ParallelismConfig`.
 
-Of its dimensions sequence parallelism is supported, which is one key here: `sequence_parallel_size`. Data parallelism
-is what the other processes do, and its sizes follow from the number of processes.
+Only sequence parallelism is supported. Here it is one key, `sequence_parallel_size`. Data parallelism uses the
+remaining processes, so its sizes follow from the number of processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zero_plugin.errors import ConfigError, Problem
 SEQUENCE_KEY: Final = SEQUENCE.name
 SECTION: Final = "parallelism_config"
 _PREFIX: Final = "parallelism_config_"
-_VARIABLES: Final = "PARALLELISM_CONFIG_"  # by which Accelerate's launcher hands them over
+_VARIABLES: Final = "PARALLELISM_CONFIG_"  # prefix of the variables in which Accelerate's launcher passes them
 _KERNELS: Final = ("flash_attention_2", "flash_attention_3", "sdpa")
-# Keys that say something of sequence parallelism and change nothing here, with the reason.
+# Keys of sequence parallelism without effect here, with the reason.
 _UNREAD: Final[Mapping[str, str]] = {
-    "sp_seq_length": "each batch tells the length of its sequences",
+    "sp_seq_length": "the length of sequences follows from each batch",
     "sp_seq_length_is_variable": "the length of sequences may always change from batch to batch",
-    "sp_attn_implementation": "attention is torch's scaled_dot_product_attention, which chooses its kernel by itself",
+    "sp_attn_implementation": "attention is torch's scaled_dot_product_attention, which chooses its kernel",
 }
 DATA_PARALLEL_ONLY: Final = (
     "Write 1, or delete it: processes share samples (sequence_parallel_size), or each has samples of its own."
@@ -33,22 +33,22 @@ DATA_PARALLEL_ONLY: Final = (
 
 
 def sequence_parallel_size(document: Document) -> int:
-    """How many processes share each sample of a checked document; 1 where nothing is said."""
+    """Return the number of processes that share each sample of a checked document; 1 if not set."""
     size = document.deepspeed.value(SEQUENCE_KEY)
     return size if isinstance(size, int) else 1
 
 
 def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Problem]]:
-    """Accelerate's keys of sequence parallelism as the one key: both trees, and the problems and notes.
+    """Translate Accelerate's keys of sequence parallelism into the one key. Return both trees, and problems and notes.
 
     Args:
-        launch: the launch keys; they lose the keys that were understood.
-        deepspeed: the training configuration; it gets `sequence_parallel_size`.
+        launch: the launch keys; the translated keys are removed from them.
+        deepspeed: the training configuration; gets `sequence_parallel_size`.
     """
     found: list[Problem] = []
 
     def said(name: str, nothing: tuple[Any, ...]) -> Entry | None:
-        """What is written for a key, which asks for something; its origin names the key as it is typed."""
+        """Return the entry of a key that requests something; its origin has the key as it is typed."""
         entry = launch.get(SECTION, f"{_PREFIX}{name}")
         if entry is None or entry.value in (None, AUTO, *nothing):
             return None
@@ -74,7 +74,7 @@ def read_parallelism(launch: Tree, deepspeed: Tree) -> tuple[Tree, Tree, list[Pr
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Accelerate's record of sequence parallelism; the names and the defaults are its own, and nothing depends on it.
+    """Accelerate's record of sequence parallelism, with its names and defaults. The record has no effect.
 
     Attributes:
         sp_seq_length: the length of all sequences, if it does not change.
@@ -82,7 +82,7 @@ class DeepSpeedSequenceParallelConfig:
         sp_attn_implementation: `sdpa`, `flash_attention_2`, `flash_attention_3`, or a kernel's repository.
 
     Raises:
-        ValueError: the length is to be constant, and is not given; or the implementation cannot be one.
+        ValueError: the length is constant and not given, or the implementation is unknown.
     """
 
     sp_seq_length: int | None = None
@@ -112,18 +112,18 @@ def _is_above_one(size: str) -> property:
 
 @dataclass
 class ParallelismConfig:
-    """Accelerate's record of how processes share work; the names and the defaults are its own.
+    """Accelerate's record of how processes share work, with its names and defaults.
 
-    What is None is read from Accelerate's variables, as `PARALLELISM_CONFIG_SP_SIZE`.
+    Attributes that are None are read from Accelerate's variables, e.g. `PARALLELISM_CONFIG_SP_SIZE`.
 
     Attributes:
-        dp_replicate_size, dp_shard_size: accepted, and without effect: they follow from the number of processes.
-        tp_size, cp_size: only 1 can be trained.
+        dp_replicate_size, dp_shard_size: accepted without effect: they follow from the number of processes.
+        tp_size, cp_size: only 1 is supported.
         cp_backend: `torch`.
-        sp_size: how many processes share each sample: `sequence_parallel_size`.
+        sp_size: number of processes that share each sample: `sequence_parallel_size`.
         sp_backend: `deepspeed`.
         tp_handler, cp_handler: not used.
-        sp_handler: a `DeepSpeedSequenceParallelConfig`, which changes nothing.
+        sp_handler: a `DeepSpeedSequenceParallelConfig`, which has no effect.
 
     Raises:
         ValueError: a size is below 1, a backend is unknown, or sizes exclude each other.
@@ -205,10 +205,12 @@ class ParallelismConfig:
 
 
 def sequence_size_in_code(given: Any) -> int | None:
-    """The sequence parallelism of `Accelerator(parallelism_config=…)`, also of Accelerate's own record; None for none.
+    """Return the size of sequence parallelism in `Accelerator(parallelism_config=…)`; None if not given.
+
+    The record may be this package's or Accelerate's.
 
     Raises:
-        ConfigError: it asks for tensor or context parallelism, or is no such record.
+        ConfigError: the record requests tensor or context parallelism, or is not a `ParallelismConfig`.
     """
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Stand-ins for the optimizer and the schedule that the configuration describes."""
+"""Placeholders for the optimizer and the learning-rate scheduler that the configuration describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_plugin.errors import ConfigError, LoopError, Problem
 
 
 class Unset:
-    """Type of `UNSET`, an argument that the user did not give, so that no default contradicts the configuration."""
+    """Type of `UNSET`, the default of omitted arguments. A real default could contradict the configuration."""
 
     __slots__ = ()
 
@@ -28,11 +28,11 @@ class DummyOptim:
     """A placeholder for the optimizer that the configuration's `optimizer` section describes.
 
     Args:
-        params: parameters, with their names or without, or parameter groups (dicts), as for a torch optimizer; a
-            generator is read once, here.
-        lr: learning rate; fills `optimizer.params.lr`.
-        weight_decay: fills `optimizer.params.weight_decay`.
-        **kwargs: every other argument of that optimizer (`betas`, `eps`, …); each fills its own open field.
+            params: parameters, with or without names, or parameter groups (dicts), as for a torch optimizer. A
+                generator is read once, in the constructor.
+            lr: learning rate; fills `optimizer.params.lr`.
+            weight_decay: fills `optimizer.params.weight_decay`.
+            **kwargs: every other argument of that optimizer (`betas`, `eps`, …); each fills its own open field.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class DummyOptim:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters as torch's list of groups; a group holds `lr` only where it was given."""
+        """The parameters as torch's list of groups. A group has `lr` only if it was given."""
         groups = self.params if self.params and isinstance(self.params[0], dict) else [{"params": self.params}]
         return [{**self._given(), **group} for group in groups]
 
     def describe(self) -> OptimizerFacts:
-        """What resolution may know of it: just the arguments that were given.
+        """Return the facts for resolution: only the given arguments.
 
         Raises:
-            ConfigError: a learning rate is no number.
+            ConfigError: a learning rate is not a number.
         """
         lrs = tuple(_as_rate(group["lr"]) for group in self.param_groups if "lr" in group)
         complete = len(lrs) == len(self.param_groups)
@@ -64,7 +64,7 @@ class DummyOptim:
         return {name: value for name, value in arguments.items() if value is not UNSET}
 
     def step(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: the real optimizer is what `prepare` returns.
+        """Refuse: only the optimizer that `prepare` returns can step.
 
         Raises:
             LoopError: always.
@@ -84,11 +84,12 @@ class DummyScheduler:
     """A placeholder for the learning-rate scheduler that the configuration's `scheduler` section describes.
 
     Args:
-        optimizer: the optimizer or `DummyOptim` whose learning rate it drives.
-        total_num_steps: length of the complete schedule, in the counting that `scheduler_counts` names.
-        warmup_num_steps: length of the warm-up, in the same counting.
-        lr_scheduler_callable: builds the schedule from the real optimizer; the configuration then describes none.
-        **kwargs: every other argument of that schedule; each fills its own open field.
+            optimizer: the optimizer or `DummyOptim` that uses the learning rate.
+            total_num_steps: length of the complete schedule, counted as in `scheduler_counts`.
+            warmup_num_steps: length of the warm-up, counted as in `scheduler_counts`.
+            lr_scheduler_callable: builds the scheduler from the real optimizer; the configuration must then describe
+                none.
+            **kwargs: every other argument of that scheduler; each fills its own open field.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DummyScheduler:
         self.kwargs = kwargs
 
     def describe(self) -> SchedulerFacts:
-        """What resolution may know of it: just the arguments that were given."""
+        """Return the facts for resolution: only the given arguments."""
         return SchedulerFacts(
             placeholder=self.lr_scheduler_callable is None,
             total_num_steps=None if isinstance(self.total_num_steps, Unset) else self.total_num_steps,
@@ -115,7 +116,7 @@ class DummyScheduler:
         )
 
     def step(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: the real schedule is what `prepare` returns.
+        """Refuse: only the scheduler that `prepare` returns can step.
 
         Raises:
             LoopError: always.
@@ -124,7 +125,7 @@ class DummyScheduler:
 
 
 def _without_names(item: Any) -> Any:
-    """A parameter of `named_parameters()`, or a group of such, as `parameters()` would give it."""
+    """Return an item of `named_parameters()`, or a group of them, as `parameters()` would give it."""
     if isinstance(item, dict) and isinstance(item.get("params"), Iterable) and not hasattr(item["params"], "shape"):
         return {**item, "params": [_without_names(inner) for inner in item["params"]]}
     return item[1] if isinstance(item, tuple) else item
@@ -140,7 +141,7 @@ def _as_rate(value: Any) -> float:
 
 def _unprepared(name: str, variable: str, method: str) -> str:
     return (
-        f"{variable}.{method}() was called on a {name}, which only stands for what the configuration describes. "
-        f"Pass it through prepare and use what comes back: {variable} = accelerator.prepare({variable}), "
+        f"{variable}.{method}() was called on a {name}, a placeholder for the {variable} of the configuration. "
+        f"Pass it through prepare and use the result: {variable} = accelerator.prepare({variable}), "
         "in the same call as the model."
     )

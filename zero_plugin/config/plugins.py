@@ -1,8 +1,8 @@
-"""DeepSpeed's configuration as scripts hand it in and read it.
+"""DeepSpeed's configuration as scripts pass it in and read it.
 
-`HfDeepSpeedConfig` answers questions by dotted key, as scripts and transformers ask them. `DeepSpeedPlugin` is a
-configuration given in code, and the live view of the one that runs. `Configurations` holds one document, or one for
-each plugin, of which one is followed at a time.
+`HfDeepSpeedConfig` answers questions by dotted key, for scripts and transformers. `DeepSpeedPlugin` is a
+configuration given in code, and the live view of the running one. `Configurations` holds one document, or one for
+each plugin. A run follows one of them at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted, same_va
 from zero_plugin.errors import ConfigError, Problem
 
 _WHERE: Final = "DeepSpeedPlugin(…)"
-# What scripts look up whether or not it was written.
+# Keys that scripts look up whether or not they were written.
 _ALWAYS_SHOWN: Final = dict.fromkeys((key.name for key in BATCH), "auto")
-# By field: its key, and what is shown if nobody wrote that.
+# By field: its key, and the value to show if the key is absent.
 _FIELDS: Final = {
     key.field: (key.name, "auto" if key.filled_by == "loop" else (deepspeed_default(key.path) or (None,))[0])
     for key in TRAINING
@@ -43,14 +43,13 @@ class HfDeepSpeedConfig:
     """A DeepSpeed configuration as a plain dict.
 
     Args:
-        config_file_or_dict: path of a DeepSpeed JSON, a dict, which is copied, or the JSON's text, also as URL-safe
-            base64.
+        config_file_or_dict: path of a DeepSpeed JSON, a dict (copied), or the JSON's text, plain or as URL-safe base64.
 
     Attributes:
-        config: the dict, which answers follow when it changes.
+        config: the dict. Answers follow its changes.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the argument is none of these.
     """
 
     def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
@@ -65,7 +64,7 @@ class HfDeepSpeedConfig:
                 raise ConfigError(problems)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The dict that holds, or would hold, a dotted key, with the key's last part; None for a missing dict."""
+        """Return the dict for a dotted key, with the key's last part. The dict is None if it is missing."""
         *sections, key = ds_key_long.split(".")
         node: Any = self.config
         for section in sections:
@@ -75,15 +74,15 @@ class HfDeepSpeedConfig:
         return node, key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key, e.g. `zero_optimization.stage`."""
+        """Return the value of a dotted key, e.g. `zero_optimization.stage`."""
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete a dotted key with all below it.
+        """Delete a dotted key and everything below it.
 
         Raises:
-            ValueError: it is not there, and `must_exist`.
+            ValueError: the key is missing, and `must_exist` is true.
         """
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:
@@ -92,36 +91,36 @@ class HfDeepSpeedConfig:
             raise ValueError(f"there is no {ds_key_long} in the DeepSpeed configuration.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the key is there and true."""
+        """Return whether the key exists and is true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the key is there and not true."""
+        """Return whether the key exists and is not true."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether the ZeRO stage is 2."""
+        """Return whether the ZeRO stage is 2."""
         return bool(self.get_value("zero_optimization.stage", -1) == 2)
 
     def is_zero3(self) -> bool:
-        """Whether the ZeRO stage is 3."""
+        """Return whether the ZeRO stage is 3."""
         return bool(self.get_value("zero_optimization.stage", -1) == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters leave the device."""
+        """Return whether optimizer states or parameters are offloaded."""
         devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
         return any(device in ("cpu", "nvme") for device in devices)
 
 
 def parse_configuration(given: Any) -> dict[str, Any] | str:
-    """A DeepSpeed configuration as scripts name one: a copy of its keys, or the path of its file.
+    """Return a copy of a DeepSpeed configuration's keys, or the path of its file.
 
     Args:
-        given: see `HfDeepSpeedConfig`, whose objects, and transformers', are taken too.
+        given: see `HfDeepSpeedConfig`. Its objects, and transformers', are also accepted.
 
     Raises:
-        ConfigError: it is neither keys nor a path nor a configuration's text.
+        ConfigError: the argument is neither keys nor a path nor a configuration's text.
     """
     config = getattr(given, "config", given)
     if isinstance(config, Mapping):
@@ -151,28 +150,29 @@ def _decoded(text: str) -> str:
 
 @dataclass
 class DeepSpeedPlugin:
-    """A DeepSpeed configuration: a complete one, short fields, or both where they agree.
+    """A DeepSpeed configuration in code: a complete one, short fields, or both if they agree.
 
-    What is None or `auto` is filled from the launch configuration and the loop. Once `Accelerator` has it, it shows
-    what runs; what a script writes into `deepspeed_config` until the next `prepare` is followed there.
+    Fields that are None or `auto` are filled from the launch configuration and the loop. Once passed to `Accelerator`,
+    the plugin shows the running configuration. The next `prepare` follows changes that a script makes in
+    `deepspeed_config`.
 
     Attributes:
-        hf_ds_config: path of a DeepSpeed JSON, a dict, or an `HfDeepSpeedConfig`; afterwards always the last.
+        hf_ds_config: path of a DeepSpeed JSON, a dict, or an `HfDeepSpeedConfig`; afterwards always the latter.
         gradient_accumulation_steps: micro-batches per optimizer step.
         gradient_clipping: largest gradient norm.
-        zero_stage: 0 to 3; where nothing says it, 2, or 0 beside an `hf_ds_config`, as DeepSpeed has it.
-        is_train_batch_min: only True: the training loader's batch size counts, whatever the others' are.
+        zero_stage: 0 to 3; if not set, 2, or DeepSpeed's default 0 with an `hf_ds_config`.
+        is_train_batch_min: only True is supported: the training loader's batch size counts, not that of other loaders.
         offload_optimizer_device, offload_param_device: `none`, `cpu` or `nvme`.
         offload_optimizer_nvme_path, offload_param_nvme_path: folders for `nvme`.
-        zero3_init_flag: at stage 3, have transformers' `from_pretrained` build models partitioned.
-        zero3_save_16bit_model: at stage 3, whether DeepSpeed's own saving gathers the weights.
-        transformer_moe_cls_names: classes of mixture-of-experts layers, comma-separated, beside those found by
-            their structure.
-        enable_msamp, msamp_opt_level: refused; there is no fp8.
+        zero3_init_flag: whether transformers' `from_pretrained` builds models partitioned at stage 3.
+        zero3_save_16bit_model: whether DeepSpeed's own saving gathers the weights at stage 3.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, comma-separated, in addition to those detected
+            by their structure.
+        enable_msamp, msamp_opt_level: refused, because fp8 is not supported.
         deepspeed_config: the configuration as a dict with `auto` for open fields.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: the configuration has problems. Lists all of them.
     """
 
     hf_ds_config: Any = None
@@ -212,16 +212,16 @@ class DeepSpeedPlugin:
 
     @property
     def document(self) -> Document:
-        """What code asks for, with what was written into `deepspeed_config` since."""
+        """The configuration in code, with later changes to `deepspeed_config`."""
         return self.follow(self._document)
 
     @property
     def selected(self) -> bool:
-        """Whether it is the plugin that `prepare` takes."""
+        """Whether `prepare` uses this plugin."""
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Have the next `prepare` take this plugin; `accelerator.state.select_deepspeed_plugin(name)` does it.
+        """Make the next `prepare` use this plugin. `accelerator.state.select_deepspeed_plugin(name)` calls this method.
 
         Raises:
             ValueError: a direct call, which would leave two plugins selected.
@@ -234,20 +234,20 @@ class DeepSpeedPlugin:
         self._selected = False
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key of the configuration, e.g. `zero_optimization.stage`."""
+        """Return the value of a dotted key of the configuration, e.g. `zero_optimization.stage`."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a dotted key is open."""
+        """Return whether a dotted key is open."""
         return bool(self.get_value(ds_key_long) == "auto")
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether `from_pretrained` builds models partitioned."""
+        """Return whether `from_pretrained` builds models partitioned."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Inside, transformers' `from_pretrained` partitions models at stage 3 if `enable`, and never otherwise."""
+        """Make transformers' `from_pretrained` partition models at stage 3, or not, inside this context."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
             with self._pretrained(enable):
@@ -256,11 +256,11 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def show(self, document: Document, filled: Mapping[str, Any] | None = None) -> None:
-        """Become the view of `document`, in the same dict as before.
+        """Show `document`, in the same dict as before.
 
         Args:
-            document: what is configured.
-            filled: its training configuration with open fields filled; None shows them as `auto`.
+            document: the configuration.
+            filled: the training configuration with open fields filled; None shows them as `auto`.
         """
         config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}
         self.deepspeed_config.clear()
@@ -272,14 +272,14 @@ class DeepSpeedPlugin:
         self._shown = copy.deepcopy(config)
 
     def build_pretrained_by(self, context: Callable[[bool], AbstractContextManager[None]]) -> None:
-        """Have `zero3_init_context_manager` enter `context(enable)`."""
+        """Set the context manager `context(enable)` that `zero3_init_context_manager` enters."""
         self._pretrained = context
 
     def follow(self, document: Document) -> Document:
-        """`document` with what was written into `deepspeed_config` since it was last shown.
+        """Return `document` with changes to `deepspeed_config` since the last `show`.
 
         Raises:
-            ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
+            ConfigError: changes differ from explicit values of file or flag. Lists every such pair.
         """
         before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
         changed = now.where(lambda path, entry: path not in before or not same_value(before.value(*path), entry.value))
@@ -293,7 +293,7 @@ class DeepSpeedPlugin:
             if entry is None:
                 continue
             if path in changed and entry.origin.kind not in ("file", "flag"):
-                training = training.without(*path)  # code that corrects what code wrote
+                training = training.without(*path)  # later code corrects earlier code
             elif path in gone and entry.value is not AUTO and entry.origin.kind in ("file", "flag"):
                 message = f"deleted in code, but {show(entry.value)} at {entry.origin.where}"
                 fix = "Delete it there, or write auto there."
@@ -306,7 +306,7 @@ class DeepSpeedPlugin:
         return overlay_code(replace(document, deepspeed=training), said)
 
     def _ignored_offload(self) -> list[Problem]:
-        """Offload of parameters beside a stage of the same call that has none: Accelerate takes it without effect."""
+        """Warn about parameter offload in a call whose stage has none. Accelerate accepts that without effect."""
         if self.zero_stage not in (0, 1, 2) or self.offload_param_device in (None, "none", AUTO):
             return []
         message = f"{self.offload_param_device} has no effect: stage {self.zero_stage} does not partition parameters"
@@ -333,23 +333,23 @@ def _written(path: KeyPath) -> str:
     return "deepspeed_config" + "".join(f"[{part!r}]" for part in path)
 
 
-ONLY: Final = "default"  # the name of a plugin that came without one
+ONLY: Final = "default"  # name of a plugin that was given without one
 
 
 class Configurations:
-    """The documents of a run by the names of their plugins; that of the selected plugin is followed.
+    """The documents of a run by plugin name. The run follows the selected plugin's document.
 
     Args:
-        found: what launcher and file say.
-        plugins: what code says by plugins; none where it has none.
-        overlay: lays the other arguments of code over a document.
+        found: the document of launcher and file.
+        plugins: the plugins in code; empty if there are none.
+        overlay: lays the other arguments in code over a document.
 
     Attributes:
-        plugins: a view of each document, the first one selected; none of a run without DeepSpeed.
-        in_code: whether code brought the plugins.
+        plugins: a view of each document, the first one selected; empty for a run without DeepSpeed.
+        in_code: whether the plugins come from code.
 
     Raises:
-        ConfigError: everything that is wrong with the documents.
+        ConfigError: the documents have problems. Lists all of them.
     """
 
     def __init__(
@@ -368,12 +368,12 @@ class Configurations:
 
     @property
     def document(self) -> Document:
-        """What the next `prepare` follows."""
+        """The document that the next `prepare` follows."""
         return self._documents[self._selected]
 
     @property
     def plugin(self) -> DeepSpeedPlugin | None:
-        """The view of that document; None of a run without DeepSpeed."""
+        """The view of that document; None for a run without DeepSpeed."""
         return self.plugins.get(self._selected)
 
     @property
@@ -381,18 +381,18 @@ class Configurations:
         return next((name for name, plugin in self.plugins.items() if plugin.selected), ONLY)
 
     def overlay(self, lay: Callable[[Document], Document]) -> None:
-        """Lay further arguments of code over every document.
+        """Lay further arguments in code over every document.
 
         Raises:
-            ConfigError: they differ from what is there.
+            ConfigError: the arguments differ from explicit values.
         """
         self._documents = {name: _checked(lay(document), document) for name, document in self._documents.items()}
 
     def follow_edits(self) -> Document:
-        """The selected document with what the script wrote into its plugin since it was last shown.
+        """Return the selected document with the script's changes to its plugin since the last `show`.
 
         Raises:
-            ConfigError: that differs from an explicit value of file or flag, or cannot run.
+            ConfigError: a change differs from an explicit value of file or flag, or the result cannot run.
         """
         if self.plugin is not None:
             followed = self.plugin.follow(self.document)
@@ -402,13 +402,13 @@ class Configurations:
         return self.document
 
     def show(self, filled: Mapping[str, Any]) -> None:
-        """Let the selected plugin show a configuration whose open fields are filled."""
+        """Show a configuration with filled fields in the selected plugin."""
         if self.plugin is not None:
             self.plugin.show(self.document, filled)
 
 
 def _checked(changed: Document, before: Document) -> Document:
-    """The changed document with what is found in it, but for what its launcher has logged: notes that it left out."""
+    """Check the changed document. Return it with its findings, except those that the launcher has already logged."""
     logged = {note.remark for note in check_document(before)} - {note.remark for note in before.notes}
     notes = (note for note in check_document(changed) if note.remark not in logged)
     return replace(changed, notes=tuple(notes))

@@ -1,4 +1,4 @@
-"""Configuration files, and mappings from code, as one document: a launch YAML or a DeepSpeed JSON, by content."""
+"""Reader of configuration files and of mappings from code. The content decides: a launch YAML or a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, read_as_wanted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
-STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's
+STANDARD_INPUT: Final = "<standard input>"  # name in messages
 
 _READY: Final = Path(__file__).parents[1] / "ds_configs"
-_MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
-_NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75
+_MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; a larger file is data, given by mistake
+_NEAR: Final = 0.75  # similarity of two names, from 0 to 1; two swapped letters of four are 0.75
 
 
 def parse_file(path: Path, problems: list[Problem], content: bytes | None = None) -> Located:
-    """Read a YAML or JSON file whose top level holds keys; content tells the language, not the extension.
+    """Read a YAML or JSON file with keys at its top level. The content decides the language, not the extension.
 
     Args:
         path: the file.
-        problems: duplicate keys are added here.
-        content: what the file holds, where that is known; `path` is then only its name.
+        problems: gets duplicate keys.
+        content: the file's content, if known; `path` is then only its name.
 
     Raises:
-        ConfigError: the file is missing, is not text, is broken, or holds something else than keys.
+        ConfigError: the file is missing, not text, broken, or holds no keys.
     """
     text = _text(path, _bytes(path) if content is None else content)
     found: list[Problem] = []
@@ -54,14 +54,15 @@ def parse_file(path: Path, problems: list[Problem], content: bytes | None = None
 
 
 def nearest_file(path: Path) -> str:
-    """What to write where `path` was written and is no file."""
+    """Return the fix for a `path` that is not a file."""
     try:
         if os.path.isdir(path):  # noqa: PTH112 - False too for a name that is too long for any
             return f"{path} is a folder; name a file in it."
         names = [child.name for child in path.parent.iterdir() if child.is_file()]
     except (OSError, ValueError):  # ValueError: a NUL in the name
         return f"The folder {path.parent} does not exist or cannot be read; check the path."
-    # Without the extension, which would make any two YAML files near; of equal stems the one with the same extension.
+    # Compare without extensions, which would make any two YAML files similar. For equal stems, prefer the same
+    # extension.
     by_stem = {Path(name).stem: name for name in sorted(names, key=lambda name: Path(name).suffix == path.suffix)}
     near = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=_NEAR)
     if near:
@@ -71,10 +72,10 @@ def nearest_file(path: Path) -> str:
 
 
 def named_file(named: str) -> Path:
-    """The configuration that a user names: a file, or one that comes with the package, by its name, such as `zero2`.
+    """Return the named configuration: a file, or one of this package's by name, such as `zero2`.
 
     Raises:
-        ConfigError: there is no such file, and the name of one that comes with the package may be meant.
+        ConfigError: no such file exists, and the name looks like one of this package's.
     """
     file = Path(named)
     if file.parent != Path() or file.suffix or not file.name or os.path.lexists(file):
@@ -89,7 +90,7 @@ def named_file(named: str) -> Path:
 
 def _bytes(path: Path) -> bytes:
     try:
-        # One of the shell's own pipes, as in `check <(…)`, has no name in the file system, and a writer.
+        # The shell's own pipes, as in `check <(…)`, have no name in the file system, and always have a writer.
         if path.is_fifo() and os.path.lexists(os.path.realpath(path)):
             raise OSError(None, "it is a pipe, which may never have an end")
         with path.open("rb") as file:
@@ -123,14 +124,14 @@ _STAGE_OF_A_FILE: Final = Entry(
 
 
 def read_document(path: str | os.PathLike[str], content: bytes | None = None) -> Document:
-    """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON by itself; content tells which, not the extension.
+    """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON. The content decides, not the extension.
 
     Args:
         path: the file.
-        content: what the file holds, where that is known, e.g. from standard input; `path` is then only its name.
+        content: the file's content, if known, e.g. from standard input; `path` is then only its name.
 
     Returns:
-        The document; what was wrong but could be read past is in its `problems`, which `check_document` raises.
+        The document. `check_document` raises its `problems`, after which reading could continue.
 
     Raises:
         ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping.
@@ -145,20 +146,20 @@ def read_document(path: str | os.PathLike[str], content: bytes | None = None) ->
 
 
 def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
-    """A document from a dict in code, in either form that a file may have.
+    """Return the document of a dict in code, which may have the keys of either kind of file.
 
     Args:
         mapping: launch keys, or a DeepSpeed configuration.
-        where: the call that got it, e.g. `Accelerator(config=…)`.
+        where: the call that got the dict, e.g. `Accelerator(config=…)`.
 
     Raises:
-        ConfigError: a value is no plain value, or the file that it names cannot be read.
+        ConfigError: a value is not plain, or a DeepSpeed JSON that it names cannot be read.
     """
     return _Reading("code").document(_locate(mapping, where, ()), Path())
 
 
 def document_from_code(config: str | os.PathLike[str] | Mapping[str, Any] | None, where: str) -> Document:
-    """The document that a call names: a file's, a dict's, or an empty one for None; see the functions above."""
+    """Return the document of a file, a dict, or None (an empty one); see the functions above."""
     if config is None:
         return Document()
     if isinstance(config, Mapping):
@@ -168,7 +169,7 @@ def document_from_code(config: str | os.PathLike[str] | Mapping[str, Any] | None
 
 @dataclass
 class _Reading:
-    """What comes up while the files of one document are read."""
+    """Findings and sources that accumulate while the files of one document are read."""
 
     kind: Literal["file", "code"]
     problems: list[Problem] = field(default_factory=list)
@@ -176,7 +177,7 @@ class _Reading:
     sources: list[str] = field(default_factory=list)
 
     def parse(self, path: Path, content: bytes | None = None) -> Located:
-        """The file's content; the file joins the document's sources."""
+        """Return the file's content, and add the file to the document's sources."""
         self.sources.append(str(path))
         found: list[Problem] = []
         root = parse_file(path, found, content)
@@ -188,7 +189,7 @@ class _Reading:
         self.notes += [problem for problem in found if problem.severity != "error"]
 
     def document(self, root: Located, path: Path) -> Document:
-        """Both halves of the document, each key under one path, from `root` and the file that it names."""
+        """Return the document from `root` and the file that it names, with each key under one path."""
         is_launch = _is_launch(root.value, path)
         launch = dict(root.value) if is_launch else {}
         training = self._training_part(launch.pop(_TRAINING, None), root) if is_launch else root
@@ -226,14 +227,14 @@ class _Reading:
         return Located({}, root.where)
 
     def _one_of(self, below: Located | None, above: Located | None) -> Located | None:
-        """The training file's name, which may be below `deepspeed_config` or beside it."""
+        """Return the DeepSpeed JSON's name, which may be below `deepspeed_config` or at the top level."""
         if below is not None and above is not None and below.value != above.value:
             message = f"{show(above.plain())} here, but {show(below.plain())} at {below.where}"
             self.problems.append(Problem(above.where, CONFIG_FILE.name, message, "Keep one of the two."))
         return below or above
 
     def _named_file(self, named: Located | None, folder: Path) -> Located:
-        """The DeepSpeed configuration that a launch config names: beside it, else in the working directory."""
+        """Return the DeepSpeed configuration of a launch config, from its folder or from the working directory."""
         nothing = Located({}, "")
         if named is None or named.value in (None, "", "none", "None"):
             return nothing
@@ -279,7 +280,7 @@ class _Reading:
         return tree
 
     def _merged(self, layers: list[Tree]) -> Tree:
-        """File, inline keys and short fields as one tree: equal values agree, an open one yields, others clash."""
+        """Merge file, inline keys and short fields. A value replaces an open one. Different values are a problem."""
         merged = Tree()
         for layer in layers:
             taken: dict[KeyPath, Entry] = {}
@@ -296,9 +297,9 @@ class _Reading:
 
 
 def _precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
-    """Accelerate's `fp16` at the top, from before there was `mixed_precision`, under that name, and what to tell of it.
+    """Translate Accelerate's old top-level key `fp16` to `mixed_precision`, with a warning.
 
-    Beside `mixed_precision` Accelerate passes over it; here it must agree.
+    Accelerate ignores `fp16` if `mixed_precision` is written too. Here the two must agree.
     """
     switch, precision = launch.get("fp16"), launch.get("mixed_precision")
     if switch is None or not isinstance(switch.value, bool):
@@ -310,13 +311,13 @@ def _precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
         rest = rest.replace({("mixed_precision",): Entry(read, replace(switch.origin, key="fp16"))})
         return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
     if switch.value == (precision.value == "fp16"):
-        return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
+        return rest, [Problem(where, "fp16", "has no effect with mixed_precision", "Delete it.", shown, "warning")]
     message = f"{shown}, but mixed_precision is {show(precision.value)} at {precision.origin.where}"
     return rest, [Problem(where, "fp16", message, "Delete it.")]
 
 
 def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:
-    """Whether these are Accelerate's launch keys rather than DeepSpeed's; by majority, in doubt by the extension."""
+    """Return whether most keys are Accelerate's launch keys, not DeepSpeed's. For a tie, decide by the extension."""
     if _TRAINING in keys:
         return True
     known = {*LAUNCH_KEYS, CONFIG_FILE.name}
@@ -330,7 +331,7 @@ def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:
 
 
 def _locate(value: Any, where: str, path: KeyPath) -> Located:
-    """A value from code as plain, located values: mappings, lists, and scalars, also NumPy's and paths."""
+    """Convert a value from code to plain, located values: mappings, lists, and scalars, including NumPy's and paths."""
     if len(path) > MAX_DEPTH:
         message = f"nested deeper than {MAX_DEPTH} levels"
         raise ConfigError([Problem(where, dotted(path[:3]) + "…", message, "No setting is so deep; flatten it.")])

@@ -1,4 +1,4 @@
-"""Files that a run leaves: what it resolved to, and what one attempt of a launch tells the next."""
+"""Files of a run: records of its resolved configuration, and notes from one attempt of a launch to the next."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from typing import Any, Final
 
 
 def replace_text(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file so that every reader, also after a crash, finds either the old text or the new one, complete.
+    """Write a text file atomically: a reader finds the complete old or new text, also after a crash.
 
     Args:
-        file: where it goes.
-        text: all of it.
-        private: whether nobody but the user may read it, whatever the umask is; else it keeps the mode that it has.
+        file: the file to write.
+        text: the complete text.
+        private: whether only the user may read the file, whatever the umask is. Otherwise an existing file keeps its
+            mode.
 
     Raises:
         OSError: the file cannot be written, or its folder is missing.
     """
-    target = Path(os.path.realpath(file))  # a link stays a link
-    beside = target.with_name(f".{target.name}.{threading.get_native_id()}")  # several may write the same
+    target = Path(os.path.realpath(file))  # so a symbolic link stays one
+    beside = target.with_name(f".{target.name}.{threading.get_native_id()}")  # unique, as several threads may write
     try:
         beside.touch(mode=0o600 if private else 0o666)
         beside.write_text(text, encoding="utf-8")
@@ -41,13 +42,13 @@ def replace_text(file: Path, text: str, *, private: bool = False) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those above it, which nobody but the user may look into, whatever the umask is.
+    """Make a folder and its missing parents, which only the user may enter, whatever the umask is.
 
-    What is there already stays as it is.
+    Existing folders keep their mode.
 
     Raises:
-        OSError: it cannot be made, or still begins with `~`, as that of a user without a home does: a folder of this
-            name in the working folder would be one that `rm -r ~` is typed for.
+        OSError: the folder cannot be made, or starts with `~` because the user has no home. A folder of that name in
+            the working directory would invite `rm -r ~`.
     """
     if folder.parts[:1] and folder.parts[0].startswith("~") and not folder.exists():
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder; set HOME", str(folder))
@@ -56,22 +57,22 @@ def make_private_folder(folder: Path) -> None:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """`$XDG_CACHE_HOME`, else `~/.cache`."""
+    """Return `$XDG_CACHE_HOME`, or `~/.cache` if it is not set."""
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache))  # noqa: PTH111 - Path.expanduser raises for a user without a home
 
 
-RECORD_NAME: Final = "resolved_config.json"  # beside weights and checkpoints
+RECORD_NAME: Final = "resolved_config.json"  # next to weights and checkpoints
 FOLDER_VARIABLE: Final = "ZERO_PLUGIN_RUNS"
 
-_KEPT: Final = 20
+_KEPT: Final = 20  # records outside `log_dir`
 
 
 def write_record(record: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write the record of what a run resolved to beside what is in `folder`, e.g. weights; the file.
+    """Write the record of a resolved run into `folder`, e.g. next to weights. Return the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     file = Path(folder) / RECORD_NAME
     _write(record, file)
@@ -79,16 +80,16 @@ def write_record(record: Mapping[str, Any], folder: str | Path) -> Path:
 
 
 def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping[str, str]) -> str:
-    """Keep a run's record, and say in a sentence where; never fails a run.
+    """Keep a run's record, and return a sentence that names the file or the failure. Never fails a run.
 
-    It goes to `log_dir` where the launch has one, else to `$ZERO_PLUGIN_RUNS`, else to the user's cache, where the
-    newest twenty stay.
+    The folder is `log_dir` if the launch has one, otherwise `$ZERO_PLUGIN_RUNS`, otherwise the user's cache. Outside
+    `log_dir`, only the newest twenty records are kept.
     """
     name = f"resolved-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(log_dir or environ.get(FOLDER_VARIABLE) or cache_folder(environ) / "zero_plugin" / "runs")
     try:
         make_private_folder(folder)
-        taken = sum(1 for _ in folder.glob(f"{name}*"))  # several models prepared in one second
+        taken = sum(1 for _ in folder.glob(f"{name}*"))  # one process may prepare several models in a second
         file = folder / f"{name}{f'-{taken + 1}' if taken else ''}.json"
         _write(record, file)
         if not log_dir:
@@ -101,26 +102,26 @@ def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping
 
 def _write(record: Mapping[str, Any], file: Path) -> None:
     text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
-    replace_text(file, text, private=True)  # a configuration may hold a key of a monitor's service
+    replace_text(file, text, private=True)  # a configuration may hold the API key of a monitor's service
 
 
-CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave
+CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set by a launcher that reads workers' reports; 1 at first
 
-_FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, where all its workers of a machine write
+_FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, which all its workers on a machine share
 _ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPT: Final = re.compile(r"attempt_\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """What a worker says that has run out of memory.
+    """A worker's report that it ran out of memory.
 
     Attributes:
-        headline: where, with what was needed and what is there.
-        advice: lines on how to reduce its use, the cheapest first.
-        cut: into how many micro-batches the next attempt is to cut each of the loader's batches, with as many times the
-            accumulation; 0 where a smaller micro-batch is not open, or would not help.
-        micro_batch: samples of a micro-batch then.
+        headline: the place, with needed and available memory.
+        advice: lines on how to reduce memory use, the cheapest first.
+        cut: number of micro-batches into which the next attempt cuts each of the loader's batches, with as many times
+            the accumulation; 0 if the micro-batch is not open, or a smaller one would not help.
+        micro_batch: samples of a micro-batch after the cut.
     """
 
     headline: str
@@ -130,12 +131,12 @@ class OutOfMemoryReport:
 
 
 def micro_batch_cut(environ: Mapping[str, str]) -> int:
-    """Into how many micro-batches this attempt cuts each of the loader's batches; 1 as long as memory sufficed."""
+    """Return the number of micro-batches into which this attempt cuts each loader batch; 1 if memory has sufficed."""
     return int(environ.get(CUT_VARIABLE, "1"))
 
 
 def leave_out_of_memory_report(report: OutOfMemoryReport, environ: Mapping[str, str]) -> bool:
-    """Leave it for the launcher; False where none reads it, so that it has to be logged here."""
+    """Leave the report for the launcher. Return False if no launcher reads it, so the caller has to log it."""
     if CUT_VARIABLE not in environ or _ERROR_FILE not in environ:
         return False
     try:
@@ -146,10 +147,10 @@ def leave_out_of_memory_report(report: OutOfMemoryReport, environ: Mapping[str, 
 
 
 def take_out_of_memory_report(folder: Path) -> OutOfMemoryReport | None:
-    """What a worker has left, and no longer is there after this.
+    """Return a worker's report, if any, and delete its file.
 
     Args:
-        folder: where torchrun has its folders of the attempts.
+        folder: torchrun's folder, which has a folder for each attempt.
     """
     for file in folder.glob(f"*/attempt_*/{_FILE}"):
         text = file.read_text(encoding="utf-8")
@@ -159,10 +160,10 @@ def take_out_of_memory_report(folder: Path) -> OutOfMemoryReport | None:
 
 
 def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
-    """Tell the attempts to come that checkpoints in `folder` are this run's where they bear this id.
+    """Record for later attempts of this launch that checkpoints in `folder` with the id `run` are this run's.
 
-    It is not a variable that the launcher sets, since it is known only when a checkpoint was chosen. Nothing happens
-    where no launcher starts workers again, or where its folder cannot be written.
+    The launcher cannot set a variable for this, because the id is known only once a checkpoint was chosen. Does nothing
+    if no launcher restarts workers, or if its folder cannot be written.
     """
     if (note := _note_of_run(folder, environ)) is not None:
         with suppress(OSError):
@@ -170,7 +171,7 @@ def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
 
 
 def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """What `keep_run` has recorded, on this machine, in an earlier attempt of the same launch or in this one."""
+    """Return the id that `keep_run` recorded on this machine in this or an earlier attempt of the same launch."""
     note = _note_of_run(folder, environ)
     try:
         return None if note is None else note.read_text(encoding="utf-8")
@@ -179,7 +180,7 @@ def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
 
 
 def _note_of_run(folder: Path, environ: Mapping[str, str]) -> Path | None:
-    """A file in torchrun's folder of all attempts, or above it where our launcher begins a torchrun anew."""
+    """Return a file in torchrun's folder of all attempts, or above it if our launcher starts torchrun again."""
     error_file = Path(environ.get(_ERROR_FILE, ""))
     if len(error_file.parents) < 4 or not _ATTEMPT.fullmatch(error_file.parents[1].name):
         return None

@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration: a JSON Schema for checks and editors, defaults, and keys that are gone."""
+"""The schema of DeepSpeed's configuration for checks and editors, its defaults, and its removed keys."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from zero_plugin.config.keys import CLIPPING, CONFIG_FILE, LAUNCH_FIELDS, SHORT_
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, compiler_schema, launch_schema
 from zero_plugin.config.tree import KeyPath, freeze
 
-_OPEN: Final = ({"type": "null"}, {"const": "auto"})  # what every launch key may be
+_OPEN: Final = ({"type": "null"}, {"const": "auto"})  # legal for every launch key
 
 
 @functools.cache
 def deepspeed_schema() -> Mapping[str, Any]:
-    """The JSON Schema of a DeepSpeed configuration."""
+    """Return the JSON Schema of a DeepSpeed configuration."""
     text = resources.files("zero_plugin.config").joinpath("schema/deepspeed.schema.json").read_text("utf-8")
     schema: Mapping[str, Any] = json.loads(text)
     return schema
 
 
 def yaml_schema() -> Mapping[str, Any]:
-    """The JSON Schema of a launch YAML, whose `deepspeed_config` holds short fields, DeepSpeed's own keys, or both."""
+    """Return the JSON Schema of a launch YAML. `deepspeed_config` may hold short fields and DeepSpeed's own keys."""
     deepspeed = deepspeed_schema()
     launch = {name: _or_open(field) for name, field in launch_schema()["properties"].items()}
     ignored = {name: {"description": f"Has no effect here ({why})."} for name, (why, _) in WITHOUT_MEANING.items()}
@@ -55,7 +55,7 @@ def yaml_schema() -> Mapping[str, Any]:
 
 
 def key_schema(path: KeyPath, kind: str | None = None) -> Mapping[str, Any] | None:
-    """What the schema says of the key at `path`, or None where there is no such key.
+    """Return the schema of the key at `path`, or None if there is no such key.
 
     Args:
         path: a key of the configuration.
@@ -71,7 +71,7 @@ def key_schema(path: KeyPath, kind: str | None = None) -> Mapping[str, Any] | No
 
 
 def walk_keys(schema: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Every key below `path` with its schema; parameters of all types included, keys below older spellings not."""
+    """Yield every key below `path` with its schema: parameters of all types, no keys below older spellings."""
     for name, child in schema.get("properties", {}).items():
         yield (*path, name), child
         if (*path, name) not in RENAMED_KEYS:
@@ -84,13 +84,13 @@ def walk_keys(schema: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tuple[K
 
 
 def types_of(branch: Mapping[str, Any]) -> list[str]:
-    """The optimizer or scheduler types whose parameters an item of the section's `allOf` describes."""
+    """Return the optimizer or scheduler types that an item of the section's `allOf` describes."""
     wanted = branch["if"]["properties"]["type"]
     return list(wanted["enum"]) if "enum" in wanted else [wanted["const"]]
 
 
 def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a launch key, which may also be null or `auto`."""
+    """Return the schema of a launch key with null and `auto` added."""
     words = {key: field[key] for key in ("title", "description", "default") if key in field}
     wanted = {key: value for key, value in field.items() if key not in words}
     branches = wanted.get("anyOf", [wanted])
@@ -99,7 +99,7 @@ def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
 
 NO_SUCCESSOR = "Delete it; nothing replaces it."
 
-# path -> (what became of it, what to write)
+# By path: what happened to the key, and the fix.
 RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
     **{
         (key,): ("removed in DeepSpeed 0.19.7, even when disabled", NO_SUCCESSOR)
@@ -130,7 +130,7 @@ RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
     ),
     ("activation_checkpointing", "partitioned_activations"): ("DeepSpeed ignores it", "Write partition_activations."),
     ("optimizer", "params", "max_grad_norm"): ("DeepSpeed refuses it here", f"Delete it; write {CLIPPING.name}."),
-    ("allgather_size",): ("read only beside the retired zero_optimization: true", NO_SUCCESSOR),
+    ("allgather_size",): ("read only with the retired zero_optimization: true", NO_SUCCESSOR),
     **{
         ("compile", key): (
             "DeepSpeed's `compile` section no longer has it",
@@ -143,12 +143,12 @@ RETIRED_KEYS: Final[Mapping[KeyPath, tuple[str, str]]] = {
 _REMOVED_OPTIMIZER = "DeepSpeed removed it by 0.19.7. Write AdamW (or Lamb)."
 RETIRED_OPTIMIZERS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REMOVED_OPTIMIZER),
-    "fusedadam": "Write AdamW: DeepSpeed uses its fused kernel by itself.",
-    "deepspeedcpuadam": "Write AdamW: DeepSpeed uses its CPU kernel by itself under offload.",
+    "fusedadam": "Write AdamW: DeepSpeed uses its fused kernel automatically.",
+    "deepspeedcpuadam": "Write AdamW: DeepSpeed uses its CPU kernel automatically under offload.",
 }
 
 _ADAM: Final = ("lr", "betas", "eps", "weight_decay")
-# What is written out for an optimizer where nobody gives it: by type, the parameters that every implementation has.
+# Parameters that are written out for an optimizer if they are absent: by type, those of every implementation.
 _WRITTEN_OUT: Final = {
     "Adam": (*_ADAM, "adam_w_mode"),
     "AdamW": _ADAM,
@@ -161,7 +161,7 @@ _WRITTEN_OUT: Final = {
 
 
 def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | None:
-    """The default at `path` in a one-element tuple (a default may be None), or None where none is known.
+    """Return the default at `path` in a one-element tuple (a default may be None), or None if no default is known.
 
     Args:
         path: a key of the configuration.
@@ -171,22 +171,22 @@ def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | No
     return (node["default"],) if "default" in node else None
 
 
-# Keys with a default that DeepSpeed's parser refuses where it is written: absent means the same.
+# Keys whose default DeepSpeed's parser refuses if it is written; an absent key means the same.
 _LEFT_OUT: Final[Mapping[KeyPath, Any]] = {
     ("torch_autocast", "dtype"): None,
     ("torch_autocast", "lower_precision_safe_modules"): None,
     ("data_efficiency", "data_sampling", "dynamic_batching", "max_batch_size"): None,
-    ("tensor_parallel", "dtype"): "float16",  # it takes an object of Python, which no file can hold
+    ("tensor_parallel", "dtype"): "float16",  # DeepSpeed needs a Python object, which no file can hold
 }
 
 
 def is_passed_on(path: KeyPath, value: Any) -> bool:
-    """Whether DeepSpeed can be given a value, rather than that the key is left out."""
+    """Return whether DeepSpeed accepts the value. Otherwise the key is left out."""
     return path not in _LEFT_OUT or value != _LEFT_OUT[path]
 
 
 def _parameters(section: str, kind: str) -> dict[str, Mapping[str, Any]]:
-    """What the schema says of the parameters of a type."""
+    """Return the schemas of a type's parameters."""
     described = key_schema((section, "params"), kind)
     assert described is not None, kind
     return {name: key for name, key in described["properties"].items() if name != "last_batch_iteration"}
@@ -196,16 +196,16 @@ def _defaults(section: str, kind: str) -> dict[str, Any]:
     return {name: freeze(key["default"]) for name, key in _parameters(section, kind).items() if "default" in key}
 
 
-# DeepSpeed's defaults by type in lower case. Adam's and Lion's are those of its kernels: there an absent weight_decay
-# is 0, where torch.optim.AdamW has 0.01, and Lion's second beta is 0.999, where its paper has 0.99.
+# DeepSpeed's defaults by type in lower case. For Adam and Lion they are its kernels' defaults: an absent weight_decay
+# is 0 (torch.optim.AdamW: 0.01), and Lion's second beta is 0.999 (the paper: 0.99).
 OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     kind.lower(): {name: _defaults("optimizer", kind)[name] for name in names} for kind, names in _WRITTEN_OUT.items()
 }
 _SCHEDULES: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-# By type, as DeepSpeed writes it: the parameters that have a default, and those that have none.
+# By type, as DeepSpeed writes it: the parameters with a default, and those without.
 SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {kind: _defaults("scheduler", kind) for kind in _SCHEDULES}
 SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
     kind: frozenset(_parameters("scheduler", kind).keys() - SCHEDULER_DEFAULTS[kind].keys()) for kind in _SCHEDULES
 }
-# Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
+# Fields whose value "auto" DeepSpeed itself understands, so it must reach DeepSpeed unchanged.
 DEEPSPEED_AUTO: Final = frozenset(path for path, key in walk_keys(deepspeed_schema()) if key.get("default") == "auto")

@@ -1,7 +1,7 @@
-"""What resolution starts from, its working copy, and what it comes to.
+"""Input, working copy and result of resolution.
 
-Facts are plain numbers about the loop, the model and the machine. A `Draft` holds what is settled so far, what is wrong
-and what to log. `Resolved` has no open field, and every value with its origin, which a run also records.
+Facts are plain numbers about the loop, the model and the machine. A `Draft` holds settled values, problems, and
+messages to log. `Resolved` has no open field, and an origin for every value, which a run records.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ StrategyName = Literal["deepspeed", "ddp", "single", "xla"]
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """What the training loop says.
+    """Facts about the training loop.
 
     Attributes:
-        micro_batch: samples per process and backward, None where no training loader tells.
+        micro_batch: samples per process and backward, None if no training loader has it.
         micro_batch_reason: how `micro_batch` was found, e.g. "the training DataLoader's batch_size".
-        micro_batch_fixed: whether the loader states that size; false where it was only seen on one batch.
-        batches_per_epoch: length of the prepared training loader on one process, None where unknown.
-        batches_given: length of the training loader as the script gave it, in micro-batches, None where unknown.
+        micro_batch_fixed: whether the loader states that size; false if it was only seen on one batch.
+        batches_per_epoch: length of the prepared training loader on one process, None if unknown.
+        batches_given: length of the script's own training loader in micro-batches, None if unknown.
     """
 
     micro_batch: int | None = None
@@ -43,14 +43,14 @@ class LoopFacts:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """The optimizer handed to `prepare`.
+    """Facts about the optimizer passed to `prepare`.
 
     Attributes:
         name: DeepSpeed's type name in lower case (`adamw`, `sgd`, …); "" for a placeholder, which has none.
-        given: the arguments that the user gave (placeholder: only what was typed; real optimizer: its defaults dict).
-        group_lrs: learning rate of each parameter group, empty where none is known.
-        placeholder: whether it is a DummyOptim.
-        given_by: who gave the arguments, where it is neither a placeholder nor the loop's optimizer.
+        given: arguments that the user gave (placeholder: only typed ones; real optimizer: its defaults dict).
+        group_lrs: learning rate of each parameter group, empty if unknown.
+        placeholder: whether the optimizer is a DummyOptim.
+        given_by: the source of the arguments, if that is neither a placeholder nor the loop's optimizer.
     """
 
     name: str = ""
@@ -61,19 +61,19 @@ class OptimizerFacts:
 
     @property
     def giver(self) -> str:
-        """Who gave the arguments, for sentences."""
+        """The source of the arguments, for messages."""
         return self.given_by or ("DummyOptim" if self.placeholder else f"the loop's {self.name}")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerFacts:
-    """The scheduler handed to `prepare`.
+    """Facts about the scheduler passed to `prepare`.
 
     Attributes:
-        placeholder: whether it is a DummyScheduler without a callable.
-        total_num_steps, warmup_num_steps: as typed, in the user's own counting; None where not given.
+        placeholder: whether the scheduler is a DummyScheduler without a callable.
+        total_num_steps, warmup_num_steps: as typed, in the user's own counting; None if not given.
         given: further keyword arguments of the placeholder.
-        given_by: who gave all of them, for sentences.
+        given_by: the source of all of them, for messages.
     """
 
     placeholder: bool = False
@@ -85,13 +85,13 @@ class SchedulerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of the model without touching its data.
+    """Facts about the model, found without touching its data.
 
     Attributes:
-        hidden_size: of the residual stream, None where it could not be found.
+        hidden_size: of the residual stream, None if unknown.
         hidden_size_reason: how it was found, e.g. "model.config.text_config.hidden_size".
-        largest_parameter: elements of the largest parameter tensor, 0 where unknown.
-        parameters: elements of all parameters, shared ones counted once; 0 where unknown.
+        largest_parameter: elements of the largest parameter tensor, 0 if unknown.
+        parameters: elements of all parameters, shared ones counted once; 0 if unknown.
     """
 
     hidden_size: int | None = None
@@ -102,14 +102,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What the processes run on.
+    """Facts about devices and processes.
 
     Attributes:
         accelerator: device kind of this run.
-        processes: data-parallel world size: of processes that share their samples, a group counts once.
-        intended: what `processes` is meant to be, where the run resumes with fewer; 0: as many as there are.
-        shared_by: how many processes share each sample (`sequence_parallel_size`).
-        bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
+        processes: data-parallel world size; a group of processes that share their samples counts once.
+        intended: the original `processes` of a run that resumes with fewer; 0 if there are no fewer.
+        shared_by: number of processes that share each sample (`sequence_parallel_size`).
+        bf16, fp16: whether the device computes in these dtypes (under DeepSpeed, for fp16).
     """
 
     accelerator: Literal["cpu", "cuda", "xla"] = "cpu"
@@ -126,18 +126,17 @@ class MachineFacts:
 
     @property
     def counted(self) -> int:
-        """The number of processes by which schedules count: that of the start, so that the curve stays the same."""
+        """The number of processes that schedulers count by. A resumed run keeps its number, to keep the curve."""
         return self.intended or self.processes
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts of one `prepare`; None where that part does not exist in the call.
+    """All facts of one `prepare`; None for parts that the call does not have.
 
     Attributes:
-        complete: false before a run, when a loop, a model or an optimizer that is absent here may still come.
-        planned: what the plan of the memory has chosen for open fields: by path, the value and why; empty where no plan
-            was made.
+        complete: false before a run, when a loop, a model or an optimizer may still follow.
+        planned: the memory plan's values for open fields, by path, each with a reason; empty without a plan.
     """
 
     loop: LoopFacts = field(default_factory=LoopFacts)
@@ -153,8 +152,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A config's `optimizer` or `scheduler` section, resolved: `type` as written, `params` with every default written
-    out. A schedule's step numbers are applied optimizer steps."""
+    """A resolved `optimizer` or `scheduler` section.
+
+    `type` is as written, and `params` has every default written out. Step numbers are applied optimizer steps.
+    """
 
     type: str
     params: Mapping[str, Any]
@@ -166,17 +167,17 @@ SchedulerSection = Section
 
 @dataclass(frozen=True)
 class Resolved:
-    """What `prepare` runs; everything else is read off the two trees, so that there is one source of truth.
+    """The resolved configuration of a run. All other values are read from the two trees, the only source of truth.
 
     Attributes:
-        document: what was configured.
-        facts: what it was resolved from.
-        tree: the complete training configuration under DeepSpeed's key names; no leaf holds AUTO but where AUTO is
+        document: the configuration before resolution.
+        facts: the facts that resolution used.
+        tree: the complete training configuration under DeepSpeed's key names. A leaf holds AUTO only if AUTO is
             DeepSpeed's own value.
         launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
-        logged: one sentence for each choice made for the user that changes training, to log once at start.
-        missing: where the facts were not complete, the fields that a run may still fill, each with what would: they
-            hold AUTO or are absent. A run has none.
+        logged: one sentence for each choice that changes training, to log once at start.
+        missing: fields that a run may still fill, if the facts were not complete, each with what would fill it. These
+            fields hold AUTO or are absent. A run has none.
     """
 
     document: Document
@@ -188,7 +189,7 @@ class Resolved:
 
     @property
     def precision(self) -> Literal["no", "fp16", "bf16"]:
-        """Computation type; "no" is fp32."""
+        """The dtype of computation; "no" is fp32."""
         if self.tree.value("fp16", "enabled"):
             return "fp16"
         return "bf16" if self.tree.value("bf16", "enabled") else "no"
@@ -205,35 +206,37 @@ class Resolved:
 
     @property
     def optimizer(self) -> Section | None:
-        """The optimizer that the configuration describes, None where it describes none."""
+        """The optimizer that the configuration describes, if any."""
         return self._section("optimizer")
 
     @property
     def scheduler(self) -> Section | None:
-        """The schedule that the configuration describes, None where it describes none."""
+        """The learning-rate scheduler that the configuration describes, if any."""
         return self._section("scheduler")
 
     @property
     def scheduler_counts(self) -> Literal["steps", "processes"]:
-        """How a prepared schedule counts: once per applied optimizer step, or Accelerate's way, W times."""
+        """How a prepared scheduler counts: once per applied optimizer step, or once per process as in Accelerate."""
         return "steps" if self.launch.value("scheduler_counts") == "steps" else "processes"
 
     @property
     def zero_stage(self) -> int:
-        """The configured ZeRO stage; 0 where there is no ZeRO."""
+        """The configured ZeRO stage; 0 without ZeRO."""
         return int(self.tree.value(*STAGE.path, default=0))
 
     def offload_device(self, what: Literal["optimizer", "param"]) -> Literal["none", "cpu", "nvme"]:
-        """Where the optimizer states (or the parameters) live."""
+        """Return the offload device of the optimizer states or the parameters."""
         device = self.tree.value("zero_optimization", f"offload_{what}", "device", default="none")
         return device or "none"
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
+        """Return the dict for `deepspeed.initialize`: JSON values, `"auto"` only if that is DeepSpeed's own value.
 
-        It holds no `scheduler` section: this package builds and steps the learning-rate scheduler itself, and an
-        engine that found the section would step a second one; nor defaults that DeepSpeed refuses in writing; nor that
-        processes share samples, of which an engine need not know: it would count the global batch by all processes.
+        Left out are:
+
+        * the `scheduler` section: this package steps the scheduler, and the engine would step a second one
+        * defaults that DeepSpeed refuses if they are written
+        * sequence parallelism: the engine would count the global batch by all processes
         """
         passed = self.tree.without("scheduler").where(lambda path, entry: is_passed_on(path, entry.value))
         passed = passed.without(*SEQUENCE.path).without("data_parallel_size")
@@ -243,7 +246,7 @@ class Resolved:
 
     @functools.cached_property  # each save writes it again
     def record(self) -> Mapping[str, Any]:
-        """For a file: versions, where it runs, every value with its origin, what DeepSpeed gets (null without it)."""
+        """The run's record for a file: versions, machine, values with origins, DeepSpeed's dict (or null)."""
         return {
             "versions": {package: installed_version(package) for package in ("zero-plugin", "deepspeed", "torch")},
             "files": list(self.document.sources),
@@ -260,12 +263,12 @@ class Resolved:
 
 
 class Draft:
-    """The working copy that the rules fill, topic after topic; the document itself never changes.
+    """The working copy that the rules fill, topic by topic. The document itself never changes.
 
     Attributes:
-        document: what was configured.
-        facts: what the rules may look at besides the values.
-        tree, launch: the trees as far as they are settled.
+        document: the configuration before resolution.
+        facts: facts that the rules may use in addition to the values.
+        tree, launch: the trees with the values settled so far.
     """
 
     def __init__(self, document: Document, facts: Facts) -> None:
@@ -284,36 +287,36 @@ class Draft:
         return self.facts.strategy == "deepspeed"
 
     def get(self, *path: str) -> Entry | None:
-        """The settled leaf at `path`; None where it is absent, null or still open."""
+        """Return the settled leaf at `path`; None if it is absent, null or still open."""
         entry = self.tree.get(*path)
         return None if entry is None or entry.value is None or holds_auto(entry.value) else entry
 
     def value(self, *path: str, default: Any = None) -> Any:
-        """The settled value at `path`, or `default`."""
+        """Return the settled value at `path`, or `default`."""
         entry = self.get(*path)
         return default if entry is None else entry.value
 
     def is_open(self, *path: str) -> bool:
-        """Whether the leaf is `auto`, or a list that contains it."""
+        """Return whether the leaf is `auto`, or a list that contains it."""
         return path in self.tree and holds_auto(self.tree.value(*path))
 
     def is_missing(self, *path: str) -> bool:
-        """Whether the leaf stays open, since a fact is not there; see `miss`."""
+        """Return whether the leaf stays open because a fact is missing; see `miss`."""
         return path in self._missing
 
     def is_unsettled(self, *path: str) -> bool:
-        """Whether a rule has still to find this value: it is absent or open."""
+        """Return whether a rule still has to find this value: it is absent or open."""
         return path not in self.tree or self.is_open(*path)
 
     def put(self, path: KeyPath, value: Any, reason: str, kind: OriginKind = "rule", *, logged: bool = False) -> None:
-        """Settle `path`. Of a list such as `["auto", 0.95]` only the open elements are taken from `value`.
+        """Settle `path`. In a list such as `["auto", 0.95]`, only open elements are taken from `value`.
 
         Args:
-            path: where.
-            value: what; lists become tuples.
+            path: the key to settle.
+            value: the new value; lists become tuples.
             reason: why this value, for `explain`.
-            kind: "rule", or "default" for a value that DeepSpeed would have taken too.
-            logged: whether the choice changes training and has to be logged at start.
+            kind: "rule", or "default" for a value that DeepSpeed would have used too.
+            logged: whether the choice changes training, so it is logged at start.
         """
         before, value = self.tree.get(*path), freeze(value)
         if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
@@ -329,7 +332,7 @@ class Draft:
             self.log(f"{dotted(path)} = {_shown(value)}: {reason}")
 
     def put_default(self, path: KeyPath, what: str, fix: str) -> None:
-        """Settle a parameter that no rule fills as DeepSpeed's default; without one it stays open, see `miss`."""
+        """Settle a parameter without a rule with DeepSpeed's default. Without a default it stays open; see `miss`."""
         default = deepspeed_default(path, self.value(path[0], "type"))
         if default is None:
             self.miss(path, what, fix)
@@ -337,7 +340,7 @@ class Draft:
             self.put(path, default[0], "no rule fills it", "default")
 
     def keys(self, *section: str) -> list[str]:
-        """The keys written in a section that holds plain values; none where it is absent, null or empty."""
+        """Return the keys written in a section of plain values; none if it is absent, null or empty."""
         return [path[-1] for path in self.tree if path[:-1] == section]
 
     def put_launch(self, key: str, value: Any, reason: str, *, logged: bool = False) -> None:
@@ -347,11 +350,11 @@ class Draft:
             self.log(f"{key} = {value}: {reason}")
 
     def log(self, sentence: str) -> None:
-        """Note a choice that has to be logged once at start."""
+        """Add a message about a choice, to log once at start."""
         self._logged.append(sentence)
 
     def refuse(self, path: KeyPath, message: str, fix: str) -> None:
-        """Note a problem that no further fact fixes; `finish` raises all of them at once."""
+        """Add a problem that no further fact can solve. `finish` raises all problems together."""
         tree = self.tree if path in self.tree else self.launch
         entry = tree.get(*path)
         found = entry.origin.where if entry else self.document.place(("deepspeed", *path))
@@ -359,15 +362,15 @@ class Draft:
         self._refused.add(path)
 
     def add(self, problem: Problem) -> None:
-        """Note a problem as it was found elsewhere, once; see `refuse`."""
+        """Add a problem from elsewhere, without duplicates; see `refuse`."""
         if problem not in self._problems:
             self._problems.append(problem)
 
     def miss(self, path: KeyPath, what: str, fix: str) -> None:
-        """Note a field that stays open because a fact is not there: an error in a run, before one only open.
+        """Leave a field open because a fact is missing. In a run this is an error.
 
         Args:
-            path: where.
+            path: the open field.
             what: what would fill it, to follow "there is no …".
             fix: what to write or pass.
         """
@@ -379,15 +382,15 @@ class Draft:
             self._refused.add(path)
 
     def still_open(self) -> list[KeyPath]:
-        """The open leaves for which no rule has found a value or a problem, there or with their section's type."""
+        """Return the open leaves without a value or a problem from any rule, in the leaf or its section's type."""
         refused = self._refused
         return [p for p in self.tree if self.is_open(*p) and p not in refused and (p[0], "type") not in refused]
 
     def finish(self) -> Resolved:
-        """The resolved configuration; before a run, with the fields that it may still fill.
+        """Return the resolved configuration, with the missing fields if this is before a run.
 
         Raises:
-            ConfigError: listing every problem that the rules found.
+            ConfigError: the rules found problems. Lists all of them.
         """
         if self._problems:
             raise ConfigError(self._problems)
@@ -407,15 +410,15 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One value.
+    """One value of the resolved configuration, for tables and records.
 
     Attributes:
         path: the key; launch keys have one part.
-        value: plain; `"auto"` where it is open, or DeepSpeed's own word.
-        kind: who set it; `open` for what only a run can fill, `unset` for DeepSpeed's default of a key nobody wrote.
-        where: where it, or the `auto` that was filled, is written; "" for what was added.
-        reason: why this value, for what nobody typed; of an open one, what would fill it.
-        was_auto: whether it fills an `auto`.
+        value: a plain value; `"auto"` if it is open, or DeepSpeed's own word.
+        kind: the kind of origin; `open` if only a run can fill it, `unset` for DeepSpeed's default of an absent key.
+        where: the place of the value, or of the `auto` that it fills; "" for added values.
+        reason: why this value, if no user typed it; for an open one, what would fill it.
+        was_auto: whether the value fills an `auto`.
     """
 
     path: KeyPath
@@ -426,17 +429,17 @@ class Row:
     was_auto: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The row for a JSON file."""
+        """Return the row for a JSON file."""
         shown = {name: getattr(self, name) for name in ("value", "kind", "where", "reason")}
         return {"path": dotted(self.path), **shown}
 
 
 def list_values(document: Document, resolved: Resolved) -> list[Row]:
-    """Every value: the launch keys, then the training keys, in the order of the file; what was added follows.
+    """Return every value: launch keys, then training keys, in the order of the file; added values follow.
 
     Args:
-        document: what was configured.
-        resolved: what it was resolved to.
+        document: the configuration before resolution.
+        resolved: the result of resolution.
     """
     launch = document.launch.replace(resolved.launch.entries)
     missing = dict(resolved.missing)
@@ -446,20 +449,20 @@ def list_values(document: Document, resolved: Resolved) -> list[Row]:
 
 
 def list_defaults(resolved: Resolved) -> list[Row]:
-    """DeepSpeed's default of every key that is neither written nor added."""
+    """Return DeepSpeed's default for every key that is neither written nor added."""
     kind = resolved.tree.value("optimizer", "type")
     absent = [path for path in _keys(deepspeed_schema()) if path not in resolved.tree and path not in resolved.missing]
     return [unset_row(path, kind) for path in absent if deepspeed_default(path, kind) is not None]
 
 
 def unset_row(path: KeyPath, kind: str | None) -> Row:
-    """A key that nobody wrote, with DeepSpeed's default where one is known; `kind` as `deepspeed_default` takes it."""
+    """Return the row of an absent key, with DeepSpeed's default if known; for `kind` see `deepspeed_default`."""
     default = deepspeed_default(path, kind)
-    return Row(path, default[0] if default else None, "unset", "", "nobody wrote the key")
+    return Row(path, default[0] if default else None, "unset", "", "the key is absent")
 
 
 def _row(path: KeyPath, entry: Entry, asked: Tree, missing: dict[KeyPath, str]) -> Row:
-    """One row; a missing value that has a leaf is taken out of `missing`."""
+    """Return one row. If the value is missing and has a leaf, remove it from `missing`."""
     written = asked.get(*path)
     place = "" if written is None else written.origin.where
     what = missing.pop(path, None)

@@ -1,6 +1,6 @@
-"""Resolves the `optimizer` section and the `scheduler` section, whose steps are applied optimizer steps.
+"""Rules for the `optimizer` and `scheduler` sections. Scheduler steps are applied optimizer steps.
 
-Parameters are the placeholder's or the real optimizer's, else that optimizer's own defaults.
+Parameters come from the placeholder or the real optimizer, otherwise from that optimizer's own defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DECAY_OF_TORCH: Final = 0.01  # torch.optim.AdamW's default
 
 
 def settle_optimizer(draft: Draft) -> None:
-    """Settle every parameter of the section; refuse what contradicts the optimizer of the loop."""
+    """Settle every parameter of the section. Refuse values that contradict the loop's optimizer."""
     facts = draft.facts.optimizer
     if not draft.tree.has_section("optimizer"):
         if facts is None or not facts.placeholder or not draft.facts.complete:
@@ -29,7 +29,7 @@ def settle_optimizer(draft: Draft) -> None:
     kind = draft.value("optimizer", "type")
     if kind is None:
         if not draft.facts.complete:
-            _fill_params(draft, "", facts)  # what is given holds for any type
+            _fill_params(draft, "", facts)  # given values apply to any type
         return
     if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
         return
@@ -44,7 +44,7 @@ def settle_optimizer(draft: Draft) -> None:
 
 
 def _check_on_cpu(draft: Draft, kind: str) -> None:
-    """Refuse what needs a GPU also where no key says that the run is on a CPU: the rules see what is written."""
+    """Refuse settings that need a GPU. Unlike the rules, also for a CPU that was chosen without a key."""
     if kind.lower() == "lamb" and draft.on_deepspeed:
         message = f"{kind} needs a GPU, but this run is on a CPU."
         draft.refuse(("optimizer", "type"), message, "Write AdamW, or train on a GPU.")
@@ -55,7 +55,7 @@ def _check_on_cpu(draft: Draft, kind: str) -> None:
 
 
 def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
-    """`type: auto`: the loop's optimizer, or AdamW for a placeholder."""
+    """Settle `type: auto`: the type of the loop's optimizer, or AdamW for a placeholder."""
     path, mode = ("optimizer", "type"), (*_PARAMS, "adam_w_mode")
     if facts is None or (facts.placeholder and not draft.facts.complete):
         fix = "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
@@ -67,7 +67,7 @@ def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
         if facts.name == "adam" and draft.is_unsettled(*mode):
             draft.put(mode, False, "torch's Adam adds weight decay to the gradient")
     else:
-        draft.refuse(path, f"auto, and DeepSpeed has no {facts.name}.", "Remove the section: the loop's runs as it is.")
+        draft.refuse(path, f"auto, and DeepSpeed has no {facts.name}.", "Remove the section to train with the loop's.")
 
 
 def _type_names() -> list[str]:
@@ -92,7 +92,7 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
         elif name in defaults:
             why = "the optimizer's default in DeepSpeed; none is given"
             if name in of_torch:
-                why = "torch's default, which DeepSpeed leaves it with torch_adam: true; none is given"
+                why = "torch's default, because of torch_adam: true; none is given"
             why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
             draft.put(path, defaults[name], why, "default", logged=name == "lr")
         else:
@@ -101,9 +101,9 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
 
 
 def _defaults_of_torch(draft: Draft, kind: str) -> Mapping[str, Any]:
-    """What an absent argument means where a configuration has `torch_adam: true`, and DeepSpeed leaves it to torch.
+    """Return torch's defaults for a written `torch_adam: true`, where DeepSpeed leaves absent arguments to torch.
 
-    Where a run takes torch's Adam by itself, in place of DeepSpeed's kernel, the arguments keep their meaning.
+    If a run chooses torch's Adam instead of DeepSpeed's kernel, absent arguments keep DeepSpeed's meaning.
     """
     typed = draft.tree.get(*_PARAMS, "torch_adam")
     is_torchs = kind in _ADAMS and typed is not None and typed.value is True and typed.origin.typed_by_user
@@ -112,7 +112,7 @@ def _defaults_of_torch(draft: Draft, kind: str) -> Mapping[str, Any]:
 
 
 def _take(draft: Draft, path: KeyPath, value: Any, reason: str, said: str) -> None:
-    """Fill an open parameter with what the loop gives; refuse one that is typed otherwise."""
+    """Fill an open parameter with the loop's value. Refuse a different typed value."""
     entry = draft.tree.get(*path)
     if entry is not None and not _agrees(entry.value, value):
         fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
@@ -122,7 +122,7 @@ def _take(draft: Draft, path: KeyPath, value: Any, reason: str, said: str) -> No
 
 
 def _agrees(typed: Any, given: Any) -> bool:
-    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
+    """Return whether a typed value, without its open parts, is the loop's: `["auto", 0.95]` agrees with (0.9, 0.95)."""
     if typed is AUTO:
         return True
     if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
@@ -131,10 +131,10 @@ def _agrees(typed: Any, given: Any) -> bool:
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
-    """The loop's arguments that belong into the section.
+    """Return the loop's arguments that belong into the section.
 
-    A real optimizer's `defaults` hold everything its class knows (`foreach`, `capturable`, …): of those count the
-    section's own and the ones that every implementation of the algorithm has.
+    A real optimizer's `defaults` hold everything its class knows (`foreach`, `capturable`, …). Only arguments that the
+    section has, or that every implementation of the algorithm has, count.
     """
     if facts is None:
         return {}
@@ -143,7 +143,7 @@ def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[
 
 
 def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
-    """Whether the loop's real optimizer is what the section describes."""
+    """Return whether the section describes the loop's real optimizer. Refuse the type if not."""
     if kind == facts.name and kind != "adam":
         return True
     if kind in _ADAMS and facts.name in _ADAMS:
@@ -163,13 +163,13 @@ def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
 
 
 def _choose_adam(draft: Draft, facts: OptimizerFacts | None) -> None:
-    """`torch_adam`: which implementation of Adam runs, where neither the file nor the loop says it."""
+    """Settle `torch_adam`: which implementation of Adam runs, if neither the file nor the loop decides."""
     path = (*_PARAMS, "torch_adam")
     given = facts.given if facts is not None and facts.placeholder else {}
     if not draft.is_unsettled(*path) or "torch_adam" in given:
         return
     device = ("zero_optimization", "offload_optimizer", "device")
-    if draft.is_open(*device):  # before a run
+    if draft.is_open(*device):  # only before a run
         return
     offloaded = draft.value(*device, default="none") != "none"
     corrected = draft.value(*_PARAMS, "bias_correction", default=given.get("bias_correction", True))
@@ -178,20 +178,20 @@ def _choose_adam(draft: Draft, facts: OptimizerFacts | None) -> None:
 
 
 def _check_adam(draft: Draft) -> None:
-    """Refuse what the implementation that runs cannot do."""
+    """Refuse settings that the chosen implementation lacks."""
     bias_correction, amsgrad = (*_PARAMS, "bias_correction"), (*_PARAMS, "amsgrad")
     if draft.value(*_PARAMS, "torch_adam"):
         if not draft.value(*bias_correction, default=True):
             fix = "Remove torch_adam, or write true."
             draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
-        draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
+        draft.tree = draft.tree.without(*bias_correction)  # torch's Adam has no such argument: it always corrects
     elif draft.value(*amsgrad) and draft.on_deepspeed and (draft.facts.complete or draft.facts.optimizer is not None):
-        fix = "Write torch_adam: true beside it, or remove it."
+        fix = "Write torch_adam: true too, or remove it."
         draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
 
 
 def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
-    """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
+    """Log where DeepSpeed's defaults differ from what the names suggest."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
     if decay is not None and decay.origin.kind == "default" and not decay.value and draft.facts.complete:
         why = "none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
@@ -205,7 +205,7 @@ def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None
 
 _SCHEDULER_PARAMS: Final = ("scheduler", "params")
 _PEAKS: Final = ("warmup_max_lr", "cycle_max_lr", "max_lr")
-# What the schedule cannot do without, and how the loop can tell it.
+# Required parameters of a scheduler, and how the loop can give them.
 _NEEDS: Final[Mapping[str, str]] = {
     "total_num_steps": "Write a number of optimizer steps, or pass DummyScheduler(optimizer, total_num_steps=…).",
     "warmup_num_steps": "Write a number of optimizer steps (0 for none), or pass DummyScheduler(optimizer, "
@@ -216,7 +216,7 @@ _NEEDS: Final[Mapping[str, str]] = {
 
 
 def settle_scheduler(draft: Draft) -> None:
-    """Settle every parameter of the section; refuse what contradicts the placeholder of the loop."""
+    """Settle every parameter of the section. Refuse values that contradict the loop's placeholder."""
     _settle_counting(draft)
     facts, path = draft.facts.scheduler, ("scheduler", "type")
     described = draft.tree.has_section("scheduler")
@@ -228,7 +228,7 @@ def settle_scheduler(draft: Draft) -> None:
     if kind is None:
         return
     if facts is not None and not facts.placeholder:
-        fix = "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule."
+        fix = "Remove the section, or pass DummyScheduler(optimizer) instead of the loop's schedule."
         draft.refuse(path, f"{kind}, but the loop brings a schedule of its own, and one of them would not run.", fix)
     else:
         _fill_scheduler_params(draft, kind, facts)
@@ -242,7 +242,7 @@ def _settle_counting(draft: Draft) -> None:
 
 
 def _describe(draft: Draft, facts: SchedulerFacts | None) -> None:
-    """The schedule of a DummyScheduler without a section or a type: linear warm-up, then linear decay to 0."""
+    """Describe the scheduler of a DummyScheduler without a section or type: linear warm-up, then linear decay to 0."""
     if facts is None or not facts.placeholder or not draft.facts.complete:
         fix = "Write a type, e.g. WarmupDecayLR, or pass DummyScheduler(optimizer) to prepare."
         draft.miss(("scheduler", "type"), "DummyScheduler to describe one", fix)
@@ -283,12 +283,12 @@ def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None
         else:
             draft.put_default(path, what.format(name), f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
     for name in sorted({*_given(draft, facts)} - {*given}):
-        draft.log(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
+        draft.log(f"scheduler.type {kind} has no {name}: DummyScheduler's value has no effect.")
     _log_scheduler_defaults(draft, kind)
 
 
 def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, str]]:
-    """The placeholder's arguments with reasons, its step numbers turned into optimizer steps."""
+    """Return the placeholder's arguments with reasons; its step numbers become optimizer steps."""
     if facts is None:
         return {}
     given = {name: (freeze(value), f"from {facts.given_by}") for name, value in facts.given.items()}
@@ -306,20 +306,20 @@ def _in_optimizer_steps(draft: Draft, steps: int, given_by: str) -> tuple[int, s
 
 
 def _filled(draft: Draft, name: str, facts: SchedulerFacts | None) -> tuple[Any, str] | None:
-    """What the loop says of a parameter that is open, None where it says nothing."""
+    """Return the loop's value for an open parameter, with a reason; None if it has none."""
     if name in _PEAKS:
         return _peak_lr(draft)
     if name in ("warmup_min_lr", "warmup_min_ratio"):
         return 0.0, "a warm-up starts from 0"
     if name == "warmup_type":
-        return "linear", "what this package fills is linear (DeepSpeed's own default is log)"
+        return "linear", "this package fills in linear (DeepSpeed's own default is log)"
     if name == "warmup_num_steps" and facts is not None and draft.facts.complete:
         return 0, "DummyScheduler requests no warm-up"
     return None
 
 
 def _peak_lr(draft: Draft) -> tuple[Any, str] | None:
-    """The optimizer's learning rate: one number, or one per parameter group where they differ."""
+    """Return the optimizer's learning rate: one number, or one per parameter group if they differ."""
     optimizer = draft.facts.optimizer
     if optimizer is not None and len(set(optimizer.group_lrs)) > 1:
         return optimizer.group_lrs, "the learning rates of the optimizer's parameter groups"
@@ -332,7 +332,7 @@ def _peak_lr(draft: Draft) -> tuple[Any, str] | None:
 
 
 def _log_scheduler_defaults(draft: Draft, kind: str) -> None:
-    """Say where DeepSpeed's default is not what one expects."""
+    """Log DeepSpeed's defaults that differ from common expectations."""
     shape = draft.tree.get(*_SCHEDULER_PARAMS, "warmup_type")
     if shape is not None and shape.origin.kind == "default" and draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps"):
         draft.log("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")

@@ -1,6 +1,6 @@
-"""Fills every open field from facts: precision, batch sizes, ZeRO; the optimizer's and the scheduler's are beside it.
+"""Rules that fill every open field from facts: precision, batch sizes, ZeRO. See also `optimizer`.
 
-In a run, before one, and for scripts of other layers.
+The rules work in a run, before a run, and for scripts that use other libraries.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
 
 def resolve(document: Document, facts: Facts) -> Resolved:
-    """Fill every open field of `document` from `facts`; the document stays as it is.
+    """Fill every open field of `document` from `facts`. The document itself stays unchanged.
 
-    What a user typed keeps its origin. Everything else carries the reason of the rule that found it. Before a run, when
-    the facts are not `complete`, the fields that it may still fill stay open, in the result's `missing`.
+    Values that a user typed keep their origin. Every other value has the reason of the rule that found it. Before a run
+    the facts are not `complete`. Fields that the run may still fill then stay open, and are in the result's `missing`.
 
     Raises:
-        ConfigError: listing every field that cannot be filled, and every value that contradicts the loop, the machine
-            or another value.
+        ConfigError: fields cannot be filled, or values contradict the loop, the machine or each other. Lists all of
+            them.
     """
     draft = Draft(document, facts)
-    settle_precision(draft)  # each topic may look at the ones before it
+    settle_precision(draft)  # this order matters: each topic may use the ones before it
     settle_zero(draft)
     settle_engine(draft)
     settle_batch(draft)
@@ -53,7 +53,7 @@ def resolve(document: Document, facts: Facts) -> Resolved:
 
 
 def _settle_rest(draft: Draft) -> None:
-    """Every other open field repeats a value that is settled, or takes DeepSpeed's default, listed as such."""
+    """Settle every other open field with the value of a related key, or with DeepSpeed's default, which is listed."""
     same_elsewhere = {
         (*_RANDOM_LTD, "global_batch_size"): (draft.value(*keys.GLOBAL_BATCH.path), keys.GLOBAL_BATCH.name),
         (*_RANDOM_LTD, "micro_batch_size"): (draft.value(*keys.MICRO_BATCH.path), "the micro batch"),
@@ -76,7 +76,7 @@ def _settle_rest(draft: Draft) -> None:
 
 
 def _check_planned(draft: Draft) -> None:
-    """Hold the document, with the stage and the devices that a plan has chosen, to the rules: open they broke none."""
+    """Check the document again, with the stage and devices that a plan has chosen: open fields break no rule."""
     settled = {path: entry for path in (*PLACEMENT, *_SWITCHES) if (entry := draft.get(*path)) is not None}
     if draft.on_deepspeed and any(path in PLACEMENT and settled[path].origin.kind == "rule" for path in settled):
         planned = replace(draft.document, deepspeed=draft.document.deepspeed.replace(settled))
@@ -87,7 +87,7 @@ def _check_planned(draft: Draft) -> None:
 
 
 def _check_found(draft: Draft) -> None:
-    """Hold what the rules took from the loop to the same schema as what was typed."""
+    """Check values that rules took from the loop against the schema, as typed values are."""
     for found in violations(draft.tree, deepspeed_schema()):
         entry = draft.tree.get(*found.path)
         if entry is None or entry.origin.typed_by_user:
@@ -101,10 +101,10 @@ def _check_found(draft: Draft) -> None:
 
 
 def check_sequence_groups(document: Document, processes: int) -> int:
-    """Return how many processes share each sample.
+    """Return the number of processes that share each sample.
 
     Raises:
-        ConfigError: the processes cannot be divided into groups of that many.
+        ConfigError: the processes cannot be divided into groups of that size.
     """
     shared = sequence_parallel_size(document)
     if (problem := unequal_sequence_groups(shared, processes)) is not None:
@@ -120,17 +120,17 @@ def resolve_before_run(
     strategy: StrategyName,
     bf16: bool = True,
 ) -> Resolved:
-    """Resolve what can be without a loop and a model; what those tell stays open, in the result's `missing`.
+    """Resolve as much as possible without a loop and a model. Other fields stay open, in the result's `missing`.
 
     Args:
-        document: checked.
-        accelerator: what the workers will run on; a GPU is taken to compute in fp16 until a worker looks.
+        document: a checked document.
+        accelerator: device of the workers; a GPU is assumed to compute in fp16 until a worker checks.
         processes: workers on all machines.
-        strategy: what the document asks for.
+        strategy: the strategy that the document requests.
         bf16: whether the device computes in bf16.
 
     Raises:
-        ConfigError: problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
+        ConfigError: problems for any script, e.g. fp16 under DeepSpeed on a CPU.
     """
     shared = check_sequence_groups(document, processes)
     groups = max(1, processes // shared)
@@ -142,7 +142,7 @@ _GLOBAL, _MICRO, _ACCUMULATION = (key.path for key in BATCH)
 
 
 def settle_batch(draft: Draft) -> None:
-    """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
+    """Settle the three batch sizes, or refuse them and show the arithmetic."""
     settled_global = draft.value(*_GLOBAL)
     if draft.get(*_MICRO) is None or _was_planned(draft):
         if draft.facts.loop.micro_batch is not None:
@@ -162,13 +162,13 @@ def settle_batch(draft: Draft) -> None:
     product = draft.value(*_MICRO) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
-    elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
+    elif settled_global != product and agreed:  # if not agreed, this would advise on a wrong micro-batch
         fix = f'Write {product} or "auto", or change one of the three factors.'
         draft.refuse(_GLOBAL, f"{settled_global} is not {_arithmetic(draft)} = {product}.", fix)
 
 
 def _leave_batch_open(draft: Draft) -> None:
-    """Before a run, without a loader: what its batch size would settle."""
+    """Leave sizes open that depend on the DataLoader's batch size, before a run without a loader."""
     draft.miss(_MICRO, "training DataLoader to tell its batch size", "Prepare the training DataLoader.")
     if draft.get(*_ACCUMULATION) is None:
         if draft.get(*_GLOBAL) is None:
@@ -180,25 +180,25 @@ def _leave_batch_open(draft: Draft) -> None:
 
 
 def unplanned_micro_batch(total: int | None, steps: int | None, processes: int) -> tuple[int, str]:
-    """Samples per process and backward, and why, where neither a loader nor a plan tells: what the global batch leaves.
+    """Return a micro-batch size and its reason without a loader or plan: what the global batch leaves for it.
 
     Args:
-        total: the global batch; None where nobody wrote it.
+        total: the global batch; None if it is not written.
         steps: micro-batches per optimizer step; None for 1.
-        processes: data-parallel.
+        processes: data-parallel processes.
     """
     steps = steps or 1
     if total is not None and total >= steps * processes:
         reason = f"train_batch_size {total} ÷ ({steps} accumulation × {processes} processes)"
         return total // (steps * processes), reason
     return 1, (
-        "no training loader tells its batch size, and no plan what fits: prepare the training DataLoader, or write a "
-        "number; training does not depend on it, only DeepSpeed's speed report"
+        "neither a training loader nor a plan gives the size: prepare the training DataLoader, or write a number; "
+        "training does not depend on it, only DeepSpeed's speed report"
     )
 
 
 def _was_planned(draft: Draft) -> bool:
-    """Whether the micro-batch was chosen by a plan before the run, and a loader has come with another."""
+    """Return whether a plan before the run chose the micro-batch, and a loader has another one."""
     entry, loop = draft.get(*_MICRO), draft.facts.loop
     return not (entry is None or entry.origin.typed_by_user or loop.micro_batch in (None, entry.value))
 
@@ -217,7 +217,7 @@ def _use_loader_micro_batch(draft: Draft) -> None:
 
 
 def _accumulation(draft: Draft) -> tuple[int, str]:
-    """Micro-batches per optimizer step: what the global batch asks for, else 1."""
+    """Return micro-batches per optimizer step: the number that the global batch requires, or 1."""
     total, micro, world = draft.value(*_GLOBAL), draft.value(*_MICRO), draft.facts.machine.processes
     if total is not None and total > micro * world and total % (micro * world) == 0:
         return total // (micro * world), f"train_batch_size {total} ÷ ({micro} × {world} processes)"
@@ -225,7 +225,7 @@ def _accumulation(draft: Draft) -> tuple[int, str]:
 
 
 def _agrees_with_loader(draft: Draft) -> bool:
-    """Whether the loader has the settled micro-batch; if not that is refused, since the loader's would really run."""
+    """Return whether the loader has the settled micro-batch. If not, refuse that, because the loader's would run."""
     loop = draft.facts.loop
     typed = draft.value(*_MICRO)
     if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
@@ -244,7 +244,7 @@ def _arithmetic(draft: Draft) -> str:
 
 
 def settle_clipping(draft: Draft) -> None:
-    """Settle the clipping: 0, which is no clipping, is written out, since DeepSpeed clips at 1.0 by default."""
+    """Settle gradient clipping. 0 (no clipping) is written out, because DeepSpeed clips at 1.0 by default."""
     if draft.get(*CLIPPING.path) is None:
         why = "none is configured; clip_grad_norm_ in the loop still clips"
         draft.put(CLIPPING.path, 0.0, why, logged=draft.is_open(*CLIPPING.path))
@@ -254,7 +254,7 @@ _HALVES: Final = ("fp16", "bf16")
 
 
 def expected_precision(document: Document, machine: MachineFacts) -> str:
-    """`no`, `fp16` or `bf16`: what a model that is prepared now will compute in."""
+    """Return the precision of a model that is prepared now: `no`, `fp16` or `bf16`."""
     return _choose(Draft(document, Facts(machine=machine)))[0]
 
 
@@ -267,7 +267,7 @@ def settle_precision(draft: Draft) -> None:
         section = draft.get(half, "enabled")
         if section is None:
             draft.put((half, "enabled"), half == precision, reason)
-        elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
+        elif section.value is not (half == precision) and by_flag:  # a flag overrides the file
             draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
     if asked is None or asked.value is AUTO:
         draft.put_launch("mixed_precision", precision, reason, logged=asked is not None)
@@ -278,7 +278,7 @@ def settle_precision(draft: Draft) -> None:
 
 
 def _check_settled(draft: Draft) -> None:
-    """Hold the precision, with its reason, to the rules that the document was held to before it was settled."""
+    """Check the settled precision, with its reason, against the rules that checked the open document."""
     was_open = Asked(draft.document).precision is None
     asked = Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))
     rules = PRECISION if draft.on_deepspeed else (check_one_precision,)
@@ -295,7 +295,7 @@ def _asked(draft: Draft) -> Entry | None:
 
 
 def _choose(draft: Draft) -> tuple[str, str]:
-    """The precision and why: what was asked, else the section that is on, else what the hardware has."""
+    """Return the precision and why: the requested one, the enabled section, or the best for the hardware."""
     asked, facts = _asked(draft), draft.facts
     if asked is not None and asked.value is not AUTO:
         return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
@@ -308,7 +308,7 @@ def _choose(draft: Draft) -> tuple[str, str]:
     machine = facts.machine
     computes = f"this {machine.accelerator} computes"
     if not facts.complete:
-        computes = f"a {machine.accelerator} device is taken to compute"  # until a worker looks
+        computes = f"a {machine.accelerator} device is taken to compute"  # a worker checks this later
     if machine.bf16 and "bf16" not in typed:
         return "bf16", f"mixed_precision is auto and {computes} in bf16"
     if machine.fp16 and "fp16" not in typed:
@@ -329,21 +329,21 @@ def _check_device(draft: Draft, precision: str) -> None:
         draft.log(f"bf16 is on, but this {machine.accelerator} device has no bf16 arithmetic: it is emulated and slow.")
 
 
-# A reduction of fewer elements than the floor is bound by latency, not bandwidth (h² is one million at h = 1024). Above
-# the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
+# Reducing fewer elements than the floor is limited by latency, not bandwidth (h² is one million at h = 1024). The
+# ceiling is DeepSpeed's default. A larger bucket is not faster and only takes memory.
 _BUCKET_FLOOR: Final = 25_000_000
 BUCKET_CEILING: Final = 500_000_000
-# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays
-# unpartitioned on every device, so the ceiling bounds that.
+# Gathering a tensor below the floor costs a collective and saves nothing. Tensors below the threshold stay
+# unpartitioned on every device, so the ceiling bounds their memory.
 _PERSISTENT_FLOOR: Final = 10_000
 _PERSISTENT_CEILING: Final = 1_000_000
 
 
 def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | None:
-    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most all of the model.
+    """Return `share` × hidden² elements (transformers' rule) or the largest parameter, clamped, at most the model.
 
     Returns:
-        Elements and the reason; None where the model tells nothing.
+        Elements and the reason; None if the model's sizes are unknown.
     """
     if model.hidden_size:
         wanted = int(share * model.hidden_size**2)
@@ -361,7 +361,10 @@ def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | No
 
 
 def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
-    """10 × hidden elements (transformers' rule): norms and biases stay unpartitioned; None without a hidden size."""
+    """Return 10 × hidden elements (transformers' rule), so norms and biases stay unpartitioned, with the reason.
+
+    Return None without a hidden size.
+    """
     if not model.hidden_size:
         return None
     wanted = 10 * model.hidden_size
@@ -371,7 +374,7 @@ def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
 
 
 _PLAN: Final = "plan of the memory, which needs the model"
-# DeepSpeed's monitors that need a package: the section, what is imported, what to install.
+# DeepSpeed's monitors that need a package: section, import name, package to install.
 _MONITORS: Final = (
     ("tensorboard", "tensorboard", "tensorboard"),
     ("wandb", "wandb", "wandb"),
@@ -379,11 +382,11 @@ _MONITORS: Final = (
 )
 _OFFLOADS: Final[tuple[Literal["offload_optimizer", "offload_param"], ...]] = ("offload_optimizer", "offload_param")
 
-Rule = Callable[[Draft], tuple[Any, str] | None]  # None: the model would tell, and a run will bring it
+Rule = Callable[[Draft], tuple[Any, str] | None]  # None if the value depends on the model, which a run knows
 
 
 def settle_zero(draft: Draft) -> None:
-    """Settle the stage, the offload devices, and every key of the section that depends on them or on the model."""
+    """Settle the stage, the offload devices, and keys of the section that depend on them or on the model."""
     if not draft.on_deepspeed:
         _settle_without_engine(draft)
         return
@@ -414,7 +417,7 @@ def settle_zero(draft: Draft) -> None:
 
 
 def settle_engine(draft: Draft) -> None:
-    """Write the keys without which DeepSpeed's engine would break the loop contract, or change with its release."""
+    """Set keys without which DeepSpeed's engine would break the loop's contract, or change with its release."""
     if not draft.on_deepspeed:
         return
     for key, value, reason in (
@@ -429,7 +432,7 @@ def settle_engine(draft: Draft) -> None:
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
-    if draft.is_open(*STAGE.path):  # before a run
+    if draft.is_open(*STAGE.path):  # only before a run
         if draft.is_open(*path):
             draft.miss(path, _PLAN, "Write fp32, fp16 or bf16.")
         return
@@ -452,7 +455,7 @@ _GPU_ALONE: Final[dict[KeyPath, str]] = {
     ("aio", "use_gds"): "it needs a GPU",
     ("hybrid_engine", "enabled"): "its kernels need a GPU",
 }
-# Each is without effect where one before it is off.
+# Each switch has no effect if one before it is off.
 _DROPPING: Final[tuple[KeyPath, ...]] = (
     ("data_efficiency", "enabled"),
     ("data_efficiency", "data_routing", "enabled"),
@@ -461,8 +464,11 @@ _DROPPING: Final[tuple[KeyPath, ...]] = (
 
 
 def _check_needs(draft: Draft) -> None:
-    """What the engine needs of this run: a GPU, also where the device was chosen by default, a number of processes, and
-    packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
+    """Refuse settings whose needs the run does not meet: a GPU, or packages of DeepSpeed's monitors.
+
+    The rules do not see a CPU that was chosen by default. DeepSpeed imports monitors' packages on rank 0 only, so other
+    ranks would wait for a failed rank 0.
+    """
     for path, why in _GPU_ALONE.items():
         if draft.facts.machine.accelerator == "cpu" and draft.value(*path):
             draft.refuse(path, f"true, but this run is on a CPU, and {why}.", "Delete it.")
@@ -476,7 +482,7 @@ def _check_needs(draft: Draft) -> None:
 
 
 def _settle_without_engine(draft: Draft) -> None:
-    """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
+    """Set an open stage or device to none, so the resolved config never claims that ZeRO is active."""
     for path in PLACEMENT:
         if draft.is_open(*path):
             draft.put(path, 0 if path == STAGE.path else "none", f"the {draft.facts.strategy} path has no ZeRO")
@@ -496,16 +502,16 @@ def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload
 
 
 def _leave_offload_open(draft: Draft, offload: str) -> None:
-    """Before a run: nothing of the section is known as long as its device is not."""
+    """Leave all open keys of an offload section open before a run, because its device is open."""
     for path in draft.still_open():
         if path[:2] == (ZERO, offload) and not draft.facts.complete:
             draft.miss(path, _PLAN, "Write a value.")
 
 
 def _cap_bucket(draft: Draft) -> None:
-    """An absent `reduce_bucket_size`: of DeepSpeed's default as much as the model fills; the rest is reserved in vain.
+    """Reduce an absent `reduce_bucket_size` to the size of the model: the rest of the buffer would be unused.
 
-    With all parameters in one bucket the reductions are the same.
+    DeepSpeed's default is larger. With all parameters in one bucket, the reductions are the same.
     """
     path, model = (ZERO, "reduce_bucket_size"), draft.facts.model
     if draft.get(*path) is None and not draft.is_open(*STAGE.path) and _stage(draft) and model and model.parameters:
@@ -515,9 +521,10 @@ def _cap_bucket(draft: Draft) -> None:
 
 
 def _settle_overlap(draft: Draft) -> None:
-    """`overlap_comm`: DeepSpeed's "null means stage 3" written out; below stage 2 the engine refuses to start with it.
+    """Settle `overlap_comm`: write out that DeepSpeed's null means stage 3 only.
 
-    It changes speed and no number, so a typed true is turned off there, and logged, rather than refused.
+    DeepSpeed refuses to start with it below stage 2. It changes speed and no result, so a typed true is turned off
+    there and logged, not refused.
     """
     path = (ZERO, "overlap_comm")
     stage = _stage(draft)
@@ -529,7 +536,7 @@ def _settle_overlap(draft: Draft) -> None:
     elif draft.value(*path) and stage < 2:
         draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
         typed = draft.get(*STAGE.path)
-        if typed is None or not typed.origin.typed_by_user:  # else the check of the configuration has said it
+        if typed is None or not typed.origin.typed_by_user:  # otherwise the check of the configuration has warned
             draft.log(f"{ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
 
 
@@ -542,7 +549,7 @@ def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) 
 
 
 def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
-    """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
+    """Return a tenth of the partition if `ratio` has to split sub-groups: with one group, it would have no effect."""
     model: ModelFacts | None = draft.facts.model
     if draft.is_missing(ZERO, "offload_optimizer", "ratio"):
         return None
@@ -552,12 +559,12 @@ def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
     if model is None or not model.parameters:
         return _default_of_run(draft, "sub_group_size")
     partition = model.parameters // draft.facts.machine.all_processes
-    why = f"a tenth of one process's {partition:,} elements, so that ratio {ratio:g} can split them"
+    why = f"a tenth of one process's {partition:,} elements, so ratio {ratio:g} can split them"
     return max(1, partition // 10), why
 
 
 def _swap_buffer(draft: Draft) -> tuple[int, str] | None:
-    """Elements of one swap buffer: the largest parameter has to fit."""
+    """Return the elements of one swap buffer, which has to hold the largest parameter."""
     model = draft.facts.model
     if model is None or not model.largest_parameter:
         return _default_of_run(draft, "offload_param.buffer_size")
@@ -568,7 +575,7 @@ def _swap_buffer(draft: Draft) -> tuple[int, str] | None:
 
 
 def _kept_in_ram(draft: Draft) -> tuple[int, str]:
-    """Elements of the parameters that stay in RAM under NVMe offload."""
+    """Return the number of parameter elements that stay in CPU memory under NVMe offload."""
     if draft.value(ZERO, "offload_param", "device") == "nvme":
         return 0, "device is nvme, so parameters go there (DeepSpeed's 1e9 would keep most models in RAM)"
     return _default("offload_param.max_in_cpu")
@@ -594,7 +601,7 @@ _RULES: Final[dict[str, Rule]] = {
 
 
 def _default_of_run(draft: Draft, key: str) -> tuple[Any, str] | None:
-    """DeepSpeed's default for a model that tells nothing; before a run nothing, since its model may."""
+    """Return DeepSpeed's default in a run. Before a run return None, because the model may give a better value."""
     return _default(key) if draft.facts.complete else None
 
 
@@ -610,23 +617,23 @@ def _stage(draft: Draft) -> int:
 
 _SWITCHES: Final = tuple((half, "enabled") for half in _HALVES)
 
-# What only the loop knows is the script's, also if it is absent: Accelerate takes an absent accumulation for 1,
-# DeepSpeed an absent clipping for 1.0, and both would win over the script.
+# The script sets these keys, also if they are absent: Accelerate reads an absent accumulation as 1, and DeepSpeed an
+# absent clipping as 1.0. Both would override the script.
 _THE_LOOPS: Final = tuple(key.path for key in TRAINING if key.filled_by == "loop")
-# What Accelerate 1.15 fills in `prepare`, or transformers 5.23 from TrainingArguments; at another `auto` they stop.
+# Keys that Accelerate 1.15 fills in `prepare`, or transformers 5.23 from TrainingArguments; they refuse other `auto`.
 _FILLED_BY_SCRIPTS: Final = frozenset(key.path for key in TRAINING if key.filled_by in ("loop", "script"))
 
 
 def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any] | None:
-    """A DeepSpeed configuration in which `auto` is only where such a script fills it; None as long as the plan that
-    would choose the stage, or where to offload, waits for the model.
+    """Return a DeepSpeed configuration in which `auto` is left only for scripts of Accelerate or transformers to fill.
 
-    It is what the user wrote, with our value for every other `auto`, and with all that was found for ZeRO. What this
-    package sets so that DeepSpeed's engine keeps our loop's contract is left out: such a script has another one.
+    Return None if the stage or an offload device waits for a plan, which needs the model. The configuration has the
+    user's values, our values for every other `auto`, and all values found for ZeRO. Keys that keep our loop's contract
+    with DeepSpeed's engine are left out, because these scripts have their own loop.
 
     Args:
-        document: what was configured, with ZeRO.
-        resolved: the same, resolved as far as it can be before a run.
+        document: a document that requests ZeRO.
+        resolved: the document, resolved as far as possible before a run.
     """
     if any(path in resolved.missing for path in PLACEMENT):
         return None
@@ -635,28 +642,28 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
         if path == CLIPPING.path and entry.value is None:
             values[path] = 0.0  # null is "none" here, and 1.0 in DeepSpeed
         elif path in _THE_LOOPS and not entry.origin.typed_by_user:
-            values[path] = AUTO  # a plan's, which the script does not know
+            values[path] = AUTO  # chosen by a plan, which the script does not know
         elif entry.value is not None:
             values[path] = _value(path, entry.value, resolved.tree)
     for path, entry in resolved.tree.entries.items():
         if path not in values and (path[0] == ZERO or path[-1] == "torch_adam"):
             values[path] = _value(path, entry.value, resolved.tree)
-    if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
+    if resolved.zero_stage == 3:  # without this key Accelerate and the Trainer cannot save a model
         values.setdefault(keys.SAVE_16BIT.path, True)
     origin = Origin("rule", "for scripts")
     passed = Tree({p: Entry(v, origin) for p, v in values.items() if v is not None and is_passed_on(p, v)})
-    of_accelerate = (SEQUENCE_KEY, "data_parallel_size")  # which takes them from variables
+    of_accelerate = (SEQUENCE_KEY, "data_parallel_size")  # Accelerate takes them from variables
     return passed.where(lambda path, _: path[0] not in of_accelerate).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:
-    """The value to write at `path`; None leaves the key to DeepSpeed."""
+    """Return the value to write at `path`; None leaves the key to DeepSpeed."""
     if path in _FILLED_BY_SCRIPTS and (asked is AUTO or (path not in _SWITCHES and not holds_auto(asked))):
         return asked
     found = resolved.value(*path)
     if not holds_auto(found):
         return found
     if path in DEEPSPEED_AUTO:
-        return None  # DeepSpeed's own word, and its default, at which Accelerate stops
+        return None  # "auto" is DeepSpeed's own default here, but Accelerate refuses it
     default = deepspeed_default(path, resolved.value("optimizer", "type"))
     return AUTO if default is None else default[0]

@@ -1,4 +1,4 @@
-"""Launch keys: machines and devices, and keys that this kind of launch does not read."""
+"""Rules for launch keys: machines and devices, and keys that this kind of launch does not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_plugin.config.rules.training import Asked, is_count
 from zero_plugin.config.tree import AUTO, did_you_mean, dotted, show
 from zero_plugin.errors import Problem
 
-_NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
+_NOTHING: Final = (None, AUTO, "", "none")  # values that name no host and no file
 
 
 def _machines(asked: Asked) -> Iterator[Problem]:
@@ -33,14 +33,17 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if asked.value("distributed_type") == "NO":
         yield from _alone(asked)
     if asked.value("deepspeed_inclusion_filter") and asked.value("deepspeed_exclusion_filter"):
-        message = f"is written beside deepspeed_inclusion_filter at {asked.written('deepspeed_inclusion_filter')}"
+        message = f"deepspeed_inclusion_filter is written too, at {asked.written('deepspeed_inclusion_filter')}"
         yield asked.error("deepspeed_exclusion_filter", message, "Keep one of the two.")
     yield from _launcher(asked)
     yield from _hosts(asked)
 
 
 def _fewer_machines(asked: Asked, least: int, machines: int) -> Iterator[Problem]:
-    """Only agents that can meet anew go on without the others, and only after a failure, which a lost machine is."""
+    """Check `min_machines`: agents continue with fewer machines only by a dynamic rendezvous, after a failure.
+
+    A lost machine counts as a failure, so `max_restarts` has to allow one.
+    """
     key, of_them = "min_machines", f"{least} of {machines}"
     if least > machines:
         yield asked.error(key, f"{least}, but num_machines is {machines}", f"Write at most {machines}.")
@@ -53,7 +56,7 @@ def _fewer_machines(asked: Asked, least: int, machines: int) -> Iterator[Problem
 
 
 def _launcher(asked: Asked) -> Iterator[Problem]:
-    """A name that is none of DeepSpeed's may be of a later release, or misspelt."""
+    """Check the launcher's name. One that is not DeepSpeed's may be from a later release, or misspelled."""
     key, known = "deepspeed_multinode_launcher", (*LAUNCHERS, *UNTESTED_LAUNCHERS)
     name = asked.value(key)
     if not isinstance(name, str) or name in LAUNCHERS:
@@ -66,7 +69,7 @@ def _launcher(asked: Asked) -> Iterator[Problem]:
 
 
 def _hosts(asked: Asked) -> Iterator[Problem]:
-    """Hosts that are named to nobody: torchrun reads no hostfile, and filters filter one."""
+    """Warn about hosts that nothing reads: torchrun reads no hostfile, and filters need a hostfile."""
     names = [f"deepspeed_{what}" for what in ("hostfile", "inclusion_filter", "exclusion_filter")]
     named = [name for name in names if asked.value(name) not in _NOTHING]
     if asked.value("deepspeed_multinode_launcher") == "standard":
@@ -109,7 +112,7 @@ def _devices(asked: Asked) -> Iterator[Problem]:
 
 
 def _gpu_names(ids: Any) -> list[str]:
-    """The GPUs that `gpu_ids` names; none for `all` and for what is no list of them."""
+    """Return the GPUs that `gpu_ids` names; none for `all` and for values that are not a list of GPUs."""
     if isinstance(ids, tuple):
         return [str(name) for name in ids]
     if isinstance(ids, int) and not isinstance(ids, bool):
@@ -128,7 +131,7 @@ _OF_SEVERAL: Final = {
     "deepspeed_multinode_launcher": (*_NOTHING, "standard"),
     "network": _NOTHING,
 }
-# What a plan fills where it is open.
+# Keys that a plan fills if they are open.
 _PLANNED: Final = (
     *map(dotted, PLACEMENT),
     "zero_optimization.offload_optimizer.ratio",
@@ -146,7 +149,7 @@ def _has_several_machines(asked: Asked) -> bool:
 
 
 def _of_several_machines(asked: Asked) -> Iterator[Problem]:
-    """How machines meet, where there is one; and what they need not know."""
+    """Check keys for several machines: the ones that a run on one machine does not read, and `same_network`."""
     written, several = _writes_machines(asked), _has_several_machines(asked)
     on_tpu = asked.value("distributed_type") in _ON_TPU
     if several and asked.value("same_network") not in _NOTHING:
@@ -155,7 +158,7 @@ def _of_several_machines(asked: Asked) -> Iterator[Problem]:
     launcher = "deepspeed_multinode_launcher"
     if on_tpu and asked.value(launcher) not in _OF_SEVERAL[launcher]:
         yield asked.no_effect(launcher, "the same command is started on every machine of a TPU")
-    if several or on_tpu:  # what else there is, the launch on a TPU refuses
+    if several or on_tpu:  # the launch on a TPU itself refuses the other keys
         return
     for key, nothing in _OF_SEVERAL.items():
         if asked.value(key) in nothing:
@@ -167,13 +170,13 @@ def _of_several_machines(asked: Asked) -> Iterator[Problem]:
 
 
 def _requests_zero(asked: Asked) -> bool:
-    """Whether a document asks for ZeRO, by its `distributed_type` or, where that is open, by a ZeRO section."""
+    """Return whether a document requests ZeRO by its `distributed_type` or, if that is open, by a ZeRO section."""
     kind = asked.value("distributed_type")
     return kind == "DEEPSPEED" or (kind in (None, AUTO) and asked.has("zero_optimization"))
 
 
 def _without_zero(asked: Asked, key: str, what: str) -> Problem:
-    """A warning; a note where a script's plugin may still request ZeRO."""
+    """Return a warning, or a note if a script's plugin may still request ZeRO."""
     if asked.value("distributed_type") in (None, AUTO):
         return asked.note(key, f"counts with {what}, and no ZeRO is requested here")
     return asked.no_effect(key, f"only {what} reads it, and the run is without ZeRO")
@@ -191,14 +194,17 @@ def _of_zero(asked: Asked) -> Iterator[Problem]:
 
 
 def _of_deepspeed(asked: Asked) -> Iterator[Problem]:
-    """A DeepSpeed on this machine that is too old for what requests it."""
+    """Refuse a DeepSpeed that is too old if the document requests ZeRO."""
     if _requests_zero(asked) and (refusal := refuse_deepspeed()):
         key = "distributed_type" if asked.value("distributed_type") == "DEEPSPEED" else "zero_optimization"
         yield asked.error(key, refusal, f"{NEWER_DEEPSPEED}, or request no ZeRO.")
 
 
 def _of_a_plan(asked: Asked) -> Iterator[Problem]:
-    """What a plan may count on. Memory of a device is also what a model needs to fit without a ZeRO that is dropped."""
+    """Warn about facts for a plan if no plan reads them.
+
+    `gpu_memory` is also read if `distributed_type` drops ZeRO, because the complete model then has to fit.
+    """
     zero, fills = _requests_zero(asked), any(asked.value(key) is AUTO for key in _PLANNED)
     dropped = asked.stage != 0 or any(asked.offload(what) not in (None, "none") for what in ("optimizer", "param"))
     why = "only a plan reads it, and none of what a plan fills is auto: stage, offload devices, ratio, micro-batch"
@@ -232,7 +238,7 @@ def _of_a_compiler(asked: Asked) -> Iterator[Problem]:
             yield Problem(entry.origin.where, COMPILER_PREFIX + name, why, fix, show(entry.value), "warning")
 
 
-# Ranks and machines, GPUs and CPU, and what has no effect in such a launch.
+# All rules of this file: ranks and machines, GPUs and CPU, keys without effect in this kind of launch.
 LAUNCHING: Final = (
     _machines,
     _devices,

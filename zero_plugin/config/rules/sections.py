@@ -1,4 +1,4 @@
-"""Parallelism of other kinds than data; sections that are off, keys that nothing reads, and what needs another."""
+"""Rules for other parallelism than data, sections that are off, keys that nothing reads, and keys that need others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_DIMENSIONS: Final = {
 
 
 def _not_only_data(asked: Asked) -> Iterator[Problem]:
-    """Processes that share a model: each would get samples of its own here, and train on something else."""
+    """Refuse parallelism that shares a model: here each process would get samples of its own, and train differently."""
     for key, why in _OTHER_DIMENSIONS.items():
         size = asked.value(key)
         if is_count(size) and size > 1:
@@ -37,7 +37,7 @@ def _not_only_data(asked: Asked) -> Iterator[Problem]:
 
 
 def _sequences(asked: Asked) -> Iterator[Problem]:
-    """Groups of processes that share each sample."""
+    """Check sequence parallelism: the groups of processes that share each sample."""
     size, processes, kind = asked.value(SEQUENCE_KEY), asked.value("num_processes"), asked.value("distributed_type")
     if not is_count(size) or size == 1:
         return
@@ -54,7 +54,7 @@ def _sequences(asked: Asked) -> Iterator[Problem]:
 
 
 def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None:
-    """Message and fix where processes cannot be divided into groups of `size`, which share their samples."""
+    """Return message and fix if processes cannot be divided into groups of `size`, which share their samples."""
     if processes % size == 0:
         return None
     return (
@@ -64,7 +64,7 @@ def unequal_sequence_groups(size: int, processes: int) -> tuple[str, str] | None
 
 
 def unequal_heads(size: int, heads: int | None) -> tuple[str, str] | None:
-    """Message and fix where a model's attention heads, if known, cannot be divided among a group of `size`."""
+    """Return message and fix if a model's attention heads, if known, cannot be divided among a group of `size`."""
     if heads is None or heads % size == 0:
         return None
     return f"{size} does not divide the model's {heads} attention heads", f"Write {_divisors(heads)}."
@@ -74,10 +74,10 @@ def _divisors(number: int) -> str:
     return " or ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
-PARALLELISM: Final = (_not_only_data, _sequences)  # of other kinds than data
+PARALLELISM: Final = (_not_only_data, _sequences)  # rules for other parallelism than data
 
 
-# Sections that do nothing without `enabled: true`, which is not their default.
+# Sections that do nothing without `enabled: true`. All are off by default.
 _SWITCHED: Final = (
     "tensorboard",
     "wandb",
@@ -102,23 +102,26 @@ _ENGINE_SAVES: Final = (
 )
 _SAMPLING: Final = "data_efficiency.data_sampling"
 _DROPPING: Final = "data_efficiency.data_routing.random_ltd"
-# What DeepSpeed reads of it without a default.
+# Keys of token dropping that DeepSpeed reads without a default.
 _DROPPING_NEEDS: Final = (
     *("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule.min_value", "random_ltd_schedule.max_value"),
     *("random_ltd_schedule.schedule_type", "random_ltd_schedule.schedule_config.require_steps"),
     "random_ltd_schedule.schedule_config.seq_per_step",
 )
-# Keys by which DeepSpeed's logger gets lines of level info, which it does not show unless its level is changed.
+# Keys whose lines go to DeepSpeed's logger at level info. The logger hides them unless its level is changed.
 _INFO_LINES: Final = ("steps_per_print", "dump_state", "comms_logger.verbose")
 _NEVER_READ: Final = "DeepSpeed parses it and never reads it"
 _DELETE: Final = "Delete it."
 _GATHERED_AT_ONCE: Final = "zero_optimization.allgather_bucket_size"
-# A key, or all of a section: why it has no effect on a run of this package, and what to write.
+# A key or a complete section: why it has no effect in a run of this package, and the fix.
 _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
-    "dataloader_drop_last": ("the loop's own loader says what it drops", "Write drop_last in the script's DataLoader."),
+    "dataloader_drop_last": (
+        "the loop's own loader decides what it drops",
+        "Write drop_last in the script's DataLoader.",
+    ),
     **dict.fromkeys(("disable_allgather", "zero_optimization.allgather_partitions"), (_NEVER_READ, _DELETE)),
     # DeepSpeed 0.19.8 reads it in ZenFlow, which is refused, and where torch has no all_gather_into_tensor.
-    _GATHERED_AT_ONCE: ("DeepSpeed gathers all updated parameters of a group at once, into themselves", _DELETE),
+    _GATHERED_AT_ONCE: ("DeepSpeed gathers all updated parameters of a group together, in place", _DELETE),
     **dict.fromkeys(
         (
             "checkpoint",
@@ -173,7 +176,7 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
-# What DeepSpeed's engine alone reads, beside the sections with a switch.
+# Keys that only DeepSpeed's engine reads, in addition to the sections with a switch.
 _OF_THE_ENGINE: Final = (
     *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "vocabulary_size"),
     *("steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown", "log_level", "disable_python_gc"),
@@ -183,7 +186,7 @@ _WITHOUT_ENGINE: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "TPU", "XLA")
 
 
 def check_without_engine(asked: Asked) -> Iterator[Problem]:
-    """What is lost where a document asks for a run without DeepSpeed; where it leaves that open, the run checks it."""
+    """Report settings that a run without DeepSpeed loses. The run itself checks this if the type is open."""
     kind = asked.value("distributed_type")
     if kind in _WITHOUT_ENGINE:
         where = f"distributed_type is {kind} at {asked.written('distributed_type')}"
@@ -191,11 +194,11 @@ def check_without_engine(asked: Asked) -> Iterator[Problem]:
 
 
 def keys_of_the_engine(asked: Asked, where: str, *, alone: bool) -> Iterator[Problem]:
-    """What of a document only DeepSpeed's engine reads: errors for what would train otherwise than written.
+    """Report keys that only DeepSpeed's engine reads. A key that would change training is an error.
 
     Args:
-        asked: the document, of a run without DeepSpeed.
-        where: what says so.
+        asked: the document of a run without DeepSpeed.
+        where: why the run is without DeepSpeed, with the place, for the message.
         alone: whether one process trains.
     """
     why, other = f"only DeepSpeed's engine reads it, and {where}", "or write distributed_type: DEEPSPEED."
@@ -203,8 +206,8 @@ def keys_of_the_engine(asked: Asked, where: str, *, alone: bool) -> Iterator[Pro
         yield asked.error("gradient_allreduce_op", f"sum, but {where}, and DDP averages", f"Write mean, {other}")
     if asked.is_on("torch_autocast.enabled"):
         message = f"true, but {why}"
-        yield asked.error("torch_autocast.enabled", message, f"Write mixed_precision: bf16 in its place, {other}")
-    # Where they do not hold, another rule speaks of the key.
+        yield asked.error("torch_autocast.enabled", message, f"Write mixed_precision: bf16 instead, {other}")
+    # Keys and whether to report them here; another rule reports them otherwise.
     others = {
         "data_types.buffer_dtype": asked.precision != "no",
         "data_types.keep_in_fp32_modules": asked.precision != "no",
@@ -219,7 +222,7 @@ def keys_of_the_engine(asked: Asked, where: str, *, alone: bool) -> Iterator[Pro
 
 
 def check_sections(asked: Asked) -> Iterator[Problem]:
-    """Switches that were forgotten, activation checkpointing, compilation, monitors, unread keys."""
+    """Check forgotten switches, activation checkpointing, compilation, monitors, and keys that nothing reads."""
     yield from _forgotten_switches(asked)
     yield from _unseen_lines(asked)
     yield from _activation_checkpointing(asked)
@@ -236,7 +239,7 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
 
 
 def _refused_though_unread(asked: Asked) -> Iterator[Problem]:
-    """What DeepSpeed refuses to read, although nothing follows it here."""
+    """Yield errors for values that DeepSpeed refuses, in keys that have no effect here."""
     size = asked.value(_GATHERED_AT_ONCE)
     if asked.stage in (1, 2) and is_count(size) and size % 2:
         yield asked.error(_GATHERED_AT_ONCE, f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}", _DELETE)
@@ -267,7 +270,7 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
         yield asked.error("comet.experiment_key", message, "Copy it from the experiment's address, or delete it.")
     if asked.value("comms_logger.prof_all", default=True) is True:
         why = "comms_logger.prof_all is true, as it is where nothing is written, and logs every operation"
-        yield from asked.idle(["comms_logger.prof_ops"], why, "Write prof_all: false beside it, or delete it.")
+        yield from asked.idle(["comms_logger.prof_ops"], why, "Write prof_all: false too, or delete it.")
     breakdown = "wall_clock_breakdown"
     if asked.is_on("flops_profiler.enabled") and asked.value(breakdown) is False:
         why = f"flops_profiler is on at {asked.written('flops_profiler.enabled')} and turns it on"
@@ -275,17 +278,17 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
 
 
 def _unseen_lines(asked: Asked) -> Iterator[Problem]:
-    """Lines that DeepSpeed writes to a logger which does not show them."""
+    """Warn about lines that DeepSpeed writes to its logger at a level that the logger does not show."""
     level = asked.value("log_level")
     if level in (None, "warning", "error", "critical") and asked.value("distributed_type") not in _WITHOUT_ENGINE:
         where = f"at {asked.written('log_level')}" if level else "where none is written"
         why = f"its lines are of level info, and log_level is {level or 'warning'} {where}"
         keys = [key for key in _INFO_LINES if "." not in key or asked.is_on(f"{key.partition('.')[0]}.enabled")]
-        yield from asked.idle(keys, why, "Write log_level: info beside it, or delete it.")
+        yield from asked.idle(keys, why, "Write log_level: info too, or delete it.")
 
 
 def _token_dropping(asked: Asked) -> Iterator[Problem]:
-    """Random layerwise token dropping: what DeepSpeed needs and lacks, and that a script has to convert layers."""
+    """Check random layerwise token dropping: required keys, missing features, and layers for the script to convert."""
     schedule = f"{_DROPPING}.layer_token_lr_schedule"
     if asked.is_on(f"{schedule}.enabled"):
         yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
@@ -297,14 +300,14 @@ def _token_dropping(asked: Asked) -> Iterator[Problem]:
         return
     if missing := [key for key in _DROPPING_NEEDS if not asked.has(f"{_DROPPING}.{key}")]:
         message = f"true without {', '.join(missing)}, which DeepSpeed refuses"
-        yield asked.error(switch, message, "Write what is missing beside it, or delete it.")
+        yield asked.error(switch, message, "Write the missing keys too, or delete it.")
     if all(asked.is_on(outer) for _, outer in _NESTED):
         size = asked.value(SEQUENCE_KEY)
         yield from needs_gpu(asked, switch)
         if is_count(size) and size > 1:
             where = asked.written(SEQUENCE_KEY)
             message = (
-                f"true, but {SEQUENCE_KEY} is {size} at {where}, and layers would drop tokens of each part by itself"
+                f"true, but {SEQUENCE_KEY} is {size} at {where}, and layers would drop tokens of each part separately"
             )
             yield asked.error(switch, message, "Keep one of the two.")
     converts = "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd"
@@ -315,7 +318,7 @@ def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
     section = "activation_checkpointing"
     key = f"{section}.contiguous_memory_optimization"
     if any(map(asked.says_something, asked.below(section))):
-        counts = "counts where the model calls deepspeed.checkpointing.checkpoint, and nowhere else"
+        counts = "counts only where the model calls deepspeed.checkpointing.checkpoint"
         yield asked.note(section, f"{counts}: torch.utils.checkpoint and transformers' models read none of it")
     if not asked.is_on(key):
         return

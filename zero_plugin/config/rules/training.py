@@ -1,4 +1,4 @@
-"""What rules ask a document, and the rules of training: batch sizes, optimizer, schedule, precision."""
+"""The view of a document that all rules use, and the rules of training: batch, optimizer, scheduler, precision."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from zero_plugin.config.tree import AUTO, Entry, Tree, show
 from zero_plugin.errors import Problem, Severity
 
 STAGE: Final = ZERO_STAGE.name
-_FIELDS: Final = {key.name: key.field for key in TRAINING if key.field}  # short field and flag alike
+_FIELDS: Final = {key.name: key.field for key in TRAINING if key.field}  # also the names of the flags
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a document asks for. An open field (`auto`) equals no value, so that it contradicts nothing."""
+    """A document's requests. An open field (`auto`) equals no value, so it contradicts nothing."""
 
     document: Document
 
     def entry(self, key: str) -> Entry | None:
-        """The leaf at the dotted `key` of the training configuration, or else of the launch keys."""
+        """Return the leaf at the dotted `key` of the training configuration, or of the launch keys."""
         path = key.split(".")
         return self.document.deepspeed.get(*path) or self.launch.get(*path)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value at the dotted `key`; AUTO for an open one."""
+        """Return the value at the dotted `key`; AUTO for an open one."""
         entry = self.entry(key)
         return default if entry is None else entry.value
 
     def is_on(self, key: str) -> bool:
-        """Whether the key is there and true."""
+        """Return whether the key exists and is true."""
         return self.value(key) is True
 
     def has(self, section: str) -> bool:
-        """Whether anything is written at or below the dotted key."""
+        """Return whether anything is written at or below the dotted key."""
         return self.document.deepspeed.has_section(*section.split("."))
 
     def below(self, section: str) -> list[str]:
-        """The dotted keys of all that is written below the dotted key."""
+        """Return the dotted keys of everything that is written below the dotted key."""
         return [f"{section}.{'.'.join(path)}" for path in self.document.deepspeed.section(*section.split("."))]
 
     def says_something(self, key: str) -> bool:
-        """Whether a person wrote a value that is neither open, nor empty, nor the default."""
+        """Return whether a user wrote a value that is not open, empty, or the default."""
         entry = self.entry(key)
         if entry is None or not entry.origin.typed_by_user or entry.value is AUTO:
             return False
@@ -55,11 +55,11 @@ class Asked:
         return entry.value not in (None, "", "none", (), {}) and entry.value != wanted.get("default", AUTO)
 
     def written(self, key: str) -> str:
-        """Where a key that is there, or the first key of a section that is, is written."""
+        """Return the place of a key, or of the first key of a section."""
         entry = self.entry(key)
         return self.document.place(("deepspeed", *key.split("."))) if entry is None else entry.origin.where
 
-    # ---- what nearly every rule asks ------------------------------------------------------------------------------
+    # ---- facts for nearly every rule --------------------------------------------------------------------------------
 
     @property
     def launch(self) -> Tree:
@@ -68,18 +68,18 @@ class Asked:
 
     @property
     def on_cpu(self) -> str:
-        """Where `use_cpu` is written to be true; "" where it is not."""
+        """The place of `use_cpu: true`; "" if it is not true."""
         return self.written("use_cpu") if self.is_on("use_cpu") else ""
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage, 0 where none is written; None where it is open or no stage."""
+        """The ZeRO stage, 0 if none is written; None if it is open or illegal."""
         stage = self.value(STAGE, default=0)
         return stage if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3 else None
 
     @property
     def stage_said(self) -> str:
-        """The stage and where it is written, for a message."""
+        """The stage and its place, for a message."""
         entry = self.entry(STAGE)
         if entry is not None and entry.origin.kind == "rule":
             return f"the stage is {self.stage}, which the plan has chosen"
@@ -88,7 +88,7 @@ class Asked:
 
     @property
     def precision(self) -> str | None:
-        """`fp16`, `bf16` or `no` where the document settles it; None where the run still may."""
+        """`fp16`, `bf16` or `no` if the document decides it; None if the run decides."""
         asked = self.value("mixed_precision")
         on = [kind for kind in ("fp16", "bf16") if self.is_on(f"{kind}.enabled")]
         if on:
@@ -99,43 +99,43 @@ class Asked:
         return "no" if off else None
 
     def offload(self, what: str) -> Any:
-        """Where `optimizer` or `param` is offloaded to: `none`, `cpu`, `nvme`; AUTO where that is open."""
+        """Return the offload device of `optimizer` or `param`: `none`, `cpu`, `nvme`; AUTO if it is open."""
         return self.value(f"zero_optimization.offload_{what}.device", default="none")
 
     @property
     def optimizer(self) -> str:
-        """The optimizer section's type in lower case; "" where there is none."""
+        """The optimizer section's type in lower case; "" without a section."""
         kind = self.value("optimizer.type")
         return kind.lower() if isinstance(kind, str) else ""
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
     def error(self, key: str, message: str, fix: str) -> Problem:
-        """What would not start, or not train as written."""
+        """Return an error: the run would not start, or not train as written."""
         return self._finding(key, message, fix, "error")
 
     def warning(self, key: str, message: str, fix: str) -> Problem:
-        """What has no effect."""
+        """Return a warning: the key has no effect, or one that the user may not expect."""
         return self._finding(key, message, fix, "warning")
 
     def no_effect(self, key: str, why: str, fix: str = "Delete it.") -> Problem:
-        """A warning that says why the key has no effect."""
+        """Return a warning that says why the key has no effect."""
         return self._finding(key, f"has no effect: {why}", fix, "warning")
 
     def idle(self, keys: Iterable[str], why: str, fix: str = "Delete it.") -> Iterator[Problem]:
-        """A warning, as `no_effect`, for each of the keys, or sections, that says something."""
+        """Yield a warning, as `no_effect`, for each key or section with a value other than the default."""
         for key in keys:
             if any(map(self.says_something, (key, *self.below(key)))):
                 yield self.no_effect(key, why, fix)
 
     def note(self, key: str, message: str) -> Problem:
-        """What a person may like to know."""
+        """Return a note: information for the user."""
         return self._finding(key, message, "", "note")
 
     def how_to_set(self, key: str, value: str, *causes: str) -> str:
-        """What to write for `key`, where it is written, or under its name in this document.
+        """Return the fix that sets `key`, at its place or under its name in this document.
 
-        Where it, or the value at one of the keys `causes`, came from a flag: which flag to give.
+        If the key or one of `causes` came from a flag, the fix is the flag to give.
         """
         entry = self.entry(key)
         entries = [entry, *(self.entry(cause) for cause in causes)]
@@ -146,9 +146,9 @@ class Asked:
         return f"Write {self.name(key)}: {value}"
 
     def name(self, key: str) -> str:
-        """The key's name in this document: in a launch config its short field, if it has one.
+        """Return the key's name in this document: in a launch config its short field, if it has one.
 
-        Flags alone make no launch config of a DeepSpeed JSON.
+        A DeepSpeed JSON with only launch flags is no launch config.
         """
         kinds = {entry.origin.kind for entry in self.launch.entries.values()}
         is_json = not kinds & {"file", "code"} and any(
@@ -163,23 +163,23 @@ class Asked:
 
 
 def needs_gpu(asked: Asked, key: str, fix: str = "Keep one of the two.") -> Iterator[Problem]:
-    """An error for a key that is true, where `use_cpu` is; without `use_cpu` the run itself looks."""
+    """Yield an error if a true key meets `use_cpu: true`. Without `use_cpu`, the run itself checks for a GPU."""
     if asked.on_cpu:
         yield asked.error(key, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", fix)
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer above 0."""
+    """Return whether `value` is an integer above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a number; a boolean is none."""
+    """Return whether `value` is a number; a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_batch(asked: Asked) -> Iterator[Problem]:
-    """The product against what is written, with as many of its factors as are known."""
+    """Compare the global batch size with the product of its known factors."""
     total = asked.value(GLOBAL_BATCH.name)
     processes, shared = asked.value("num_processes"), asked.value(SEQUENCE.name, default=1)
     of_processes = "num_processes"
@@ -211,7 +211,7 @@ _OF_WHOLE_TENSORS: Final = {
 }
 _NEVER: Final = {
     "lbfgs": "computes the loss itself, several times a step, and gradients come from accelerator.backward",
-    "sparseadam": "steps sparse gradients alone, and a model that has them is refused under DeepSpeed",
+    "sparseadam": "only steps sparse gradients, and models that have them are refused under DeepSpeed",
 }
 
 
@@ -248,8 +248,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
     clipping = asked.value(CLIPPING.name)
     if kind == "muon" and asked.stage and is_number(clipping) and clipping > 0:
         message = (
-            f"{clipping}, but {asked.stage_said}, where DeepSpeed clips what {name} has made of the gradients: the "
-            "norm of a step, and not lr, decides how long it is"
+            f"{clipping}, but {asked.stage_said}, where DeepSpeed clips the updates of {name}, not the gradients: the "
+            "norm, not lr, then decides the length of a step"
         )
         yield asked.warning(CLIPPING.name, message, "Delete it, or write stage 0, where gradients are clipped.")
     if kind == "muon" and asked.is_on(f"{_PARAMS}.foreach") and not asked.is_on(f"{_PARAMS}.torch_adam"):
@@ -261,7 +261,7 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
     untested = kind not in ("", *_NEVER, *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
     if untested and asked.value("zero_allow_untested_optimizer") is False and asked.stage:
         message = f"false, but DeepSpeed has not tried {name} with ZeRO and refuses it then"
-        fix = "Delete it: this package checks by itself that an optimizer works on flat pieces."
+        fix = "Delete it: this package itself checks that an optimizer works on flat pieces."
         yield asked.error("zero_allow_untested_optimizer", message, fix)
     if kind == "adamw" and asked.value(f"{_PARAMS}.adam_w_mode") is False:
         where = asked.written("optimizer.type")
@@ -287,7 +287,7 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
         yield asked.no_effect(rate, why, f"Write {asked.value(top)}, or auto for warmup_max_lr.")
 
 
-# Optimizers that ZeRO or offload cannot run, Adam's two spellings, schedules.
+# Rules for optimizers that ZeRO or offload cannot run, for Adam's two spellings, and for schedulers.
 OPTIMIZING: Final = (_optimizer, _schedule)
 
 
@@ -301,14 +301,14 @@ _DYNAMIC_SCALING: Final = (
     "min_loss_scale",
 )
 _OF_SECTION: Final = {"fp16": ("loss_scale", *_DYNAMIC_SCALING), "bf16": ("immediate_grad_update",)}
-# Casts of the engine that a model in fp32 does not go through.
+# Casts of DeepSpeed's engine that an fp32 model does not go through.
 _OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
 _MASTERS: Final = {"fp16": "fp16.fp16_master_weights_and_grads", "bf16": "bf16.bf16_master_weights_and_grads"}
 _STATES: Final = "bf16.bf16_optimizer_states"
 
 
 def check_one_precision(asked: Asked) -> Iterator[Problem]:
-    """Report an error if `mixed_precision`, `fp16.enabled` and `bf16.enabled` contradict each other."""
+    """Yield an error if `mixed_precision`, `fp16.enabled` and `bf16.enabled` contradict each other."""
     if asked.is_on("fp16.enabled") and asked.is_on("bf16.enabled"):
         message = f"true, and fp16.enabled is true at {asked.written('fp16.enabled')}"
         yield asked.error("bf16.enabled", message, "Enable one of them.")
@@ -331,12 +331,12 @@ def _of_the_other(asked: Asked) -> Iterator[Problem]:
     for kind, keys in _OF_SECTION.items():
         if asked.precision not in (None, kind):
             yield from asked.idle([f"{kind}.{key}" for key in keys], f"{kind} is off")
-    # In fp32 one device and DDP read it too; without a type, ZeRO runs if it has a section.
+    # In fp32, runs on one device and DDP read it too. If the type is absent, a ZeRO section selects DeepSpeed.
     runs = asked.value("distributed_type", default="DEEPSPEED" if asked.has("zero_optimization") else "")
     if asked.precision == "fp16" or (asked.precision == "no" and runs == "DEEPSPEED"):
         yield from asked.idle(["bf16.check_grad_overflow"], "bf16 is off")
     if asked.precision == "no":
-        yield from asked.idle(_OF_HALVES, "the model is in fp32, of which DeepSpeed casts nothing")
+        yield from asked.idle(_OF_HALVES, "the model is in fp32, and DeepSpeed casts nothing of it")
     if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
         yield asked.error("fp16.auto_cast", _CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
     key = "bf16.immediate_grad_update"
@@ -376,22 +376,22 @@ def _master_weights(asked: Asked) -> Iterator[Problem]:
         yield asked.error(_MASTERS["bf16"], message, "Keep the one whose precision is on.")
     if asked.is_on(_STATES) and not asked.is_on(_MASTERS["bf16"]):
         message = "true, but it needs bf16.bf16_master_weights_and_grads: true"
-        yield asked.error(_STATES, message, "Write that beside it.")
+        yield asked.error(_STATES, message, "Write that too.")
     for kind, key in on.items():
         if asked.precision not in (None, kind):
             message = f"true, but {kind} is off: {kind} master weights belong to a {kind} model"
             yield asked.error(key, message, f"Delete it, or write {kind}.enabled: true.")
         if asked.stage == 0:
             message = f"true needs ZeRO stage 1, 2 or 3, but {asked.stage_said}"
-            yield asked.error(key, message, "Delete it, or choose such a stage.")
+            yield asked.error(key, message, "Delete it, or choose one of these stages.")
         yield from _cpu_adam(asked, key, needed=not (kind == "bf16" and asked.is_on(_STATES)))
 
 
 def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
-    """16-bit master weights are stepped by DeepSpeed's CPU Adam, unless the optimizer states are bf16 on the GPU."""
+    """Check the optimizer for 16-bit master weights: DeepSpeed's CPU Adam, unless its states are bf16 on the GPU."""
     device = asked.offload("optimizer")
     if device == "none" and needed and asked.stage:
-        message = "true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights"
+        message = "true needs the optimizer offloaded, because only DeepSpeed's CPU Adam steps 16-bit master weights"
         device_key = asked.name("zero_optimization.offload_optimizer.device")
         yield asked.error(key, message, f"Write {device_key}: cpu, or delete it.")
     if device in ("cpu", "nvme") and (asked.is_on(f"{_PARAMS}.torch_adam") or asked.optimizer not in _ADAMS):
@@ -408,7 +408,7 @@ def _data_types(asked: Asked) -> Iterator[Problem]:
     if asked.stage == 0 and asked.is_on("torch_autocast.enabled"):
         yield from asked.idle([modules], f"only stages 1, 2 and 3 read it, and {asked.stage_said}")
     if asked.is_on("torch_autocast.enabled") and asked.is_on("zero_optimization.zero_quantized_weights"):
-        message = f"true beside torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
+        message = f"true and torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
         yield asked.error("zero_optimization.zero_quantized_weights", message, "Keep one of the two.")
     if asked.precision is None:
         return
@@ -425,5 +425,5 @@ def _data_types(asked: Asked) -> Iterator[Problem]:
         yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose stage 1 or 3.")
 
 
-# fp16 against bf16 against `mixed_precision`, loss scaling, 16-bit master weights, data types.
+# Rules for fp16, bf16 and `mixed_precision`, loss scaling, 16-bit master weights, dtypes.
 PRECISION: Final = (check_one_precision, _of_the_other, _loss_scale, _master_weights, _data_types)

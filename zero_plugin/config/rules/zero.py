@@ -1,4 +1,4 @@
-"""ZeRO's keys and offload: which stage reads which, what each needs around it, and what excludes what."""
+"""Rules for ZeRO's keys and offload: which stage reads a key, what the key needs, and what excludes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
         shares = is_count(shared) and shared > 1
         for holds, what in (
             (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
-            # Their gradients, whose mean is that of the samples, are as many times too large: see `long_context.group`.
+            # A sum would count each sample `shared` times; a mean is right: see `long_context.group`.
             (shares, f"with {SEQUENCE_KEY} {shared}: it would count each sample {shared} times"),
             (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
         ):
@@ -53,10 +53,10 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
 
 
 def _unused_parameters(asked: Asked) -> Iterator[Problem]:
-    """DeepSpeed looks for them where it computes the norm of gradients that are on the CPU, and nowhere else."""
+    """Warn that the key has no effect: DeepSpeed looks for unused parameters only in the norm of CPU gradients."""
     key = f"{ZERO}.ignore_unused_parameters"
     if asked.value(key) is False and asked.stage in (1, 2) and asked.offload("optimizer") in ("none", None):
-        yield asked.no_effect(key, "only with the optimizer offloaded to the CPU is a parameter without gradient found")
+        yield asked.no_effect(key, "parameters without gradient are found only if the optimizer is offloaded to CPU")
 
 
 def _muon(asked: Asked) -> Iterator[Problem]:
@@ -70,7 +70,7 @@ def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
     size, processes = asked.value(f"{ZERO}.zero_hpz_partition_size"), asked.value("num_processes")
     if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
         message = f"{size} does not divide num_processes {processes}"
-        fix = "Write the processes of one node, so that each node holds one copy of the weights."
+        fix = "Write the number of processes of one node. Each node then holds one copy of the weights."
         yield asked.error(f"{ZERO}.zero_hpz_partition_size", message, fix)
     quantized = f"{ZERO}.zero_quantized_gradients"
     if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{ZERO}.reduce_scatter") is False:
@@ -105,7 +105,7 @@ STAGES: Final = (_keys_of_another_stage, _reduction, _unused_parameters, _muon, 
 
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _PARAM: Final = "zero_optimization.offload_param"
-# The lowest stage that offloads to a device; DeepSpeed itself takes each at any stage, and drops it silently below.
+# The lowest stage that offloads to a device. DeepSpeed itself accepts any stage, and silently ignores offload below it.
 _LOWEST: Final = {_OPTIMIZER: {"cpu": 1, "nvme": 3}, _PARAM: {"cpu": 3, "nvme": 3}}
 _NVME_ONLY: Final = {
     _OPTIMIZER: ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
@@ -115,10 +115,7 @@ _NOWHERE: Final = {_OPTIMIZER: ("ratio", "cpuadam_cores_perc", "pin_memory"), _P
 
 
 def check_offload(asked: Asked) -> Iterator[Problem]:
-    """Check both offload sections.
-
-    That is the stage that a device needs, the NVMe path, `ratio`, SuperOffload, and keys that have no effect.
-    """
+    """Check both offload sections: required stages, NVMe path, `ratio`, SuperOffload, and keys without effect."""
     for section in (_OPTIMIZER, _PARAM):
         yield from _device(asked, section)
         yield from _idle_keys(asked, section)
@@ -161,16 +158,16 @@ def _ratio(asked: Asked) -> Iterator[Problem]:
         fix = f"{asked.how_to_set(STAGE, '3')}, or delete it."
         yield asked.error(key, f"{ratio} needs ZeRO stage 3, but {asked.stage_said}", fix)
     elif asked.optimizer not in ("", "adam", "adamw") or asked.is_on("optimizer.params.torch_adam"):
-        message = f"{ratio}, but only DeepSpeed's own Adam steps on CPU and GPU at once"
+        message = f"{ratio}, but only DeepSpeed's own Adam steps on CPU and GPU at the same time"
         yield asked.error(key, message, "Write optimizer.type: AdamW or Adam without torch_adam, or delete the ratio.")
     elif asked.offload("optimizer") == "nvme":
-        yield asked.no_effect(key, "what is on nvme is read into CPU memory and stepped there, all of it")
+        yield asked.no_effect(key, "an optimizer on nvme updates all parameters on the CPU")
     elif asked.offload("optimizer") == "cpu" and asked.on_cpu:
         yield asked.no_effect(key, f"there is no other device than the CPU, as use_cpu is true at {asked.on_cpu}")
     elif asked.offload("optimizer") == "cpu" and not asked.has("zero_optimization.sub_group_size"):
         message = (
-            f"{ratio} splits off full sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: "
-            "a smaller share per process is one group, all of which goes to the CPU"
+            f"{ratio} splits off full sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written. "
+            "A smaller share per process is one group, all of which goes to the CPU"
         )
         fix = "Write zero_optimization.sub_group_size: a tenth of the parameters per process, or less."
         yield asked.warning(key, message, fix)
@@ -189,7 +186,7 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
 
 def _aio(asked: Asked) -> Iterator[Problem]:
     devices = [asked.offload(what) for what in ("optimizer", "param")]
-    # DeepSpeed looks for CUDA whatever is offloaded.
+    # GPUDirect Storage: DeepSpeed looks for CUDA even if nothing is offloaded.
     refused = list(needs_gpu(asked, "aio.use_gds")) if asked.is_on("aio.use_gds") else []
     yield from refused
     if all(device in ("none", "cpu") for device in devices) and not asked.has("checkpoint.writer"):
@@ -199,7 +196,7 @@ def _aio(asked: Asked) -> Iterator[Problem]:
 
 
 def check_zenflow(asked: Asked) -> Iterator[Problem]:
-    """ZenFlow, which counts backwards by itself."""
+    """Refuse ZenFlow, which decides on its own which backwards update weights."""
     key = f"{ZERO}.zenflow"
     if asked.has(key) and asked.entry(key) is None:  # an entry is null or {}
         message = "is not supported: its engine decides which backwards update the weights, and here the loop does"
