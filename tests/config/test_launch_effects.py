@@ -54,6 +54,7 @@ ASKED: Final[Mapping[str, tuple[Mapping[str, Any], Any]]] = {
     "role": (ONE, "trainer"),
     "debug": (ONE, True),
     "quiet": (ONE, True),
+    "verbose": (ONE, True),
     "log_timestamps": (ONE, True),
     "deepspeed_hostfile": ({"num_processes": 4}, "hosts"),
     "deepspeed_multinode_launcher": (HOSTS, "openmpi"),

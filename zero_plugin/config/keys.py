@@ -184,6 +184,8 @@ class LaunchSettings(BaseModel):
     """true or false: show the launcher's own log. Default: false."""
     quiet: Annotated[bool, Flag(LOGS, 4, short="-q")] = False
     """true or false: show only warnings and errors, of the workers too. Default: false."""
+    verbose: Annotated[bool, Flag(LOGS, 5, short="-v")] = False
+    """true or false: show chosen values, learning rates and short work too. Default: false."""
     log_timestamps: Annotated[bool, Flag(LOGS, 5)] = False
     """true or false: put the time before each message, and before each line that tee shows. Default: false."""
     main_training_function: Annotated[str, Flag(PROGRAM, 3)] = "main"

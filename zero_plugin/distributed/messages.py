@@ -28,7 +28,12 @@ TIMES_VARIABLE: Final = "ZERO_PLUGIN_LOG_TIMES"
 # Set to 1, `show_messages` shows warnings and errors only; `launch --quiet` sets it for the workers.
 QUIET_VARIABLE: Final = "ZERO_PLUGIN_QUIET"
 
+# Set to 1, it shows details too; `launch --verbose` sets it for the workers.
+VERBOSE_VARIABLE: Final = "ZERO_PLUGIN_VERBOSE"
+
 _LOGGER: Final = logging.getLogger("zero_plugin")
+# The `extra` of a message that needs no action: the default handler shows it only with VERBOSE_VARIABLE.
+DETAIL: Final = {"detail": True}
 
 
 _DONE: Final[WeakKeyDictionary[Any, set[Hashable]]] = WeakKeyDictionary()
@@ -104,6 +109,8 @@ class _StderrHandler(logging.Handler):
             return
         # Progress messages come from a helper thread, for which `is_main` fails. `working` has checked it already.
         is_of_work = getattr(record, "work", False)
+        if getattr(record, "detail", False) and not is_set(VERBOSE_VARIABLE):
+            return
         if record.levelno < logging.WARNING and not is_of_work and self.is_main is not None and not self.is_main():
             return
         try:
@@ -222,8 +229,8 @@ def working(what: str, total: int | None = None, *, unit: str = "bytes", live: b
     """Show duration and progress of the work inside the context. Show nothing if it takes under two seconds.
 
     A terminal shows one line that vanishes at the end. Elsewhere, a message is logged every ten seconds and one at the
-    end. Only the main process shows progress, and only if it is not quiet. For nested work, the inner one is shown. A
-    thread draws, since a long call into torch or DeepSpeed cannot.
+    end, which is a detail if the work took under ten seconds. Only the main process shows progress, and only if it is
+    not quiet. For nested work, the inner one is shown. A thread draws, because a long call into torch cannot.
 
     Args:
         what: a phrase that begins with a participle, e.g. "saving checkpoint_3".
@@ -293,7 +300,7 @@ class _ShownWork:
                 handler.erase()
             seconds = time.monotonic() - work.begun
             if seconds >= SILENT_S and not failed and _live_handler(work) is None:
-                _log_work(work, seconds, has_ended=True)
+                _log_work(work, seconds, has_ended=True, is_detail=seconds < LOG_EACH_S)
             thread = None
             if not self._going:
                 thread, self._thread = self._thread, None
@@ -334,8 +341,8 @@ def _live_handler(work: Work) -> _StderrHandler | None:
     return handler if work.live and handler is not None and handler.draws else None
 
 
-def _log_work(work: Work, seconds: float, *, has_ended: bool = False) -> None:
-    _LOGGER.info("%s", work.describe(seconds, has_ended=has_ended), extra={"work": True})
+def _log_work(work: Work, seconds: float, *, has_ended: bool = False, is_detail: bool = False) -> None:
+    _LOGGER.info("%s", work.describe(seconds, has_ended=has_ended), extra={"work": True, "detail": is_detail})
 
 
 _shown: Final[Any] = _ShownWork()

@@ -16,7 +16,7 @@ from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.tree import AUTO
-from zero_plugin.distributed.messages import QUIET_VARIABLE, TIMES_VARIABLE
+from zero_plugin.distributed.messages import QUIET_VARIABLE, TIMES_VARIABLE, VERBOSE_VARIABLE
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, port_is_free
 
@@ -192,7 +192,8 @@ class Request:
         added = {ENVIRONMENT_VARIABLE: Setting(handed_over, "the configuration, for the workers")}
         if (threads := self.settings.num_cpu_threads_per_process) is not None:
             added["OMP_NUM_THREADS"] = Setting(str(threads), self.where("num_cpu_threads_per_process"))
-        for key, variable in (("quiet", QUIET_VARIABLE), ("log_timestamps", TIMES_VARIABLE)):
+        shown = {"quiet": QUIET_VARIABLE, "verbose": VERBOSE_VARIABLE, "log_timestamps": TIMES_VARIABLE}
+        for key, variable in shown.items():
             if getattr(self.settings, key):
                 added[variable] = Setting("1", self.where(key))
         return added

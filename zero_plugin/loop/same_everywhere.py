@@ -30,6 +30,7 @@ _OF_A_MACHINE: Final = frozenset(
         "grace_period",
         "log_dir",
         "log_timestamps",
+        "verbose",
         "machine_rank",
         "main_process_ip",
         "monitor_interval",

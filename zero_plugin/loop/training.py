@@ -29,6 +29,7 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.run_files import keep_record
 from zero_plugin.data.active import LoaderProgress
 from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.messages import DETAIL
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
 from zero_plugin.long_context.transformers_models import share_model
 from zero_plugin.loop import memory_check
@@ -272,7 +273,7 @@ class Training:
         epoch = None if batches is None else -(-batches // self.resolved.accumulation)
         line = scheduler.describe(self.resolved.scheduler, self.facts.scheduler, epoch)
         if line is not None:
-            _log.info(line)
+            _log.info(line, extra=DETAIL)
 
     def _warn_of_counting(self, scheduler: AcceleratedScheduler, *, built_before: bool = False) -> None:
         """Warn if the length of the scheduler only fits the other value of `scheduler_counts`."""
@@ -496,7 +497,7 @@ def _log_resolved(resolved: Resolved, run: Run, logged: Sequence[str] = ()) -> N
     """Log the resolved values that affect the training, and write the complete configuration to a file."""
     for line in resolved.logged:
         if line not in logged:
-            _log.info(line)
+            _log.info(line, extra=DETAIL)
     if run.processes.rank == 0:
         log_dir = launch_settings(resolved.document).log_dir
         _log.info(keep_record(resolved.record, log_dir, os.environ))
