@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,11 +114,11 @@ accelerator.save_model(model, sys.argv[1])
 """
 
 
-def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(tmp_path: Path) -> None:
+def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """Three lines on the terminal; the file that one of them names is the one beside the weights."""
-    environment = {**os.environ, "ZERO_PLUGIN_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _RUN, str(tmp_path / "model")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", _RUN, tmp_path / "model", ZERO_PLUGIN_RUNS=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "runs").iterdir()
     said = [line for line in done.stderr.splitlines() if line.startswith("zero_plugin: ")]
