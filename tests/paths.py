@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,6 +135,22 @@ def take_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple
     optimizer.step()
     optimizer.zero_grad()
     return float(collectives.reduce(loss.detach()))
+
+
+def take_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Iterable[int]) -> None:
+    """A step for each of these batches, of which this process has its part."""
+    for batch in batches:
+        accelerator.backward(loss_of(model, own_batch(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def take_plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[int]) -> None:
+    """The same in plain torch, over the batches of all processes."""
+    for batch in batches:
+        loss_of(model, global_batch(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

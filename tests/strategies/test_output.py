@@ -10,7 +10,7 @@ from on_paths import LOOP, on_paths
 from paths import loss_of, make_net, own_batch, running
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_the_output_is_the_scripts(path: str) -> None:
     """Nothing goes to stdout, in bf16 neither; every line on stderr says who speaks."""
     for precision in ("no", "bf16"):

@@ -31,7 +31,7 @@ def cycled(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
     """Windows end with the long one's epochs: the weights are plain torch's, with windows of two, two and one."""
     plain = make_net()
@@ -69,7 +69,7 @@ def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
         assert_near(weights(accelerator, model), dict(plain.state_dict()))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_two_losses_of_a_batch_by_hand(path: str) -> None:
     """With accumulation the second backward is an error, on every process; under accumulate() both make one batch."""
     with running(path, gradient_accumulation_steps=STEPS) as accelerator:
@@ -97,7 +97,7 @@ def test_two_losses_of_a_batch_by_hand(path: str) -> None:
             break
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", "zero3", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", "zero3", daily=("ddp", "zero1", "zero2"))
 def test_a_window_that_is_dropped_at_its_end(path: str) -> None:
     """`zero_grad()` in place of a window's step, after its last backward, drops the window in `accumulate()` too."""
     for steps in (1, 2):
