@@ -101,6 +101,12 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
 
 
+def net_and_sgd(**options: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The small model and its SGD."""
+    net = make_net()
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, **options)
+
+
 def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all processes together."""
     generator = torch.Generator().manual_seed(100 + step)

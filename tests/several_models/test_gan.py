@@ -39,8 +39,8 @@ _DAILY = {
     "ddp": ("bf16", *ON_SOME),
     "zero0": ("bf16",),
     "zero1": ("left-gradients-at-the-end",),
-    "zero2": ("by-hand", "frozen", "short-window"),
-    "zero3": ("left-gradients", "steps-at-the-end", "contexts", "bf16"),
+    "zero2": ("by-hand", "frozen", "short-window", "steps-at-the-end"),
+    "zero3": ("left-gradients", "contexts"),
     "zero2-cpu": ("context", "short-window-in-context"),
     "zero3-cpu": ("left-gradients",),
 }

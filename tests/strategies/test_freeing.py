@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from on_paths import LOOP, on_paths
-from paths import loss_of, make_net, own_batch, raised, running, start, take_steps
+from paths import loss_of, make_net, net_and_sgd, own_batch, raised, running, start, take_steps
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin import Accelerator
@@ -18,8 +18,7 @@ from zero_plugin.errors import LoopError
 
 
 def _train(accelerator: Accelerator, steps: int) -> dict[str, Any]:
-    net = make_net()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, sgd = net_and_sgd(momentum=0.9)
     model, optimizer, schedule = accelerator.prepare(net, sgd, LambdaLR(sgd, lambda _: 1.0))
     for step in range(steps):
         accelerator.backward(loss_of(model, own_batch(step)))

@@ -22,6 +22,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -40,18 +41,12 @@ from zero_plugin.strategies.events import Sampling
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
-    return accelerator.prepare(*_pair())
-
-
-def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make_net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator.prepare(*net_and_sgd())
 
 
 def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[str, Tensor]:
     """Weights after a step for each list of batches, averaged over it; gradients clamped to ±`values`."""
-    model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, sgd = net_and_sgd()
     for window in batches:
         for i in window:
             (loss_of(model, global_batch(i)) / len(window)).backward()
@@ -106,8 +101,7 @@ def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
                 p.grad.add_(gradient)
             optimizer.step()
             optimizer.zero_grad()
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(3):
         for j in (2 * i, 2 * i + 1):
             loss_of(plain, global_batch(j)).backward()
@@ -360,8 +354,7 @@ def test_gradients_that_the_script_has_set(path: str) -> None:
     loss_of(plain, global_batch(0)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     with running(path) as accelerator:
-        model = make_net()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(*net_and_sgd())
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         train = functools.partial(accelerator.backward, loss_of(model, own_batch(0)))
@@ -501,8 +494,7 @@ def test_arguments_of_backward(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_a_graph_that_is_run_through_twice(path: str) -> None:
     """Two losses of one forward, a backward each: as in plain torch; stage 3, which releases weights, refuses it."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for step in range(2):
         out = plain(global_batch(step)[0])
         (out.square().mean() + out.abs().mean()).backward()
@@ -549,8 +541,7 @@ def test_a_graph_that_is_run_through_twice_at_once(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_penalty_on_the_weights(path: str) -> None:
     """Written into the loss: as in plain torch; stage 3, where the script finds empty weights, refuses it."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     (loss_of(plain, global_batch(0)) + 0.1 * sum(p.square().sum() for p in plain.parameters())).backward()
     sgd.step()
     with running(path) as accelerator:
@@ -604,8 +595,7 @@ def _sign(model: nn.Module) -> None:
 def test_gradients_that_the_script_changes(path: str) -> None:
     """As under DDP; where ZeRO averages them in the step only, it is said once, and never where nothing is changed."""
     for change in (_clip_norm, _clip_value, _sign, None):
-        plain = make_net()
-        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        plain, sgd = net_and_sgd()
         with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
             model, optimizer = _prepared(accelerator)
             for i in range(3):
@@ -634,7 +624,7 @@ def test_gradients_that_this_package_changes(path: str) -> None:
     """A short window's, and those of a shared loss scale: nothing is said of the script."""
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path, gradient_accumulation_steps=3) as accelerator:
         data = list(zip(*own_batch(0, 16), strict=True))
-        model, optimizer, loader = accelerator.prepare(*_pair(), torch.utils.data.DataLoader(data, batch_size=1))
+        model, optimizer, loader = accelerator.prepare(*net_and_sgd(), torch.utils.data.DataLoader(data, batch_size=1))
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model, (x, y)))
@@ -678,8 +668,7 @@ def test_weights_perturbed_along_gradients(path: str) -> None:
             for p, step in zip(model.parameters(), steps, strict=True):
                 p.sub_(step)
 
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         sides: list[tuple[Any, ...]] = [
@@ -754,8 +743,7 @@ def test_gradients_that_the_script_clears_itself(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_over_the_optimizers_groups(path: str) -> None:
     """All of them are all that is trained; stage 3's, which are empty, and a part of them are refused with a reason."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     sgd.step()

@@ -16,6 +16,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -63,8 +64,7 @@ def test_forward_and_step_are_torchs(path: str) -> None:
         return lambda *_: seen.append(name)
 
     with running(path) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, sgd = net_and_sgd()
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
         model, optimizer, schedule = accelerator.prepare(net, sgd, schedule)
         assert optimizer.optimizer is sgd
@@ -380,8 +380,7 @@ def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dic
 @on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_a_scaler_of_the_scripts_own(path: str) -> None:
     """It divides gradients that are not partitioned, as in plain torch; where it could not, it is an error."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(3))
     for accumulation in (1, 2):
         with running(path, gradient_accumulation_steps=accumulation) as accelerator:

@@ -13,6 +13,7 @@ from paths import (
     listening,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -245,8 +246,7 @@ def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 def test_an_optimizer_is_prepared_again(path: str) -> None:
     """Where its states stay its own, it trains on; where ZeRO has partitioned them, an error asks for a new one."""
     with running(path) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, sgd = net_and_sgd(momentum=0.9)
         for _ in range(2):
             model, optimizer = accelerator.prepare(net, sgd)
             take_steps(accelerator, model, optimizer, [0])

@@ -16,6 +16,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -70,13 +71,11 @@ def test_a_step_without_a_backward_changes_nothing(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_the_loop_never_clears(path: str) -> None:
     """They are dropped after each step, and a second `step()` applies nothing; a line says either, once."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain, sgd = net_and_sgd(momentum=0.9)
     take_plain_steps(plain, sgd, range(3))
     for never in (True, False):
         with running(path) as accelerator, contextlib.redirect_stderr(io.StringIO()) as said:
-            model = make_net()
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            model, optimizer = accelerator.prepare(*net_and_sgd(momentum=0.9))
             for i in range(3):
                 accelerator.backward(loss_of(model, own_batch(i)))
                 optimizer.step()
@@ -106,8 +105,7 @@ def test_direct_backward_is_refused(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_zero_grad_is_harmless_first_and_last(path: str) -> None:
     """`zero_grad` first in the loop or after the step gives plain torch's training."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(3):
         sgd.zero_grad()
         loss_of(plain, global_batch(i)).backward()
@@ -245,8 +243,7 @@ def test_backward_after_clip(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_no_sync_changes_no_number(path: str) -> None:
     """Backwards under `no_sync` add up as without it, with and without `accumulate`, and under the model's own."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for begin in (0, 2, 4):
         for i in (begin, begin + 1):
             (loss_of(plain, global_batch(i)) / 2).backward()
@@ -327,8 +324,7 @@ def test_prepare_refuses(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_two_models_train_side_by_side(path: str) -> None:
     """Each backward finds out whose loss it is; each model trains as it would alone."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(2))
     with running(path) as accelerator:
         one, optimizer_one = prepared(accelerator)
@@ -346,8 +342,7 @@ def test_two_models_train_side_by_side(path: str) -> None:
 @on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_backward_takes_tensors_arguments(path: str) -> None:
     """`gradient` weighs the loss, and `retain_graph` is known, as for `Tensor.backward`."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     (3 * loss_of(plain, global_batch(0))).backward()
     sgd.step()
     with running(path) as accelerator:

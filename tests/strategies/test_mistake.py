@@ -20,6 +20,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -39,8 +40,7 @@ from zero_plugin.errors import ConfigError, LoopError
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_is_unfrozen(path: str) -> None:
     """In step 13: refused in the first backward that reaches it; prepared anew, it is trained as in plain torch."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(14):
         plain[0].requires_grad_(i > 11)
         take_plain_steps(plain, sgd, [i])
@@ -139,8 +139,7 @@ def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
         rates = []
         for later in (False, True):
             with running(path, deepspeed={"scheduler": section}) as accelerator:
-                net = make_net()
-                sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+                net, sgd = net_and_sgd()
                 if later:
                     model, optimizer = accelerator.prepare(net, sgd)
                     schedule = accelerator.prepare(DummyScheduler(optimizer))
@@ -194,8 +193,7 @@ def test_a_schedule_is_prepared_once(path: str) -> None:
     """The second time it would advance twice per step: named, for a real one and for a placeholder."""
     for build in (lambda sgd: LambdaLR(sgd, lambda step: 1.0), DummyScheduler):
         with running(path) as accelerator:
-            net = make_net()
-            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            net, sgd = net_and_sgd()
             schedule: Any = build(sgd)
             _, _, prepared = accelerator.prepare(net, sgd, schedule)
             assert accelerator.prepare(prepared) is prepared
@@ -294,8 +292,7 @@ def test_a_forward_that_scales_weights(path: str) -> None:
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_hooks_that_change_gradients(path: str) -> None:
     """A step_pre_hook that does is warned of under ZeRO, whose gradients it does not see; elsewhere it is applied."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -358,8 +355,7 @@ def test_sparse_gradients_of_a_function(path: str) -> None:
 @on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
     """In three calls, schedule, model, optimizer: the schedule has told of the optimizer, which its call returns."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     schedule: Any = LambdaLR(sgd, lambda step: 0.5**step)
     for i in range(3):
         loss_of(plain, global_batch(i)).backward()
@@ -367,8 +363,7 @@ def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
         schedule.step()
         sgd.zero_grad()
     with running(path) as accelerator:
-        net = make_net()
-        own = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, own = net_and_sgd()
         schedule = accelerator.prepare(LambdaLR(own, lambda step: 0.5**step))
         model = accelerator.prepare(net)
         optimizer = accelerator.prepare(own)
@@ -426,8 +421,7 @@ class Wrapped(torch.optim.Optimizer):
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_wrapper_without_torchs_constructor(path: str) -> None:
     """It steps where the model is whole, hooks included; where ZeRO partitions it, it is refused by name."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     sgd.step()
     with running(path) as accelerator:
@@ -537,8 +531,7 @@ def test_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
 def test_a_key_that_the_engine_would_fail_at(path: str) -> None:
     """It is an error at the key, with what to do, before an engine is built."""
     with running(path, deepspeed={"checkpoint": {"writer": {"type": "FAST"}}}) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, sgd = net_and_sgd()
         words = ("checkpoint.writer", "CROSS_SIZE", "save_state()")
         raised(ConfigError, *words, by=lambda: accelerator.prepare(net, sgd))
 

@@ -22,6 +22,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -231,8 +232,7 @@ def test_torchs_own_is_offloaded_where_the_kernel_is_not_wanted(path: str) -> No
             if accelerator.is_main_process:
                 assert "torch's own runs on the CPU, since zero_force_ds_cpu_optimizer is false" in told.getvalue()
     with running(path, deepspeed={"zero_force_ds_cpu_optimizer": True}) as accelerator:
-        model = make_net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         words = ("zero_force_ds_cpu_optimizer", "true", "SGD", "write false")
         raised(ConfigError, *words, by=lambda: accelerator.prepare(model, sgd))
 
@@ -633,8 +633,7 @@ def test_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
     """Refused with bf16 as the way out, wherever fp16 was written, before an engine exists."""
     for config, arguments in (({"fp16": {"enabled": True}}, {}), ({}, {"mixed_precision": "fp16"})):
         with running("zero2", deepspeed=config, **arguments) as accelerator:
-            model = make_net()
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, sgd = net_and_sgd()
             raised(ConfigError, "fp16", "cpu", "bf16", by=lambda: accelerator.prepare(model, sgd))  # noqa: B023
 
 

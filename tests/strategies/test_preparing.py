@@ -18,6 +18,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -34,8 +35,7 @@ STEPS = 3
 
 
 def _unprepared() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, sgd = net_and_sgd(momentum=0.9)
     return model, sgd, LambdaLR(sgd, lambda step: 0.5**step)
 
 
@@ -164,8 +164,7 @@ def test_a_schedule_of_another_optimizer(path: str) -> None:
         accelerator.free_memory()
         model, _, schedule = _unprepared()
         accelerator.prepare(schedule)
-        model = make_net()
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, _ = accelerator.prepare(*net_and_sgd())
         for i in range(2):
             accelerator.backward(loss_of(model, own_batch(i)))
     assert said.getvalue().count("the SGD and its scheduler were prepared, but") == accelerator.is_main_process

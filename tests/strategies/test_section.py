@@ -14,6 +14,7 @@ from paths import (
     listening,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -81,8 +82,7 @@ def test_activation_checkpointing(path: str) -> None:
 @on_paths("zero3")
 def test_second_copies_of_two_models(path: str) -> None:
     """`zero_hpz_partition_size` with two models, one built partitioned, in a second run too: plain torch's numbers."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     take_plain_steps(plain, sgd, range(2))
     for _ in range(2):
         with running(path, deepspeed={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}) as accelerator:

@@ -145,7 +145,7 @@ def _run(accelerator: Any, model: Any, optimizer: Any, number: int, program: tup
     at("at last")
 
 
-@on_paths("zero3", "zero3-cpu", "zero3-gathered")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily="zero3")
 def test_what_writes_nothing(path: str) -> None:
     """In two hundred programs no error and no warning speaks of a write, and they train as if they did nothing."""
     plain = Net()
