@@ -18,7 +18,7 @@ from device import DEVICE, ON_GPU
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory")
-_OPS_OF = {"cpu": (*_OPS, "ShareMemComm"), "cuda": (*_OPS, "FusedAdam", "FusedLion")}
+_OPS_OF = {"cpu": (*_OPS, "FusedAdam", "ShareMemComm"), "cuda": (*_OPS, "FusedAdam", "FusedLion")}
 _BUILD = """
 import sys
 from deepspeed.accelerator import get_accelerator

@@ -4,6 +4,7 @@
   outlives its test.
 * `run_processes` runs a script as the processes of a group, `ProcessGroup` is for tests that kill some of them, and
   `wait_for_ends` waits for any processes.
+* `run_python` runs a Python program that only has to run, as a fork, and `run_afresh` any, as a new Python.
 * `forked_workers` and `forked_alone` are variables with which a program runs as a fork: see forked.py.
 * `Workers` are the worker processes of a launch, found by a mark on their command lines.
 
@@ -239,6 +240,33 @@ def forked_alone(forked_workers: dict[str, str]) -> dict[str, str]:
     For a launcher whose workers' start or end is what a test is about, and for a program that only has to run.
     """
     return dict.fromkeys([ALONE], forked_workers[FORKS]) if forked_workers else {}
+
+
+def run_afresh(
+    *arguments: object, cwd: Path | None = None, seconds: float = 200, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, and these variables besides the caller's, to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+@pytest.fixture
+def run_python(forked_alone: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with these arguments to its end, as a fork whose imports are done.
+
+    For a program that only has to run. A test about a start, an import or an end takes `run_afresh`.
+    """
+
+    def run(*arguments: object, **given: Any) -> subprocess.CompletedProcess[str]:
+        return run_afresh(*arguments, **{"OMP_NUM_THREADS": "1", **forked_alone, **given})
+
+    return run
 
 
 @pytest.fixture(scope="session")

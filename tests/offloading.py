@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import loss_of, own_batch
+from paths import take_steps
 from torch import nn
 
 WIDTH = 1024  # tensors below 1 MiB per process never go to NVMe
@@ -37,9 +37,7 @@ def prepared(accelerator: Any) -> tuple[Any, Any]:
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, step: int) -> None:
-    accelerator.backward(loss_of(model, own_batch(step)))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, [step])
 
 
 def files_of(folder: Path) -> dict[str, int]:

@@ -27,8 +27,10 @@ LOOP: Final = ("single", "zero2-one-process", "ddp", "zero0", "zero1", "zero2", 
 """The paths of a test of what every training loop does."""
 ALL: Final = (*LOOP, "zero1-cpu", "zero3-cpu", "zero3-gathered")
 """All paths that need neither a GPU nor NVMe."""
-EVERY_DAY: Final = frozenset(("single", "ddp", "zero2", "zero2-one-process", "zero3", "zero3-gathered"))
-"""The paths on which a test runs daily. On other paths it runs in `make campaign`, unless its decorator names them."""
+ENGINE: Final = tuple(path for path in ALL if path.startswith("zero"))
+"""Those of `ALL` on which DeepSpeed's engine trains."""
+SEVERAL: Final = tuple(path for path in ALL if path not in ("single", "zero2-one-process"))
+"""Those of `ALL` that run in two processes."""
 SKIPPED: Final = "skipped: "
 """The beginning of the outcome of a test whose body has called `pytest.skip`."""
 _ALONE: Final = "-one-process"
@@ -36,34 +38,30 @@ _OF_GROUPS: Final = ("path", "world", "rank", "folder", "store")
 
 
 def on_paths(
-    *paths: str,
-    daily: str | Iterable[str] = (),
-    rare: str | Iterable[str] = (),
-    processes: Iterable[int] = (),
-    alone: bool = False,
+    *paths: str, daily: str | Iterable[str] | None = None, processes: Iterable[int] = (), alone: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on each of `paths`.
 
     Args:
         *paths: names of `ALL`, or another one that the test knows. `single` and names that end in `-one-process` run in
             one process, others in two.
-        daily: those of them that run daily in addition to `EVERY_DAY`: they run code that no other daily test runs.
-        rare: those of `EVERY_DAY` that do not run daily.
+        daily: those of them on which the test runs daily; all, if not given. On others it runs in `make campaign`.
         processes: the numbers of processes, if they are others.
         alone: whether the test has processes of its own, because it changes them.
     """
-    also, not_daily = _listed(daily), _listed(rare)
-    assert also | not_daily <= set(paths), f"{(also | not_daily) - set(paths)} are not among the paths"
+    every_day = set(paths if daily is None else [daily] if isinstance(daily, str) else daily)
+    assert every_day <= set(paths), f"{every_day - set(paths)} are not among the paths"
     rows = [
-        row(path.removesuffix(_ALONE), world, daily=path in (EVERY_DAY | also) - not_daily)
+        row(path.removesuffix(_ALONE), world, daily=path in every_day)
         for path in paths
         for world in processes or ([1] if path == "single" or path.endswith(_ALONE) else [2])
     ]
     return lambda body: _grouped(body, rows, alone=alone)
 
 
-def _listed(names: str | Iterable[str]) -> set[str]:
-    return {names} if isinstance(names, str) else set(names)
+def without(paths: Iterable[str], *names: str) -> tuple[str, ...]:
+    """Return the other ones of `paths`."""
+    return tuple(path for path in paths if path not in names)
 
 
 def in_processes(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,6 +101,12 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
 
 
+def net_and_sgd(**options: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The small model and its SGD."""
+    net = make_net()
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, **options)
+
+
 def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all processes together."""
     generator = torch.Generator().manual_seed(100 + step)
@@ -135,6 +141,22 @@ def take_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple
     optimizer.step()
     optimizer.zero_grad()
     return float(collectives.reduce(loss.detach()))
+
+
+def take_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Iterable[int]) -> None:
+    """A step for each of these batches, of which this process has its part."""
+    for batch in batches:
+        accelerator.backward(loss_of(model, own_batch(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def take_plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[int]) -> None:
+    """The same in plain torch, over the batches of all processes."""
+    for batch in batches:
+        loss_of(model, global_batch(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

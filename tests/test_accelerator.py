@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,17 +24,14 @@ from zero_plugin.errors import ConfigError, LaunchError, LoopError
 
 
 @pytest.fixture
-def run_script(tmp_path: Path, forked_alone: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_script(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a script as by plain `python` in an empty folder, with further environment variables."""
 
     def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "script.py").write_text(IMPORTS + script)
-        return subprocess.run(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **forked_alone, **environment},
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        return run_python("script.py", cwd=tmp_path, DS_ACCELERATOR="cpu", **environment)
 
     return run
 

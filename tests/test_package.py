@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -10,6 +9,7 @@ from importlib.metadata import distribution, requires, version
 from pathlib import Path
 
 import pytest
+from launching import run_afresh
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -76,14 +76,7 @@ def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
         (["launch", "--config", "zero2", "--dry_run", "train.py"], 0, str(site / "zero_plugin/ds_configs/zero2.yaml")),
         (["demo", "--dry_run", "--num_processes", "2"], 0, str(site / "zero_plugin" / "demo" / "train.py")),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "zero_plugin", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(site)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_afresh("-m", "zero_plugin", *arguments, cwd=tmp_path, PYTHONPATH=str(site))
         assert done.returncode == code, done.stderr
         assert told in done.stdout + done.stderr
 
@@ -101,9 +94,7 @@ def test_an_editable_install_is_a_path(source: Path, tmp_path: Path) -> None:
 
 def test_prepare_returns_the_types_that_it_is_given() -> None:
     """mypy accepts a typed script; so does pyright, which reads the same overloads."""
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "tests/typed_script.py"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    checked = run_afresh("-m", "mypy", "tests/typed_script.py", cwd=ROOT, seconds=600)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,11 +114,11 @@ accelerator.save_model(model, sys.argv[1])
 """
 
 
-def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(tmp_path: Path) -> None:
-    """Two lines on the terminal, one of which names the file that is with the weights. ZERO_PLUGIN_VERBOSE adds lines."""
-    environment = {**os.environ, "ZERO_PLUGIN_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _RUN, str(tmp_path / "model")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Two lines on the terminal, one of which names the file with all values. ZERO_PLUGIN_VERBOSE adds lines."""
+    done = run_python("-c", _RUN, tmp_path / "model", ZERO_PLUGIN_RUNS=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "runs").iterdir()
     said = [line for line in done.stderr.splitlines() if line.startswith("zero_plugin: ")]
@@ -126,8 +126,6 @@ def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(tmp_path: 
     assert (tmp_path / "model" / RECORD_NAME).read_text() == kept.read_text()
     values = {value["path"]: value["value"] for value in json.loads(kept.read_text())["values"]}
     assert (values["train_micro_batch_size_per_gpu"], values["train_batch_size"]) == (3, 3)
-    again = subprocess.run(
-        command, env={**environment, "ZERO_PLUGIN_VERBOSE": "1"}, capture_output=True, text=True, timeout=120
-    )
+    again = run_python("-c", _RUN, tmp_path / "model", ZERO_PLUGIN_RUNS=str(tmp_path / "runs"), ZERO_PLUGIN_VERBOSE="1")
     chosen = "zero_plugin: gradient_clipping = 0: none is configured; clip_grad_norm_ in the loop still clips"
     assert chosen in again.stderr.splitlines()

@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 
@@ -143,13 +141,12 @@ ENGINE = """
 """
 
 
-def test_the_rate_applied_is_the_engines(tmp_path):
+def test_the_rate_applied_is_the_engines(tmp_path, run_python):
     """A real engine that owns the schedule applies the same rate at each optimizer step, the first two included."""
     params = {"total_num_steps": 10, "warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.02}
     section = {"type": "WarmupDecayLR", "params": params}
-    command = [sys.executable, "-c", textwrap.dedent(ENGINE), json.dumps(section), str(tmp_path / "store")]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    arguments = ["-c", textwrap.dedent(ENGINE), json.dumps(section), tmp_path / "store"]
+    done = run_python(*arguments, DS_ACCELERATOR="cpu", LOCAL_RANK="0")
     assert done.returncode == 0, done.stderr[-2000:]
     applied = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("USED"))[5:])
     optimizer = adam()

@@ -101,10 +101,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert folders == {"both_one", "both_two", "hparams"}
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """A run without network leaves its file, with the hyper-parameters and every value in it."""
-    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
+    home = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(tmp_path / "home"))
     # In a process of its own: it starts a service, threads and all.
     script = tmp_path / "script.py"
     script.write_text(
@@ -117,7 +116,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "assert accelerator.get_tracker('wandb', unwrap=True).project == 'a-run'\n"
         "accelerator.end_training()\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    done = run_python(script, **home)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()

@@ -102,14 +102,14 @@ def commands(rows: Path, rehearse: bool) -> dict[str, list[list[str]]]:
     short = (
         ["--pairs", "2", "--steps", "2", "--sizes", "tiny"] if rehearse else ["--pairs", "9", "--sizes", "tiny", "25M"]
     )
-    one_process = ("tests/kinds/test_kinds.py", "-k", "1-processes")
+    one_process = ("tests/kinds/test_kinds.py", "-k", "single or one-process")
     few, some = (["-k", f"{words} and zero2"] if rehearse else [] for words in ("plain", "clip"))
     return {
         "ops": [["tests/build_ops.py"]],
         "streams": [[*pytest, "tests/gpu"]],
         "parity": [[*pytest, *few, "tests/parity"]],
         "checks": [[*pytest, *some, "-m", "processes", "tests/strategies", "tests/several_models"]],
-        "kinds": [[*pytest, "-m", "campaign", *(one_process if rehearse else ("tests/kinds",))]],
+        "kinds": [[*pytest, "-m", "processes", *(one_process if rehearse else ("tests/kinds",))]],
         "peaks": [
             [f"{gpu}/plan_peaks.py", "--only", "peaks", "--together", "4", "--kept", str(rows), *small]
             + (["--rows", "0:3"] if rehearse else [])

@@ -94,7 +94,7 @@ def train(model: Any, optimizer: Any, steps: range, batch: Callable[[int], Any],
         optimizer.zero_grad()
 
 
-@on_paths(*ALL, daily=("zero0", "zero1", "zero1-cpu", "zero2-cpu", "zero3-cpu"))
+@on_paths(*ALL, daily=("single", "ddp", "zero2", "zero3", "zero3-cpu"))
 def test_values_and_training(folder: Path, path: str) -> None:
     """A model made inside `init_model(weights=…)` has the files' values on every process and trains as plain torch
     does; weights that are loaded between steps are what it goes on from."""
@@ -126,7 +126,7 @@ def test_values_and_training(folder: Path, path: str) -> None:
         assert_near(weights(accelerator, model), reference.state_dict())
 
 
-@on_paths("single", "ddp", "zero1", "zero3", "zero3-cpu", daily=("zero1", "zero3-cpu"))
+@on_paths("single", "ddp", "zero1", "zero3", "zero3-cpu", daily=("ddp", "zero3", "zero3-cpu"))
 def test_plain_models(folder: Path, path: str) -> None:
     """Models that are not prepared get the values too: with values before, in parts or whole, or on the meta device."""
     state = values(13)
@@ -195,7 +195,7 @@ def unfitting(folder: Path) -> tuple[dict[str, Tensor], Path]:
     return state, stored(shown, folder / "unfitting")
 
 
-@on_paths("single", "zero1", "zero3", daily="zero1")
+@on_paths("single", "zero1", "zero3")
 def test_strictness(folder: Path, path: str) -> None:
     """All that does not fit is named at once, on every process, and then nothing is written."""
     state, place = unfitting(folder)

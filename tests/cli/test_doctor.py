@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import run_afresh
 
 from zero_plugin.config.installed import is_at_least
 
@@ -17,14 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def doctor(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zero_plugin", "doctor", *arguments],
-        cwd=folder,
-        env={**os.environ, "HF_HOME": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "ops"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    variables = {"HF_HOME": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "ops"), **environment}
+    return run_afresh("-m", "zero_plugin", "doctor", *arguments, cwd=folder, **variables)
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:

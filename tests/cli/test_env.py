@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
+
+from launching import run_afresh
 
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE
 
@@ -16,13 +15,8 @@ def test_versions_devices_and_default_config(tmp_path: Path) -> None:
     default = tmp_path / "zero_plugin" / "default_config.yaml"
     default.parent.mkdir()
     default.write_text("num_processes: 3\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_plugin", "env"],
-        env={**os.environ, "HF_HOME": str(tmp_path), PJRT_DEVICE: ""},  # a test before may have imported torch_xla
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables = {"HF_HOME": str(tmp_path), PJRT_DEVICE: ""}  # a test before may have imported torch_xla
+    done = run_afresh("-m", "zero_plugin", "env", **variables)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines["torch"] == version("torch")
@@ -34,11 +28,10 @@ def test_versions_devices_and_default_config(tmp_path: Path) -> None:
 
 def test_accelerates_words_for_config(tmp_path: Path) -> None:
     """`config default` writes without asking, `config update` rewrites the default file."""
-    command = [sys.executable, "-m", "zero_plugin", "config"]
-    options = {"env": {**os.environ, "HF_HOME": str(tmp_path)}, "capture_output": True, "text": True, "timeout": 60}
-    assert subprocess.run([*command, "default"], **options).returncode == 0
+    command = ("-m", "zero_plugin", "config")
+    assert run_afresh(*command, "default", HF_HOME=str(tmp_path)).returncode == 0
     written = (tmp_path / "zero_plugin" / "default_config.yaml").read_text()
     assert "distributed_type: " in written
     assert "scheduler_counts" not in written
-    done = subprocess.run([*command, "update"], **options)
+    done = run_afresh(*command, "update", HF_HOME=str(tmp_path))
     assert done.stdout.strip().endswith("nothing to change")

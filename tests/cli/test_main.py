@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launching import run_afresh
 
 import zero_plugin
 
@@ -19,14 +20,7 @@ def run(
     *arguments: str, folder: Path, code: str | None = None, columns: str = "60", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else ["-m", "zero_plugin"]
-    return subprocess.run(
-        [sys.executable, *start, *arguments],
-        cwd=folder,
-        env={**os.environ, "HF_HOME": str(folder), "COLUMNS": columns, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_afresh(*start, *arguments, cwd=folder, **{"HF_HOME": str(folder), "COLUMNS": columns, **variables})
 
 
 def test_version(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import run_afresh
 
 from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment, to_environment
 from zero_plugin.config.read import document_from_mapping
@@ -61,15 +59,8 @@ def test_a_real_process_gets_it() -> None:
         "import os; from zero_plugin.config.document import from_environment as f;"
         "d = f(os.environ); print(d.deepspeed.value('gradient_clipping'), ascii(d.deepspeed.value('wandb', 'project')))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, ENVIRONMENT_VARIABLE: to_environment(document)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert run.stdout.strip() == r"""AUTO 'a "b" \xe9\n'"""
+    run = run_afresh("-c", code, **{ENVIRONMENT_VARIABLE: to_environment(document)})
+    assert run.stdout.strip() == r"""AUTO 'a "b" \xe9\n'""", run.stderr
     assert from_environment({}) is None
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from launching import run_afresh
 
 from zero_plugin.config.document import RENAMED_KEYS, one_spelling
 from zero_plugin.config.installed import TESTED, is_newer
@@ -121,17 +119,12 @@ pytestmark = pytest.mark.xdist_group("schema")  # of one of pytest's processes, 
 
 
 @pytest.fixture(scope="module")
-def installed() -> Mapping[str, Any]:
+def installed(forked_alone: dict[str, str]) -> Mapping[str, Any]:
     """What the installed DeepSpeed and torch say, from a process of its own: DeepSpeed prints and builds on import."""
     asked = {"models": MODELS, "modules": sorted({name.rpartition(".")[0] for name in SECTIONS})}
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("describe_deepspeed.py")), json.dumps(asked)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    script = Path(__file__).with_name("describe_deepspeed.py")
+    run = run_afresh(script, json.dumps(asked), **forked_alone, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    assert run.returncode == 0, run.stderr
     line = next(line for line in run.stdout.splitlines() if line.startswith("DESCRIBED"))
     described: Mapping[str, Any] = json.loads(line.removeprefix("DESCRIBED"))
     return described

@@ -33,7 +33,7 @@ def adversaries(loop: Plain) -> Weights:
         make.step()
         make.zero_grad()
         criticise.zero_grad()
-    return {f"{n}.{k}": v for n, m in (("maker", maker), ("judge", judge)) for k, v in loop.weights(m).items()}
+    return loop.weights_of(maker=maker, judge=judge)
 
 
 def distilled(loop: Plain) -> Weights:
@@ -139,11 +139,7 @@ def mean_teacher(loop: Plain) -> Weights:
         with loop.whole_weights(student, teacher), torch.no_grad():
             for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
                 slow.lerp_(fast, 0.2)
-    return _both(loop, student=student, teacher=teacher)
-
-
-def _both(loop: Plain, **models: Any) -> Weights:
-    return {f"{n}.{name}": tensor for n, model in models.items() for name, tensor in loop.weights(model).items()}
+    return loop.weights_of(student=student, teacher=teacher)
 
 
 def two_models_one_loss(loop: Plain) -> Weights:
@@ -158,7 +154,7 @@ def two_models_one_loss(loop: Plain) -> Weights:
         for optimizer in (left, right):
             optimizer.step()
             optimizer.zero_grad()
-    return _both(loop, encoder=encoder, decoder=decoder)
+    return loop.weights_of(encoder=encoder, decoder=decoder)
 
 
 class Uncertainty(nn.Module):
@@ -183,7 +179,7 @@ def learned_loss(loop: Plain) -> Weights:
         for one in (optimizer, second):
             one.step()
             one.zero_grad()
-    return _both(loop, model=model, criterion=criterion)
+    return loop.weights_of(model=model, criterion=criterion)
 
 
 def one_optimizer_of_two(loop: Plain) -> Weights:
@@ -193,7 +189,7 @@ def one_optimizer_of_two(loop: Plain) -> Weights:
     encoder, decoder, optimizer = loop.prepare(encoder, decoder, optimizer)
     loop.backward(decoder(encoder(loop.batch(0)[0])).square().mean())
     optimizer.step()
-    return _both(loop, encoder=encoder, decoder=decoder)
+    return loop.weights_of(encoder=encoder, decoder=decoder)
 
 
 def two_optimizers_of_one(loop: Plain) -> Weights:

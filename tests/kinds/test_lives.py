@@ -16,7 +16,7 @@ PATHS = {
     1: ("single", "zero2", "zero3"),
     2: ("ddp", "zero0", "zero1", "zero2", "zero3-gathered", "zero3", "zero2-cpu", "zero3-cpu"),
 }
-DAILY = {1: ("single", "zero3"), 2: ("ddp", "zero0", "zero2", "zero3-gathered", "zero3")}
+DAILY = {1: ("single", "zero3"), 2: ("ddp", "zero2", "zero3")}
 ROWS = [row("", world, seed, daily=seed < 3) for world in PATHS for seed in (*range(3), *range(100, 160))]
 
 

@@ -71,7 +71,7 @@ def _assert_same_step(path: str, build: Callable[[], nn.Module], loss_of: Callab
 # ---- losses and results ----------------------------------------------------------------------------------------------
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_a_loss_by_hand_from_complete_logits(path: str) -> None:
     """Without labels a forward gives complete logits, also in training: any loss of them has its right gradients."""
     batch = _batch()
@@ -102,7 +102,7 @@ def test_tokens_counted_by_the_script(path: str) -> None:
     _assert_same_step(path, llama, lambda m: m(**batch, num_items_in_batch=50).loss)
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_embeddings_in_place_of_ids(path: str) -> None:
     """As prompt tuning gives them: gradients reach what is before the model."""
 
@@ -122,7 +122,7 @@ def test_embeddings_in_place_of_ids(path: str) -> None:
     _assert_same_step(path, Prompted, lambda m: m(**batch).loss)
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_gradients_of_embeddings(path: str) -> None:
     """Every process has the complete gradient of what it gave to the model, as adversarial training needs it."""
     batch = _batch("half")
@@ -200,7 +200,7 @@ def test_a_base_model_below_another_head(path: str) -> None:
     _assert_same_step(path, Classifier, lambda m: cross_entropy(m(batch["input_ids"]), kinds))
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_checkpointed_layers(path: str) -> None:
     """Layers that are computed again in the backward attend again as they did."""
     batch = _batch("packed")
@@ -258,7 +258,7 @@ def test_a_table_of_positions_that_just_suffices(path: str) -> None:
     _assert_same_step(path, lambda: gpt2(n_positions=15), lambda m: m(**batch).loss)
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_adapters(path: str) -> None:
     """LoRA by PEFT, which wraps the model of transformers."""
     from peft import LoraConfig, get_peft_model
@@ -295,7 +295,7 @@ class Own(nn.Module):
         return gather(self.head(hidden))
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_a_model_of_ones_own(path: str) -> None:
     """Parameters before, within and after what is computed on parts get complete gradients."""
     batch = _batch()
@@ -332,7 +332,7 @@ class Summed(Own):
         return total(cross_entropy(logits, following.flatten(), reduction="sum")) / (following != 0).numel()
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_a_loss_that_is_a_sum_of_parts(path: str) -> None:
     """`total` gives each process the loss of all, and each part its gradient."""
     ids = _batch()["input_ids"]
@@ -343,7 +343,7 @@ def test_a_loss_that_is_a_sum_of_parts(path: str) -> None:
         assert (found[name] - weight).abs().max() < 1e-5, name
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_bf16(path: str) -> None:
     """The loss of one process in bf16, but for its rounding."""
     batch = _batch("packed")
@@ -360,7 +360,7 @@ def test_bf16(path: str) -> None:
 # ---- what is left as it is -------------------------------------------------------------------------------------------
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_text_is_generated_as_without(path: str) -> None:
     """A forward with a cache is complete on each process, and may be another one on each."""
     ids, how = _batch()["input_ids"][:, :5], {"do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -427,7 +427,7 @@ def test_copies_of_the_model(path: str) -> None:
             assert torch.allclose(copied(**batch).logits, model(**batch).logits)
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_what_is_saved(folder: Path, path: str) -> None:
     """Weights are complete, and the configuration tells nothing of this run."""
     place = [str(folder)]
@@ -630,7 +630,7 @@ def test_a_model_that_draws_nothing_moves_no_generator(path: str) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-@on_paths("ddp", "zero2", "zero3", processes=(2, 4))
+@on_paths("ddp", "zero2", "zero3", daily="zero3", processes=(2, 4))
 def test_batch_sizes_and_schedules_count_groups(path: str) -> None:
     """A group counts once in the global batch, and in the counting of schedules."""
     size, world = 2, dist.get_world_size()
@@ -659,7 +659,7 @@ def test_batch_sizes_and_schedules_count_groups(path: str) -> None:
         )
 
 
-@on_paths("ddp", "zero2", "zero3", processes=(2, 4))
+@on_paths("ddp", "zero2", "zero3", daily="zero3", processes=(2, 4))
 def test_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
     """A checkpoint is loaded with other groups: the same weights, and the loop goes on at the same sample."""
     place = [str(folder / "checkpoint")]
@@ -699,7 +699,7 @@ def test_resuming_with_groups_of_another_size(folder: Path, path: str) -> None:
         assert (weights[name] - weight).abs().max() < 2e-5, name
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_steps_inside_no_sync(path: str) -> None:
     """They are those of complete gradients, of which one process alone has a part: under DDP as under ZeRO."""
     batch, plain = _batch(), llama()
@@ -727,7 +727,7 @@ def test_steps_inside_no_sync(path: str) -> None:
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-@on_paths("ddp", "zero2", "zero3", rare="zero2")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_local_sgd_is_refused(path: str) -> None:
     """Each process would step by the gradients of its part; left out, or switched off under DDP, it may stay."""
     with sharing(path, dist.get_world_size()) as accelerator:

@@ -17,6 +17,7 @@ from cases import (
     PATHS,
     WITHOUT_CHECKS,
     WITHOUT_CHECKS_DAILY,
+    WITHOUT_CHECKS_DAILY_PATHS,
     case_for,
     cases_for,
     cover_pairs,
@@ -112,7 +113,7 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
 
 
 def _marks_of_checks(device: str, path: str, name: str) -> list[pytest.MarkDecorator]:
-    runs_daily = path in DAILY and DEVICE == device == "cpu" and name == WITHOUT_CHECKS_DAILY
+    runs_daily = path in WITHOUT_CHECKS_DAILY_PATHS and DEVICE == device == "cpu" and name == WITHOUT_CHECKS_DAILY
     return [] if runs_daily else [pytest.mark.campaign]
 
 

@@ -108,6 +108,8 @@ NO_DROPOUT_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "us
 NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ATTENDING = {"gpt2": _gpt2, "bert": _bert, "t5": _t5, "llama": _llama, "mixture": _mixture}
 MODELS = {"perceptron": _perceptron, "convolutions": _convolutions, **ATTENDING}
+CAMPAIGN = pytest.mark.campaign
+LIKE = ("perceptron", "gpt2", "bert")  # their layers are all in others of these
 
 
 def _language(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -175,7 +177,7 @@ def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cpu_autocast")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=CAMPAIGN) if name in LIKE else name for name in MODELS])
 def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     """Within 5 % of what autograd's hooks see on a CPU, in each way this package computes, with every block
     checkpointed and without; attention ran fused there.
@@ -373,7 +375,12 @@ def test_blocks_within_checkpoints_are_checkpointed(every: int) -> None:
     assert (saved, saved + space) == pytest.approx(_measure(Calling(every=every), inputs)[:2], rel=0.01)
 
 
-WAYS = [("MLPs in chunks",), ("checkpoints", "MLPs in chunks"), ("loss in chunks", "checkpoints", "MLPs in chunks")]
+# Daily all ways together; each less in the campaign.
+WAYS = [
+    pytest.param(("MLPs in chunks",), marks=CAMPAIGN),
+    pytest.param(("checkpoints", "MLPs in chunks"), marks=CAMPAIGN),
+    ("loss in chunks", "checkpoints", "MLPs in chunks"),
+]
 
 
 @pytest.mark.parametrize("ways", WAYS, ids="+".join)

@@ -123,10 +123,10 @@ CAMPAIGN = pytest.mark.campaign
     ("kind", "architecture", "keys"),
     [
         ("llama", "LlamaForCausalLM", {**_GROUPED, "num_hidden_layers": 9}),
-        ("deberta-v2", "DebertaV2ForSequenceClassification", {**_WIDE, **_DEBERTA, "num_hidden_layers": 9}),
         *(
             pytest.param(*case, marks=CAMPAIGN)
             for case in (
+                ("deberta-v2", "DebertaV2ForSequenceClassification", {**_WIDE, **_DEBERTA, "num_hidden_layers": 9}),
                 ("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 14, "n_head": 4, "vocab_size": 500}),
                 ("bert", "BertForMaskedLM", {**_WIDE, "num_hidden_layers": 14}),
                 ("t5", "T5ForConditionalGeneration", {**_T5, "num_layers": 14, "num_decoder_layers": 13}),

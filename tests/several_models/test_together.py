@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from io import StringIO
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gan import Case, discriminator_loss, generator_loss, make_nets, make_optimizer
-from on_paths import LOOP, on_paths
+from loops import Plain, Prepared, assert_trains_as_plain
+from on_paths import LOOP, on_paths, without
 from packaging.version import Version
 from paths import (
     ZERO,
@@ -42,104 +44,83 @@ def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_frozen_judge_passes_gradients_on(path: str) -> None:
     """A perceptual loss: a frozen model without an optimizer, whose gradient trains the one before it."""
 
-    def build() -> tuple[nn.Module, nn.Module]:
-        return make_net(), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
-
-    torch.manual_seed(3)
-    plain, judge = build()
-    state = judge.state_dict()
-    sgd = _sgd(plain)
-    for i in range(3):
-        x, y = global_batch(i)
-        (judge(plain(x)) - judge(y)).square().mean().backward()
-        sgd.step()
-        sgd.zero_grad()
-    with running(path) as accelerator:
-        model, other = build()
-        other.load_state_dict(state)
-        model, optimizer, other = accelerator.prepare(model, _sgd(model), other)
+    def train(loop: Plain) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        judge = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+        before = {name: tensor.clone() for name, tensor in judge.state_dict().items()}
+        model = make_net()
+        model, optimizer, other = loop.prepare(model, _sgd(model), judge)
         for i in range(3):
-            x, y = own_batch(i)
-            accelerator.backward((other(model(x)) - other(y)).square().mean())
+            x, y = loop.batch(i)
+            loop.backward((other(model(x)) - other(y)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
-        assert same(weights(accelerator, other), judge.state_dict())
-        if path == "zero3":
-            partitioned = accelerator.unwrap_model(other)[0].weight
+        assert same(loop.weights(other), before)
+        if path == "zero3" and isinstance(loop, Prepared):
+            partitioned = loop.unwrap(other)[0].weight
             assert partitioned.numel() == 0, "at stage 3 no process holds the whole of a model that is not trained"
+        return loop.weights(model)
+
+    assert_trains_as_plain(path, train)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_two_models_with_one_loss(path: str) -> None:
     """One backward, two optimizers, of which one is a placeholder and one has a schedule."""
-    plain = [make_net(), nn.Linear(4, 4)]
-    torch.manual_seed(9)
-    plain[1].reset_parameters()
-    sgds = [_sgd(plain[0]), torch.optim.AdamW(plain[1].parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)]
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(sgds[0], lambda step: 0.5**step)
-    for i in range(3):
-        x, y = global_batch(i)
-        (plain[1](plain[0](x)) - y).square().mean().backward()
-        for sgd in sgds:
-            sgd.step()
-            sgd.zero_grad()
-        schedule.step()
-    with running(path) as accelerator:
+
+    def train(loop: Plain) -> dict[str, Tensor]:
         one, two = make_net(), nn.Linear(4, 4)
         torch.manual_seed(9)
         two.reset_parameters()
-        sgd, placeholder = _sgd(one), DummyOptim(two.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 0.5**step)
+        sgd = _sgd(one)
+        adamw = DummyOptim if isinstance(loop, Prepared) else torch.optim.AdamW
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 0.5**step)
         # In another order than that of the models.
-        optimizer_two, one, schedule, two, optimizer_one = accelerator.prepare(placeholder, one, schedule, two, sgd)
+        other = adamw(two.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+        optimizer_two, one, schedule, two, optimizer_one = loop.prepare(other, one, schedule, two, sgd)
         for i in range(3):
-            x, y = own_batch(i)
-            accelerator.backward((two(one(x)) - y).square().mean())
+            x, y = loop.batch(i)
+            loop.backward((two(one(x)) - y).square().mean())
             for optimizer in (optimizer_one, optimizer_two):
                 optimizer.step()
                 optimizer.zero_grad()
             schedule.step()
         assert optimizer_one.param_groups[0]["lr"] == 0.1 * 0.5**3
-        assert_near(weights(accelerator, one), plain[0].state_dict(), 1e-4)
-        assert_near(weights(accelerator, two), plain[1].state_dict(), 1e-4)
+        return loop.weights_of(one=one, two=two)
+
+    assert_trains_as_plain(path, train, tolerance=1e-4)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradient_penalty(path: str) -> None:
     """WGAN-GP: `torch.autograd.grad` with a graph runs through the discriminator; at stage 3 it cannot."""
 
     def penalty(discriminator: Any, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_(True)
+        x = x[:, :6].clone().requires_grad_(True)
         (gradient,) = torch.autograd.grad(discriminator(x).sum(), x, create_graph=True)
         return (gradient.norm(2, dim=1) - 1).square().mean() + discriminator(x).mean()
 
-    _, plain = make_nets()
-    sgd = make_optimizer(plain, SGD)
-    for i in range(3):
-        penalty(plain, global_batch(i)[0][:, :6]).backward()
-        sgd.step()
-        sgd.zero_grad()
-    with running(path) as accelerator:
+    def train(loop: Plain) -> dict[str, Tensor]:
         generator, discriminator = make_nets()
         objects = generator, discriminator, make_optimizer(generator, SGD), make_optimizer(discriminator, SGD)
-        _, discriminator, _, optimizer = accelerator.prepare(*objects)
-        if path == "zero3":
-            x = own_batch(0)[0][:, :6]
-            raised(LoopError, "create_graph=True", "stage 3", by=lambda: penalty(discriminator, x))
-            return
+        _, discriminator, _, optimizer = loop.prepare(*objects)
         for i in range(3):
-            accelerator.backward(penalty(discriminator, own_batch(i)[0][:, :6]))
+            loop.backward(penalty(discriminator, loop.batch(i)[0]))
             optimizer.step()
             optimizer.zero_grad()
-        assert_near(weights(accelerator, discriminator), plain.state_dict(), 1e-4)
+        return loop.weights(discriminator)
+
+    if path == "zero3":
+        raised(LoopError, "create_graph=True", "stage 3", by=lambda: assert_trains_as_plain(path, train))
+    else:
+        assert_trains_as_plain(path, train, tolerance=1e-4)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_forwards_before_backwards(path: str) -> None:
     """Two losses of one model, both computed before the first backward; their gradients add up, also in a window."""
     plain = make_net()
@@ -161,7 +142,7 @@ def test_forwards_before_backwards(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_batch_norm_twice_in_a_loss(path: str) -> None:
     """A discriminator with running statistics runs on real and on generated samples before its one backward.
 
@@ -210,7 +191,7 @@ def test_batch_norm_twice_in_a_loss(path: str) -> None:
             assert_near({name: state[name] for name, _ in wanted.named_parameters()}, dict(wanted.named_parameters()))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_reentrant_checkpoints(path: str) -> None:
     """A backward inside the backward: whose gradients came is seen where a graph's walk would not show them."""
 
@@ -222,38 +203,28 @@ def test_reentrant_checkpoints(path: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.inner, x, use_reentrant=True)
 
-    def build() -> tuple[nn.Module, nn.Module]:
+    def train(loop: Plain) -> dict[str, Tensor]:
         torch.manual_seed(14)
-        return Checkpointed(8), Checkpointed(4)
-
-    def train(one: Any, two: Any, batch: tuple[Tensor, Tensor], optimizers: Any, backward: Any) -> None:
-        x, y = batch
-        x = x.clone().requires_grad_(True)  # reentrant checkpoints need it
-        optimizers[0].zero_grad()
-        backward((two(one(x)) - y).square().mean())
-        optimizers[0].step()
-        optimizers[1].zero_grad()
-        backward(two(y.clone().requires_grad_(True)).square().mean())
-        optimizers[1].step()
-
-    plain = build()
-    sgds = [_sgd(model) for model in plain]
-    for i in range(3):
-        train(*plain, global_batch(i), sgds, lambda loss: loss.backward())
-    with running(path) as accelerator:
-        one, two = build()
-        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        one, two = Checkpointed(8), Checkpointed(4)
+        one, two, first, second = loop.prepare(one, two, _sgd(one), _sgd(two))
         for i in range(3):
-            train(one, two, own_batch(i), (first, second), accelerator.backward)
-        for model, wanted in zip((one, two), plain, strict=True):
-            assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+            x, y = loop.batch(i)
+            x = x.clone().requires_grad_(True)  # reentrant checkpoints need it
+            first.zero_grad()
+            loop.backward((two(one(x)) - y).square().mean())
+            first.step()
+            second.zero_grad()
+            loop.backward(two(y.clone().requires_grad_(True)).square().mean())
+            second.step()
+        return loop.weights_of(one=one, two=two)
+
+    assert_trains_as_plain(path, train)
 
 
-@on_paths(*LOOP, daily="zero0")
+# In fp32 the optimizer of stage 0 is torch's own, which knows no scale.
+@on_paths(*without(LOOP, "zero0"), daily=("ddp", "zero2"))
 def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
     """What came before is rescaled: one loss through two models has one scale, the smaller of theirs."""
-    if path == "zero0":
-        return  # in fp32 its optimizer is torch's own, which knows no scale
     plain = make_net()
     sgd = _sgd(plain)
     for i in range(2):
@@ -274,11 +245,9 @@ def test_a_loss_scale_changes_inside_a_window(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5 if is_zero(path) else 1e-2)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp")
 def test_an_overflow_of_one_model(path: str) -> None:
     """fp16 off DeepSpeed: one model's skipped steps lower its scale, and that of a loss through both."""
-    if is_zero(path):
-        return
     with running(path, mixed_precision="fp16") as accelerator:
         one, two = make_net(), make_net()[2:].append(nn.Linear(4, 16))
         one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
@@ -297,7 +266,7 @@ def test_an_overflow_of_one_model(path: str) -> None:
         assert not same(weights(accelerator, two), before)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_loop_that_never_steps(path: str) -> None:
     """A loop that takes `backward` for a step is told so at its epoch's end, once."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
@@ -312,7 +281,7 @@ def test_a_loop_that_never_steps(path: str) -> None:
     assert said.getvalue().count("optimizer.step() was never called") == accelerator.is_main_process
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_bf16_beside_a_teacher(path: str) -> None:
     """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does, and teaches the same."""
 
@@ -343,44 +312,29 @@ def test_bf16_beside_a_teacher(path: str) -> None:
         assert_near({name: found[name].float() - start[name] for name in moved}, moved, 0.1)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_stay_until_zero_grad(path: str) -> None:
     """What another model's loss left behind is applied with the next step, as in plain torch; `zero_grad` drops it."""
 
-    def losses(one: Any, two: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return two(one(x)).square().mean(), (two(x[:, :4]) - 1).square().mean()
+    def train(drops: bool, loop: Plain) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        models = nn.Linear(8, 4), nn.Linear(4, 2)
+        one, first = loop.prepare(models[0], _sgd(models[0]))
+        two, second = loop.prepare(models[1], _sgd(models[1]))
+        x = loop.batch(0)[0]
+        for _ in range(2):
+            loop.backward(two(one(x)).square().mean())
+            first.step()
+            first.zero_grad()
+            if drops:
+                second.zero_grad()
+            loop.backward((two(x[:, :4]) - 1).square().mean())
+            second.step()
+            second.zero_grad()
+        return loop.weights_of(one=one, two=two)
 
     for drops in (False, True):
-        torch.manual_seed(2)
-        plain = [nn.Linear(8, 4), nn.Linear(4, 2)]
-        sgds = [_sgd(model) for model in plain]
-        torch.manual_seed(2)
-        models = [nn.Linear(8, 4), nn.Linear(4, 2)]
-        x = global_batch(0)[0]
-        for _ in range(2):
-            losses(*plain, x)[0].backward()
-            sgds[0].step()
-            sgds[0].zero_grad()
-            if drops:
-                sgds[1].zero_grad()
-            losses(*plain, x)[1].backward()
-            sgds[1].step()
-            sgds[1].zero_grad()
-        with running(path) as accelerator:
-            one, first = accelerator.prepare(models[0], _sgd(models[0]))
-            two, second = accelerator.prepare(models[1], _sgd(models[1]))
-            x = own_batch(0)[0]
-            for _ in range(2):
-                accelerator.backward(losses(one, two, x)[0])
-                first.step()
-                first.zero_grad()
-                if drops:
-                    second.zero_grad()
-                accelerator.backward(losses(one, two, x)[1])
-                second.step()
-                second.zero_grad()
-            for model, wanted in zip((one, two), plain, strict=True):
-                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+        assert_trains_as_plain(path, functools.partial(train, drops))
 
 
 class _Stream(IterableDataset[Tensor]):
@@ -393,7 +347,7 @@ class _Stream(IterableDataset[Tensor]):
         yield from self._samples
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_of_another_window(path: str) -> None:
     """Left by its losses at the end of an epoch, they are divided by its size, not by that of the shorter own window.
 
@@ -452,7 +406,7 @@ def test_gradients_of_another_window(path: str) -> None:
                 assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_whose_micro_batch(path: str) -> None:
     """With accumulation and by hand, a loss that reaches two models is refused; under `accumulate` it is not."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -479,7 +433,7 @@ def test_whose_micro_batch(path: str) -> None:
         raised(LoopError, "Bilinear", "not prepared", by=lambda: accelerator.accumulate(nn.Bilinear(1, 1, 1)))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_loss_inside_accumulate_of_another_model(path: str) -> None:
     """A model that is not named there steps where the named one's window ends, by the gradients of all of it."""
     plain = make_net(), make_net()[2:].append(nn.Linear(4, 16))
@@ -503,7 +457,7 @@ def test_a_loss_inside_accumulate_of_another_model(path: str) -> None:
                 assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_clipping_is_of_one_model(path: str) -> None:
     """Parameters of two models at once cannot be meant: under ZeRO there is no common norm."""
     with running(path) as accelerator:
@@ -522,7 +476,7 @@ def test_clipping_is_of_one_model(path: str) -> None:
             raised(LoopError, "after clip_grad_norm_()", by=lambda: accelerator.backward(loss_of(one, own_batch(2))))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_each_model_has_its_own_configuration(path: str) -> None:
     """What was open is filled for each from its own optimizer and sizes; the first one's stays as it was."""
     deepspeed = {
@@ -545,7 +499,7 @@ def test_each_model_has_its_own_configuration(path: str) -> None:
         assert not is_zero(path) or buckets[0] != buckets[1], buckets
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_what_is_not_prepared(path: str) -> None:
     """A loss that trains what was not prepared, or what has no optimizer, is refused, and the fix named."""
     with running(path) as accelerator:
@@ -568,7 +522,7 @@ def test_what_is_not_prepared(path: str) -> None:
         model.requires_grad_(True)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_what_prepare_refuses(path: str) -> None:
     """Each mistake in the objects is named; nothing is prepared then."""
     with running(path) as accelerator:

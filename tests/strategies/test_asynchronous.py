@@ -151,7 +151,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
-@on_paths("single", "ddp", "zero0", "zero2", "zero3", "zero2-cpu", "zero3-nvme", daily="zero3-nvme")
+@on_paths("single", "ddp", "zero0", "zero2", "zero3", "zero2-cpu", "zero3-nvme", daily=("ddp", "zero2", "zero3-nvme"))
 def test_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
     """Bit for bit, though weights, states and registered objects have changed before anything of it was written.
 
@@ -186,7 +186,7 @@ def test_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
             assert average.value.tolist() == [1.0] * 3
 
 
-@on_paths("ddp", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("ddp", "zero3", "zero2-cpu")
 def test_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> None:
     """Where a script changes in place what is copied behind the training, there is no checkpoint, and it says so."""
     with running(path) as accelerator, held_copies() as release:
@@ -205,7 +205,7 @@ def test_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> N
     assert names_in(folder) == set()
 
 
-@on_paths("single", "ddp", "zero2", "zero3")
+@on_paths("single", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) -> None:
     """Weights that it writes are copied before; what else can change masters or states waits for the copy."""
     with running(path) as accelerator, held_copies() as release:
@@ -355,7 +355,7 @@ def test_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
         assert bool(save("after_free_memory")) == (dist.get_rank() == 0)
 
 
-@on_paths("zero3-nvme", daily="zero3-nvme")
+@on_paths("zero3-nvme")
 def test_reads_nvme_once(path: str, folder: Path) -> None:
     """Each sub-group of the optimizer's states is read once for a save of either kind: to plan, nothing is read."""
     section = zero3(folder / "swap", optimizer="nvme", param="nvme")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offloading import prepared, wide_net, zero3
-from on_paths import in_processes, on_paths
+from on_paths import SEVERAL, in_processes, on_paths
 from paths import (
     FURTHER,
     ZERO,
@@ -39,9 +39,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError, LoopError
 
 
-@on_paths(
-    "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero1-cpu", "zero3-cpu", "zero3-gathered", daily="zero1"
-)
+@on_paths(*SEVERAL, daily=("ddp", "zero1", "zero3"))
 def test_back_in_the_same_run(path: str, folder: Path) -> None:
     """What is loaded again in the run that saved it, from before its first step too, gives the same steps bitwise."""
     with running(path) as accelerator:
@@ -66,7 +64,7 @@ def test_back_in_the_same_run(path: str, folder: Path) -> None:
         assert optimizer.applied_steps == 4
 
 
-@on_paths("ddp", "zero2", "zero3")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_the_package_pickles_nothing(path: str, folder: Path) -> None:
     """What it sends itself, from `Accelerator` to the end, are tensors and JSON: objects are the script's alone."""
     callers = []
@@ -134,18 +132,7 @@ class _Averaging(torch.optim.Optimizer):
                     p.sub_(0.01 * sum(own["last"]))  # type: ignore[arg-type]
 
 
-@on_paths(
-    "ddp",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2-cpu",
-    "zero1-cpu",
-    "zero3-cpu",
-    "zero3-gathered",
-    daily="zero3-cpu",
-)
+@on_paths(*SEVERAL, daily=("ddp", "zero3", "zero3-cpu"))
 def test_states_of_an_optimizers_own(path: str, folder: Path) -> None:
     """A count under a name is saved; so are lists of a parameter where it is stepped whole, else they are an error."""
     for lists in (False, True):
@@ -168,7 +155,7 @@ def test_states_of_an_optimizers_own(path: str, folder: Path) -> None:
             assert [take_step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 5)] == end
 
 
-@on_paths("zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero3")
 def test_states_of_muon(path: str, folder: Path) -> None:
     """DeepSpeed's Muon goes on after a resume as it would have, at another stage too: matrices, and the Adam within it.
 
@@ -201,7 +188,7 @@ def test_states_of_muon(path: str, folder: Path) -> None:
     assert_near(train("zero0", 2, 4, load=folder / path), wanted["zero0"], 1e-5)
 
 
-@on_paths("ddp", "zero0", daily="zero0")
+@on_paths("ddp", "zero0")
 def test_states_of_other_shapes(path: str, folder: Path) -> None:
     """States that are smaller than their parameter, as Adafactor's sums of rows and columns, are saved and loaded."""
     ends = []
@@ -219,7 +206,7 @@ def test_states_of_other_shapes(path: str, folder: Path) -> None:
     assert ends[0] == ends[1]
 
 
-@on_paths("ddp", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero1")
+@on_paths("ddp", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero1", "zero3"))
 def test_a_new_layer(path: str, folder: Path) -> None:
     """A layer that the checkpoint lacks; where it is stepped with others, it has their count, and that is told."""
     with running(path) as accelerator:
@@ -239,7 +226,7 @@ def test_a_new_layer(path: str, folder: Path) -> None:
         assert len(told) == (is_zero(path) and path != "zero0")
 
 
-@on_paths("zero3", "zero3-cpu", daily="zero3-cpu")
+@on_paths("zero3", "zero3-cpu")
 def test_a_forward_after_the_end(path: str, folder: Path) -> None:
     """Of a model that stays partitioned it is an error that says so; a new preparation of the model makes it run."""
     with running(path) as accelerator:
@@ -312,7 +299,7 @@ def test_goes_on_within_a_shuffled_epoch(path: str, folder: Path) -> None:
     assert run(interrupted=False) == run(interrupted=True)
 
 
-@on_paths("zero0", "zero2", "zero3", daily="zero0")
+@on_paths("zero0", "zero2", "zero3", daily=("zero0", "zero3"))
 def test_precisions_convert(path: str, folder: Path) -> None:
     """From 16-bit weights with masters, 32 bits go on at the masters' precision; back, 16 bits are rounded from it."""
     with running(path, mixed_precision="bf16") as accelerator:
@@ -351,7 +338,7 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-@on_paths("ddp", "zero2", "zero3")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_hooks_take_the_weights_over(path: str, folder: Path) -> None:
     """As diffusers' scripts write it: the main process stores the user's module itself, and each one loads it again.
 
@@ -395,7 +382,7 @@ def test_hooks_take_the_weights_over(path: str, folder: Path) -> None:
             raised(LoopError, "whole_weights", by=lambda: model.load_state_dict(wanted))
 
 
-@on_paths("ddp", "zero0", "zero2", "zero3", daily="zero0")
+@on_paths("ddp", "zero0", "zero2", "zero3", daily=("ddp", "zero0", "zero3"))
 def test_names_without_a_prefix(path: str, folder: Path) -> None:
     """`state_dict` of a prepared model has the user's names, and `load_state_dict` takes them, or a wrapper's."""
     with running(path) as accelerator:
@@ -443,7 +430,7 @@ def test_several_models(path: str, folder: Path) -> None:
         assert all(same(weights(accelerator, m), state) for m, state in zip(models, wanted, strict=True))
 
 
-@on_paths("ddp", "zero2", "zero3")
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_buffers_are_the_first_ones(path: str, folder: Path) -> None:
     """Where running statistics differ between processes, whatever is saved has process 0's, and loading gives those."""
     with running(path) as accelerator:

@@ -9,17 +9,8 @@ import pickle
 from typing import Any
 
 import torch
-from on_paths import LOOP, on_paths
-from paths import (
-    assert_near,
-    is_zero,
-    loss_of,
-    make_net,
-    own_batch,
-    raised,
-    running,
-    weights,
-)
+from on_paths import LOOP, on_paths, without
+from paths import assert_near, is_zero, loss_of, make_net, own_batch, raised, running, take_steps, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -38,11 +29,10 @@ class Scaled(nn.Module):
         return out if position_ids is None else out + position_ids.sum()
 
 
-@on_paths(*LOOP, daily="zero0")
+# At stage 3 there is nothing whole to copy.
+@on_paths(*without(LOOP, "zero3"), daily=("single", "zero0", "zero2"))
 def test_a_copy_has_its_own_weights(path: str) -> None:
     """An average of weights (EMA), a target network: a deep copy of the unwrapped model computes with its own."""
-    if path == "zero3":
-        return  # there is nothing whole to copy
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision) as accelerator:
             net = Scaled()
@@ -60,7 +50,7 @@ def test_a_copy_has_its_own_weights(path: str) -> None:
             assert not average(x.to(dtype)).any()
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_signature_stays(path: str) -> None:
     """transformers reads which inputs a model takes, and leaves out the others."""
     for precision in ("no", "bf16"):
@@ -128,7 +118,7 @@ def test_a_prepared_model_is_not_pickled(path: str) -> None:
         assert model(x).any()
 
 
-@on_paths("zero2-one-process", "ddp", "zero2", "zero3")
+@on_paths("zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_an_average_of_weights(path: str) -> None:
     """torch's `AveragedModel` is built before `prepare` and updated inside `whole_weights`; else an error says so."""
     with running(path) as accelerator:
@@ -137,9 +127,7 @@ def test_an_average_of_weights(path: str) -> None:
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         wanted: dict[str, Tensor] = {}
         for index in range(2):
-            accelerator.backward(loss_of(model, own_batch(index)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [index])
             now = weights(accelerator, model)
             wanted = {name: wanted[name].lerp(tensor, 0.5) if wanted else tensor for name, tensor in now.items()}
             with accelerator.whole_weights(model):

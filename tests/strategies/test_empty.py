@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from on_paths import ALL, on_paths
-from paths import assert_near, global_batch, loss_of, own_batch, running, weights
+from paths import assert_near, running, take_plain_steps, take_steps, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -40,18 +40,12 @@ def _adamw(net: nn.Module) -> torch.optim.Optimizer:
 def _plain(steps: int) -> dict[str, Tensor]:
     net = Optional()
     optimizer = _adamw(net)
-    for index in range(steps):
-        loss_of(net, global_batch(index)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_plain_steps(net, optimizer, range(steps))
     return net.state_dict()
 
 
 def _train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> None:
-    for index in steps:
-        accelerator.backward(loss_of(model, own_batch(index)))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, steps)
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
@@ -59,7 +53,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_train_and_are_saved(path: str, folder: Path) -> None:
     """As in plain torch; `save_model` writes them with their shapes, in every dtype and in shards, and reads them."""
     with running(path) as accelerator:
@@ -80,7 +74,7 @@ def test_train_and_are_saved(path: str, folder: Path) -> None:
         assert _read(folder / "trained").keys() == wanted.keys() - {"history", "scale"}
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_resume_elsewhere(path: str, folder: Path) -> None:
     """A checkpoint goes on under DDP and at stage 3, saved at the end of a step or in the background."""
     with running(path) as accelerator:

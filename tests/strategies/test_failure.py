@@ -8,16 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_paths import ALL, on_paths
-from paths import (
-    assert_near,
-    global_batch,
-    loss_of,
-    own_batch,
-    raised,
-    running,
-    weights,
-)
+from on_paths import ALL, on_paths, without
+from paths import assert_near, global_batch, loss_of, own_batch, raised, running, take_steps, weights
 from torch import Tensor, nn
 
 from zero_plugin.errors import LoopError
@@ -76,7 +68,7 @@ def _plain(windows: list[list[int]]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_is_dropped(path: str) -> None:
     """Out of memory, `zero_grad()`, another batch: it trains as if the failed one had never been, before and after."""
     for precision in ("no", "bf16"):
@@ -96,7 +88,7 @@ def test_a_failed_backward_is_dropped(path: str) -> None:
             assert_near(weights(accelerator, model), _plain([[0], [1], [2], [3]]), tolerance)
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("ddp", "zero0", "zero2"))
 def test_a_failed_backward_of_large_layers(path: str) -> None:
     """What of it is still being summed when it fails does not reach the next gradients."""
 
@@ -127,7 +119,7 @@ def test_a_failed_backward_of_large_layers(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("ddp", "zero2-cpu"))
 def test_a_failed_backward_ends_its_window(path: str) -> None:
     """In a window of several micro-batches `zero_grad()` drops the whole window, and a new one begins."""
     for by_hand in (True, False):
@@ -141,9 +133,7 @@ def test_a_failed_backward_ends_its_window(path: str) -> None:
                     optimizer.step()
                     return
                 with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, own_batch(step)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(accelerator, model, optimizer, [step])
 
             train(0)
             train(1)
@@ -156,15 +146,13 @@ def test_a_failed_backward_ends_its_window(path: str) -> None:
                 with accelerator.accumulate(model):
                     _fail(accelerator, model, 8)
                     optimizer.zero_grad()
-                    accelerator.backward(loss_of(model, own_batch(2)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(accelerator, model, optimizer, [2])
             train(3)
             assert optimizer.applied_steps == 2
             assert_near(weights(accelerator, model), _plain([[0, 1], [2, 3]]), 1e-5)
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_is_not_applied(path: str) -> None:
     """Without `zero_grad()` a part of its gradients is there: neither a step nor another backward goes on with them."""
     with running(path) as accelerator:
@@ -199,7 +187,7 @@ class _Kept(torch.autograd.Function):
         return gradient
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("ddp", "zero1", "zero2"))
 def test_a_failed_backward_keeps_nothing(path: str) -> None:
     """Its graph is freed with the loss; that of a backward of the script's own once its gradients are dropped."""
     for by_script in (False, True):
@@ -268,19 +256,7 @@ def test_a_parameter_that_sits_out(path: str) -> None:
         assert optimizer.applied_steps == 2
 
 
-@on_paths(
-    "single",
-    "zero2-one-process",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2-cpu",
-    "zero1-cpu",
-    "zero3-cpu",
-    "zero3-gathered",
-    daily=("zero0", "zero1-cpu", "zero2-cpu"),
-)
+@on_paths(*without(ALL, "ddp"), daily=("single", "zero0", "zero2", "zero2-cpu", "zero1-cpu"))
 def test_dropped_gradients_of_what_sits_out(path: str) -> None:
     """A layer that took part in the dropped backward only stays as it is, also where the norm was measured before."""
     for steps in (1, 2):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from on_paths import LOOP, on_paths
-from paths import loss_of, make_net, own_batch, raised, running, start
+from paths import loss_of, make_net, net_and_sgd, own_batch, raised, running, start, take_steps
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin import Accelerator
@@ -18,8 +18,7 @@ from zero_plugin.errors import LoopError
 
 
 def _train(accelerator: Accelerator, steps: int) -> dict[str, Any]:
-    net = make_net()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, sgd = net_and_sgd(momentum=0.9)
     model, optimizer, schedule = accelerator.prepare(net, sgd, LambdaLR(sgd, lambda _: 1.0))
     for step in range(steps):
         accelerator.backward(loss_of(model, own_batch(step)))
@@ -37,7 +36,7 @@ def _collect() -> None:
     gc.collect()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_dropped_accelerator_is_freed(path: str) -> None:
     """Also where another one trains meanwhile; its model trains on, and the states show that one.
 
@@ -55,10 +54,7 @@ def test_a_dropped_accelerator_is_freed(path: str) -> None:
             _collect()
             assert {name: o() for name, o in found.items() if o() is not None} == {}
             raised(LoopError, "none exists", by=newest_accelerator)
-        for step in range(2):
-            second.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(second, model, optimizer, range(2))
         for run in runs:
             run.end()  # as when the process ends
 

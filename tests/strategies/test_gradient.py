@@ -22,10 +22,12 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
     same,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -39,18 +41,12 @@ from zero_plugin.strategies.events import Sampling
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
-    return accelerator.prepare(*_pair())
-
-
-def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make_net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator.prepare(*net_and_sgd())
 
 
 def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[str, Tensor]:
     """Weights after a step for each list of batches, averaged over it; gradients clamped to ±`values`."""
-    model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, sgd = net_and_sgd()
     for window in batches:
         for i in window:
             (loss_of(model, global_batch(i)) / len(window)).backward()
@@ -69,11 +65,9 @@ def _agree(model: nn.Module) -> bool:
     return all(torch.allclose(torch.tensor(mine), torch.tensor(theirs)) for mine, theirs in pairs)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
     """As in plain torch, until `zero_grad`; a loop that never calls it trains the same, for nothing adds to them."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = list(accelerator.unwrap_model(model).parameters())
@@ -90,11 +84,9 @@ def test_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
         )
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
     """As PCGrad and GradNorm keep one task's gradients while the next task's are made: no later step writes to them."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = list(accelerator.unwrap_model(model).parameters())
@@ -109,8 +101,7 @@ def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
                 p.grad.add_(gradient)
             optimizer.step()
             optimizer.zero_grad()
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(3):
         for j in (2 * i, 2 * i + 1):
             loss_of(plain, global_batch(j)).backward()
@@ -119,11 +110,9 @@ def test_gradients_that_are_kept_over_zero_grad(path: str) -> None:
     assert_near(accelerator.unwrap_model(model).state_dict(), plain.state_dict(), 1e-6)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp")
 def test_gradients_from_before_prepare(path: str) -> None:
     """They would be stepped with: seen at the next backward and in the step; `zero_grad` drops them."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         net = make_net()
         net[2].weight.square().sum().backward()
@@ -136,11 +125,9 @@ def test_gradients_from_before_prepare(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0]))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths("single", "ddp")
 def test_a_direct_backward_of_some_parameters(path: str) -> None:
     """Before a window's backwards, between and after them, it fails at once; `zero_grad` drops what it left."""
-    if is_zero(path):
-        return
     with running(path, gradient_accumulation_steps=2) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = accelerator.unwrap_model(model)
@@ -176,11 +163,9 @@ def test_a_direct_backward_of_some_parameters(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0, 1]))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp")
 def test_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
     """The gradients of inputs, for adversarial examples and penalties, are the script's to ask for."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         own = accelerator.unwrap_model(model)
@@ -197,11 +182,9 @@ def test_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0]))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths("zero2-one-process", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
 def test_a_direct_backward_past_the_engine(path: str) -> None:
     """Under ZeRO it fails too where it reaches some parameters only, through no output; `zero_grad` drops the rest."""
-    if not is_zero(path):
-        return
     for precision in ("no", "bf16"):
         with running(path, gradient_accumulation_steps=2, mixed_precision=precision) as accelerator:
             model, optimizer = _prepared(accelerator)
@@ -220,11 +203,9 @@ def test_a_direct_backward_past_the_engine(path: str) -> None:
             assert_near(weights(accelerator, model), _trained_plainly([0, 1]), 1e-5 if precision == "no" else 1e-2)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp")
 def test_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
     """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
-    if is_zero(path):
-        return
     for each in (False, True):
         plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
         with running(path, gradient_accumulation_plugin=plugin) as accelerator:
@@ -258,7 +239,7 @@ def test_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
             assert _agree(accelerator.unwrap_model(model))
 
 
-@on_paths("zero2-one-process", "zero1", "zero2", "zero3", daily="zero1")
+@on_paths("zero2-one-process", "zero1", "zero2", "zero3", daily=("zero1", "zero2"))
 def test_a_refused_step_is_dropped(path: str) -> None:
     """A step that is an error applies nothing later either: `zero_grad` drops its gradients, and has to come first."""
 
@@ -288,7 +269,7 @@ def test_a_refused_step_is_dropped(path: str) -> None:
             assert_near(weights(accelerator, model), _trained_plainly([1]), 1e-5 if precision == "no" else 1e-2)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_values_are_clipped(path: str) -> None:
     """Each number of the gradients is clamped, in the step's gradients only; ZeRO has none to clamp, and says so."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -306,11 +287,9 @@ def test_values_are_clipped(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0, 1], [2, 3], values=0.01))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths("single", "ddp")
 def test_what_is_not_finite_is_not_hidden_by_clipping(path: str) -> None:
     """inf, clamped to a finite number, still skips the step."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         before = weights(accelerator, model)
@@ -323,11 +302,9 @@ def test_what_is_not_finite_is_not_hidden_by_clipping(path: str) -> None:
         assert same(weights(accelerator, model), before)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_gradients_can_be_unscaled(path: str) -> None:
     """Under fp16 the script sees them as they are after `unscale_gradients`, and the step takes them so."""
-    if is_zero(path):
-        return
     plain = make_net()
     loss_of(plain, global_batch(0)).backward()
     for precision in ("fp16", "no"):
@@ -345,11 +322,9 @@ def test_gradients_can_be_unscaled(path: str) -> None:
             assert optimizer.applied_steps == 1
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_what_comes_too_late_is_named(path: str) -> None:
     """A backward after a call that divides by the loss scale, and clamping after the step, name the script's call."""
-    if is_zero(path):
-        return
     with running(path, mixed_precision="fp16") as accelerator:
         model, optimizer = _prepared(accelerator)
         calls: dict[str, Callable[[], Any]] = {
@@ -370,7 +345,7 @@ def test_what_comes_too_late_is_named(path: str) -> None:
             raised(LoopError, f"{name} was called after optimizer.step()", by=calls[name])
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_the_script_has_set(path: str) -> None:
     """Before a backward: ZeRO 0-2 adds to them, as plain torch does; elsewhere the error says that they were set."""
     plain = make_net()
@@ -379,8 +354,7 @@ def test_gradients_that_the_script_has_set(path: str) -> None:
     loss_of(plain, global_batch(0)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     with running(path) as accelerator:
-        model = make_net()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(*net_and_sgd())
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         train = functools.partial(accelerator.backward, loss_of(model, own_batch(0)))
@@ -394,11 +368,9 @@ def test_gradients_that_the_script_has_set(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_values_of_other_models_are_clipped(path: str) -> None:
     """Of a model that the script trains itself, beside the prepared one, as by torch's own function."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         _prepared(accelerator)
         other = make_net()
@@ -407,7 +379,7 @@ def test_values_of_other_models_are_clipped(path: str) -> None:
         assert max(float(p.grad.abs().max()) for p in other.parameters() if p.grad is not None) <= 1.01e-3
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_accumulation_may_change(path: str) -> None:
     """`gradient_accumulation_steps` counts from the next window on, before and after `prepare`."""
     with running(path) as accelerator:
@@ -415,17 +387,14 @@ def test_accumulation_may_change(path: str) -> None:
         accelerator.gradient_accumulation_steps = 2
         model, optimizer = _prepared(accelerator)
         assert accelerator.gradient_accumulation_steps == accelerator.resolved.accumulation == 2
-        for i in range(2):
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(accelerator, model, optimizer, range(2))
         accelerator.gradient_accumulation_steps = 1
         accelerator.backward(loss_of(model, own_batch(2)))
         optimizer.step()
         assert_near(weights(accelerator, model), _trained_plainly([0, 1], [2]))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_accumulation_of_a_file_stays(path: str) -> None:
     """Another number in code is an error that names both, as in `Accelerator(…)`."""
     stage = "zero_optimization: {stage: 2}, " if is_zero(path) else ""
@@ -442,7 +411,7 @@ def test_accumulation_of_a_file_stays(path: str) -> None:
     accelerator.end_training()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_loop_says_itself_where_windows_end(path: str) -> None:
     """By `sync_gradients`, as transformers' Trainer does: nothing is counted, and a step inside does nothing."""
     with running(path) as accelerator:
@@ -461,7 +430,7 @@ def test_a_loop_says_itself_where_windows_end(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0, 1, 2], [3]))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_windows_may_run_on_from_epoch_to_epoch(path: str) -> None:
     """`sync_with_dataloader=False`: three batches in an epoch, two in a window, three windows in two epochs."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
@@ -481,7 +450,7 @@ def test_windows_may_run_on_from_epoch_to_epoch(path: str) -> None:
         assert applied == [0, 1, 1, 2, 2, 3]
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_processes_with_fewer_batches_follow(path: str) -> None:
     """Under DDP a process that has run out of batches takes part in the others' reductions; elsewhere it is warned."""
     with running(path) as accelerator:
@@ -498,9 +467,7 @@ def test_processes_with_fewer_batches_follow(path: str) -> None:
             with accelerator.join_uneven_inputs([model], even_batches=False):
                 assert len(loader) == 1
                 for i in range(least + accelerator.process_index):
-                    accelerator.backward(loss_of(model, own_batch(i)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(accelerator, model, optimizer, [i])
                     taken += 1
         assert len(loader) == 2
         assert optimizer.applied_steps == taken
@@ -512,7 +479,7 @@ def test_processes_with_fewer_batches_follow(path: str) -> None:
                 assert len(loader) == 2
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_arguments_of_backward(path: str) -> None:
     """Those of `Tensor.backward`: a loss of several numbers with its gradient, a graph that is kept."""
     with running(path) as accelerator:
@@ -524,11 +491,10 @@ def test_arguments_of_backward(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0]))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_a_graph_that_is_run_through_twice(path: str) -> None:
     """Two losses of one forward, a backward each: as in plain torch; stage 3, which releases weights, refuses it."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for step in range(2):
         out = plain(global_batch(step)[0])
         (out.square().mean() + out.abs().mean()).backward()
@@ -572,11 +538,10 @@ def test_a_graph_that_is_run_through_twice_at_once(path: str) -> None:
         raised(LoopError, "Add the losses", "stage 2", by=lambda: accelerator.backward(out.abs().mean()))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_penalty_on_the_weights(path: str) -> None:
     """Written into the loss: as in plain torch; stage 3, where the script finds empty weights, refuses it."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     (loss_of(plain, global_batch(0)) + 0.1 * sum(p.square().sum() for p in plain.parameters())).backward()
     sgd.step()
     with running(path) as accelerator:
@@ -590,7 +555,7 @@ def test_a_penalty_on_the_weights(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_penalty_on_the_weights_of_several_models(path: str) -> None:
     """In one backward of both: as in plain torch; stage 3 refuses it as it does for one model."""
     plain, other = make_net(), make_net()
@@ -626,14 +591,11 @@ def _sign(model: nn.Module) -> None:
         p.grad = None if p.grad is None else p.grad.sign()
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp", "zero0", "zero1", daily=("ddp", "zero0"))
 def test_gradients_that_the_script_changes(path: str) -> None:
     """As under DDP; where ZeRO averages them in the step only, it is said once, and never where nothing is changed."""
-    if path in ("zero2", "zero3", "zero2-cpu"):
-        return  # they have none
     for change in (_clip_norm, _clip_value, _sign, None):
-        plain = make_net()
-        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        plain, sgd = net_and_sgd()
         with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
             model, optimizer = _prepared(accelerator)
             for i in range(3):
@@ -657,12 +619,12 @@ def test_gradients_that_the_script_changes(path: str) -> None:
                 assert "accelerator.clip_grad_norm_" in said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_this_package_changes(path: str) -> None:
     """A short window's, and those of a shared loss scale: nothing is said of the script."""
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path, gradient_accumulation_steps=3) as accelerator:
         data = list(zip(*own_batch(0, 16), strict=True))
-        model, optimizer, loader = accelerator.prepare(*_pair(), torch.utils.data.DataLoader(data, batch_size=1))
+        model, optimizer, loader = accelerator.prepare(*net_and_sgd(), torch.utils.data.DataLoader(data, batch_size=1))
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model, (x, y)))
@@ -671,11 +633,10 @@ def test_gradients_that_this_package_changes(path: str) -> None:
         assert "the script has" not in said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+# Where fp16 runs there is a GPU: what looks at the gradients is asked by itself.
+@on_paths("single")
 def test_gradients_that_hold_the_loss_scale(path: str) -> None:
     """Under fp16 what the script computes from `p.grad` is otherwise with one process, too."""
-    if path != "single":
-        return  # where fp16 runs there is a GPU: what looks at the gradients is asked by itself
     for is_scaled in (False, True):
         net = make_net()
         session = SimpleNamespace(module=net, trained=list(net.parameters()), stage=1, scales_loss=is_scaled)
@@ -689,11 +650,9 @@ def test_gradients_that_hold_the_loss_scale(path: str) -> None:
         assert "average" not in said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp", "zero0", "zero1", daily=("ddp", "zero1"))
 def test_weights_perturbed_along_gradients(path: str) -> None:
     """Sharpness-aware minimisation: as in plain torch under DDP; stages 0 and 1 say once that they do otherwise."""
-    if path in ("zero2", "zero3", "zero2-cpu"):
-        return  # they have no gradients
 
     def climb(model: nn.Module) -> list[Tensor]:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -709,8 +668,7 @@ def test_weights_perturbed_along_gradients(path: str) -> None:
             for p, step in zip(model.parameters(), steps, strict=True):
                 p.sub_(step)
 
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
         sides: list[tuple[Any, ...]] = [
@@ -731,7 +689,7 @@ def test_weights_perturbed_along_gradients(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_gradient_set_after_clipping(path: str) -> None:
     """Stage 0 steps by it, as one device does; the partitioned stages refuse what they would not apply."""
     with running(path) as accelerator:
@@ -748,11 +706,9 @@ def test_a_gradient_set_after_clipping(path: str) -> None:
             raised(LoopError, "would not apply it", by=optimizer.step)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("zero1")
 def test_gradients_that_are_left_behind(path: str) -> None:
     """In bf16 stage 1 leaves in `p.grad` what it has added up elsewhere: a change of it is refused."""
-    if path != "zero1":
-        return
     with running(path, mixed_precision="bf16") as accelerator:
         model, optimizer = _prepared(accelerator)
         for change in (_clip_norm, _clip_value, _sign):
@@ -767,7 +723,7 @@ def test_gradients_that_are_left_behind(path: str) -> None:
             optimizer.zero_grad()
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_that_the_script_clears_itself(path: str) -> None:
     """By `p.grad = None`: that counts as `zero_grad()`; ZeRO, which has none after a step, says that it cannot know."""
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
@@ -784,11 +740,10 @@ def test_gradients_that_the_script_clears_itself(path: str) -> None:
             assert "zero_grad()" not in said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_over_the_optimizers_groups(path: str) -> None:
     """All of them are all that is trained; stage 3's, which are empty, and a part of them are refused with a reason."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     sgd.step()
@@ -812,7 +767,7 @@ def test_clipping_over_the_optimizers_groups(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_values_are_not_clipped_over_partitions(path: str) -> None:
     """`clip_grad_value_` over the optimizer's groups is refused under ZeRO, as over the model's parameters."""
     with running(path) as accelerator:
@@ -827,7 +782,7 @@ def test_values_are_not_clipped_over_partitions(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0], values=0.01))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_hooks_on_sums_of_gradients(path: str) -> None:
     """A hook after each gradient finds the window's sum so far; where sums are not in `p.grad`, windows refuse it."""
 
@@ -862,7 +817,7 @@ class Fused(torch.optim.SGD):
         """What a script calls in place of `backward`."""
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_lomo_is_refused(path: str) -> None:
     """It would change weights within backward: its call is an error, and so is `prepare` of its optimizers."""
     with running(path) as accelerator:

@@ -71,7 +71,7 @@ def test_the_example_in_the_docstring_works() -> None:
         session.open_backward(loss, ends_window=True, is_first=True)
 
 
-@on_paths("single", "ddp", "zero0", "zero1", "zero2", "zero3", daily="zero3")
+@on_paths("single", "ddp", "zero0", "zero1", "zero2", "zero3", daily=("ddp", "zero2", "zero3"))
 def test_checks_off_subscribes_to_nothing(path: str) -> None:
     """The step emits its events to nobody, and a mistake passes that is an error otherwise."""
     for checks in ("all", "off"):

@@ -16,10 +16,13 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
     same,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -62,8 +65,7 @@ def test_forward_and_step_are_torchs(path: str) -> None:
         return lambda *_: seen.append(name)
 
     with running(path) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, sgd = net_and_sgd()
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
         model, optimizer, schedule = accelerator.prepare(net, sgd, schedule)
         assert optimizer.optimizer is sgd
@@ -262,7 +264,7 @@ def test_no_loss_scale(path: str) -> None:
         assert accelerator._prepared.trainings[0].session.loss_scale == 1.0
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_autocast(path: str) -> None:
     """What the script computes inside is in the run's type, unless it says otherwise; under ZeRO it is inert."""
     a = torch.ones(4, 4)
@@ -288,7 +290,7 @@ def test_autocast_of_models(path: str) -> None:
         assert seen == [torch.float32]
 
 
-@on_paths("zero2-one-process", "zero2", "zero3")
+@on_paths("zero2-one-process", "zero2", "zero3", daily="zero2")
 def test_what_engines_lack(path: str) -> None:
     """What would train otherwise is refused with every place; what has no use is said."""
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
@@ -305,7 +307,7 @@ def test_what_engines_lack(path: str) -> None:
         assert any("find_unused_parameters" in line and "ZeRO" in line for line in lines)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2"))
 def test_compiled(path: str) -> None:
     """A compiled model trains as it does uncompiled, whole or by its blocks, and comes out as the user's own module."""
     plain = train(path)
@@ -318,7 +320,7 @@ def test_compiled(path: str) -> None:
         assert compiled == [1]
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero2"))
 def test_compiled_by_the_script(path: str) -> None:
     """`torch.compile` of a model or a layer before `prepare`: it trains the same, compiled, under the plain names."""
     plain = train(path)
@@ -336,15 +338,12 @@ def test_compiled_by_the_script(path: str) -> None:
             else:
                 net[0] = torch.compile(net[0], backend=backend)
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            for step in range(STEPS):
-                accelerator.backward(loss_of(model, own_batch(step)))
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, range(STEPS))
             assert graphs
             assert_near(weights(accelerator, model), plain, 1e-6)
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_models_as_they_come(path: str) -> None:
     """A model that was not prepared is saved as it is; names come as the prepared model has them if asked for."""
     with running(path, mixed_precision="bf16") as accelerator:
@@ -373,24 +372,18 @@ def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dic
         steps = STEPS * accelerator.gradient_accumulation_steps
         for step in range(steps):
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, own_batch(step)))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, [step])
         assert accelerator.unwrap_model(model) is net
         if compiled is not None:
             compiled.append(sum(module._compiled_call_impl is not None for module in net.modules()))
         return weights(accelerator, model)
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_a_scaler_of_the_scripts_own(path: str) -> None:
     """It divides gradients that are not partitioned, as in plain torch; where it could not, it is an error."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(plain, global_batch(step)).backward()
-        sgd.step()
-        sgd.zero_grad()
+    plain, sgd = net_and_sgd()
+    take_plain_steps(plain, sgd, range(3))
     for accumulation in (1, 2):
         with running(path, gradient_accumulation_steps=accumulation) as accelerator:
             net = make_net()

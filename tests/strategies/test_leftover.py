@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_paths import ALL, on_paths
+from on_paths import ALL, ENGINE, on_paths
 from paths import (
     assert_near,
-    global_batch,
     listening,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ _LEFT = {
 _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_nothing_of_a_training_is_left_in_a_model(path: str) -> None:
     """No hook, gradient, optimizer or counter, with a window left open: attributes are those from before `prepare`."""
     with running(path) as accelerator:
@@ -73,7 +75,7 @@ def test_nothing_of_a_training_is_left_in_a_model(path: str) -> None:
             assert hooks == [1] * (len(list(net.modules())) if path.startswith("zero3") else 0)
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_an_open_window_is_dropped(path: str) -> None:
     """Wherever the loop was: no gradient is left, one line counts the backwards, and the next training is as if new."""
     plain = _plain(range(4))
@@ -101,7 +103,7 @@ def test_an_open_window_is_dropped(path: str) -> None:
             assert not [message for message in messages if "drops the gradients" in message]
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_what_the_script_keeps_of_the_old_training_changes_nothing(path: str) -> None:
     """Its model, optimizer and loss, as where names are bound anew only when `prepare` returns."""
     plain = _plain(range(4))
@@ -123,7 +125,7 @@ def test_what_the_script_keeps_of_the_old_training_changes_nothing(path: str) ->
             raised(LoopError, "has ended", by=old.step)
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_a_model_trains_again_after_a_failed_forward(path: str) -> None:
     """One that failed in the middle, with and without an open window before it, on every process."""
     plain = _plain(range(4))
@@ -142,17 +144,14 @@ def test_a_model_trains_again_after_a_failed_forward(path: str) -> None:
             assert_near(weights(accelerator, model), plain)
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_layers_are_frozen_and_unfrozen_over_open_windows(path: str) -> None:
     """In each training another layer is frozen, with another optimizer: the weights are plain torch's."""
     plain = make_net()
     for number, frozen in enumerate((None, 0, 2, 0)):
         _freeze(plain, frozen)
         optimizer = _other(number, plain)
-        for step in range(3):
-            loss_of(plain, global_batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_plain_steps(plain, optimizer, range(3))
     with running(path) as accelerator:
         net = make_net()
         for number, frozen in enumerate((None, 0, 2, 0)):
@@ -180,10 +179,7 @@ def _train(accelerator: Accelerator, net: nn.Module, batches: range, *, steps: i
 def _plain(batches: range) -> dict[str, Tensor]:
     net = make_net()
     optimizer = _sgd(net)
-    for batch in batches:
-        loss_of(net, global_batch(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_plain_steps(net, optimizer, batches)
     return net.state_dict()
 
 
@@ -206,9 +202,7 @@ def _accumulate(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> N
     accelerator.gradient_accumulation_steps = 3
     for step in range(2):
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [step])
 
 
 def _clip(accelerator: Accelerator, model: nn.Module, _: Any) -> None:
@@ -248,28 +242,23 @@ def _attributes(net: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
         yield (where, "hooks"), [len(of or ()) for of in hooks]
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_an_optimizer_is_prepared_again(path: str) -> None:
     """Where its states stay its own, it trains on; where ZeRO has partitioned them, an error asks for a new one."""
     with running(path) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, sgd = net_and_sgd(momentum=0.9)
         for _ in range(2):
             model, optimizer = accelerator.prepare(net, sgd)
-            accelerator.backward(loss_of(model, own_batch(0)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [0])
             accelerator.free_memory()
             if path.startswith("zero") and path != "zero0":
                 raised(LoopError, "Build a new optimizer", by=lambda: accelerator.prepare(net, sgd))
                 return
 
 
-@on_paths(*ALL, daily="zero2")
+@on_paths(*ENGINE, daily=("zero2", "zero3"))
 def test_a_loss_from_before(path: str) -> None:
     """A backward of it names what has ended, and the next training is right."""
-    if not path.startswith("zero"):
-        return  # torch's own error
     with running(path) as accelerator:
         net = make_net()
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -280,7 +269,7 @@ def test_a_loss_from_before(path: str) -> None:
         optimizer.zero_grad()
 
 
-@on_paths("zero3", daily="zero3")
+@on_paths("zero3")
 def test_a_model_of_processes_that_have_ended(path: str) -> None:
     """Its partitions belong to a group that is gone, as after `end_training`: an error says to build it again."""
     with running(path) as accelerator:

@@ -16,11 +16,14 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
     same,
     start,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 
@@ -33,7 +36,7 @@ def prepared(accelerator: Accelerator, lr: float = 0.1) -> tuple[Any, Any]:
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_backward_never_steps(path: str) -> None:
     """Weights change in the step that ends a window, and nowhere else."""
     with running(path, gradient_accumulation_steps=3) as accelerator:
@@ -51,7 +54,7 @@ def test_backward_never_steps(path: str) -> None:
         assert same(weights(accelerator, model), after)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_step_without_a_backward_changes_nothing(path: str) -> None:
     """`step()` twice, or first thing, applies nothing a second time."""
     with running(path) as accelerator:
@@ -59,27 +62,20 @@ def test_a_step_without_a_backward_changes_nothing(path: str) -> None:
         before = weights(accelerator, model)
         optimizer.step()
         assert same(weights(accelerator, model), before)
-        accelerator.backward(loss_of(model, own_batch(0)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(accelerator, model, optimizer, [0])
         after = weights(accelerator, model)
         optimizer.step()
         assert same(weights(accelerator, model), after)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_gradients_that_the_loop_never_clears(path: str) -> None:
     """They are dropped after each step, and a second `step()` applies nothing; a line says either, once."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for i in range(3):
-        loss_of(plain, global_batch(i)).backward()
-        sgd.step()
-        sgd.zero_grad()
+    plain, sgd = net_and_sgd(momentum=0.9)
+    take_plain_steps(plain, sgd, range(3))
     for never in (True, False):
         with running(path) as accelerator, contextlib.redirect_stderr(io.StringIO()) as said:
-            model = make_net()
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            model, optimizer = accelerator.prepare(*net_and_sgd(momentum=0.9))
             for i in range(3):
                 accelerator.backward(loss_of(model, own_batch(i)))
                 optimizer.step()
@@ -93,7 +89,7 @@ def test_gradients_that_the_loop_never_clears(path: str) -> None:
                 assert said.getvalue().count("step() was called twice without a backward() between") == (not never)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_direct_backward_is_refused(path: str) -> None:
     """`loss.backward()` would miss the window and the loss scale: an error that names `accelerator.backward`."""
     with running(path) as accelerator:
@@ -106,11 +102,10 @@ def test_direct_backward_is_refused(path: str) -> None:
         raised(LoopError, "accelerator.backward(loss)", by=direct)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_zero_grad_is_harmless_first_and_last(path: str) -> None:
     """`zero_grad` first in the loop or after the step gives plain torch's training."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(3):
         sgd.zero_grad()
         loss_of(plain, global_batch(i)).backward()
@@ -135,7 +130,7 @@ def _plain_norm(step: int, scale: float = 1.0) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clip_returns_the_norm_before_clipping(path: str) -> None:
     """The norm is the global batch's, whatever the limit; the step moves by lr × limit; `inf` only measures."""
     for limit in (0.01, 1e6, math.inf):
@@ -160,7 +155,7 @@ def test_clip_returns_the_norm_before_clipping(path: str) -> None:
             assert moved > 0.02, "the next step was clipped too"
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_clip_inside_a_window_does_nothing(path: str) -> None:
     """Before the window's last micro-batch the norm is not known: nan, and the step is as without the call."""
     results = []
@@ -178,7 +173,7 @@ def test_clip_inside_a_window_does_nothing(path: str) -> None:
     assert same(*results)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
     """A subset of the parameters, or another norm: right where gradients are whole, an error under ZeRO."""
     with running(path) as accelerator:
@@ -200,7 +195,7 @@ def test_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
         optimizer.step()
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_in_config_and_code_must_agree(path: str) -> None:
     """Another number than the configuration's is an error with both; the same number and `inf` are not."""
     with running(path, deepspeed={"gradient_clipping": 0.5}) as accelerator:
@@ -212,7 +207,7 @@ def test_clipping_in_config_and_code_must_agree(path: str) -> None:
         optimizer.step()
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_measuring_leaves_the_configs_clipping(path: str) -> None:
     """`clip_grad_norm_(…, inf)` only looks: the configuration's limit still holds for the step."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
@@ -226,7 +221,7 @@ def test_measuring_leaves_the_configs_clipping(path: str) -> None:
         assert abs(moved - 0.1 * 0.01) < 1e-6, f"moved {moved}"
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_backward_after_clip(path: str) -> None:
     """Under ZeRO the clipped gradients are final, so another backward before the step is an error."""
     with running(path) as accelerator:
@@ -245,11 +240,10 @@ def test_backward_after_clip(path: str) -> None:
         assert optimizer.applied_steps == (1 if is_zero(path) else 2)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_no_sync_changes_no_number(path: str) -> None:
     """Backwards under `no_sync` add up as without it, with and without `accumulate`, and under the model's own."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for begin in (0, 2, 4):
         for i in (begin, begin + 1):
             (loss_of(plain, global_batch(i)) / 2).backward()
@@ -277,7 +271,7 @@ def test_no_sync_changes_no_number(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_orders_without_meaning_are_errors(path: str) -> None:
     """Nested `accumulate`, a closure, unknown cadences, backward without a model, unknown models: LoopError."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -297,7 +291,7 @@ def test_orders_without_meaning_are_errors(path: str) -> None:
         raised(LoopError, '"sum", "mean"', by=lambda: accelerator.reduce(torch.ones(1), "min"))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_prepare_refuses(path: str) -> None:
     """Objects as they were before or of another Accelerator, two of either, a stranger's optimizer and schedule."""
     with running(path) as accelerator:
@@ -327,15 +321,11 @@ def test_prepare_refuses(path: str) -> None:
         raised(LoopError, "another Accelerator has prepared", by=lambda: again.prepare(model, optimizer, loader))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_two_models_train_side_by_side(path: str) -> None:
     """Each backward finds out whose loss it is; each model trains as it would alone."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for i in range(2):
-        loss_of(plain, global_batch(i)).backward()
-        sgd.step()
-        sgd.zero_grad()
+    plain, sgd = net_and_sgd()
+    take_plain_steps(plain, sgd, range(2))
     with running(path) as accelerator:
         one, optimizer_one = prepared(accelerator)
         two, optimizer_two = prepared(accelerator)
@@ -349,11 +339,10 @@ def test_two_models_train_side_by_side(path: str) -> None:
         assert_near(weights(accelerator, two), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_backward_takes_tensors_arguments(path: str) -> None:
     """`gradient` weighs the loss, and `retain_graph` is known, as for `Tensor.backward`."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     (3 * loss_of(plain, global_batch(0))).backward()
     sgd.step()
     with running(path) as accelerator:
@@ -364,7 +353,7 @@ def test_backward_takes_tensors_arguments(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gather_reduce_and_print(path: str) -> None:
     """Collectives over the processes, and what each process knows of itself."""
     with running(path) as accelerator:
@@ -380,7 +369,7 @@ def test_gather_reduce_and_print(path: str) -> None:
         accelerator.print("printed by", rank)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_end_training_twice(path: str) -> None:
     """A second call does nothing; the prepared optimizer then says that training has ended."""
     with running(path) as accelerator:
@@ -392,7 +381,7 @@ def test_end_training_twice(path: str) -> None:
         raised(LoopError, "has ended", by=lambda: optimizer.param_groups)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_a_last_micro_batch_without_a_backward(path: str) -> None:
     """A bad batch that the script leaves out at the end of a window: the processes average the other gradients."""
     for by_script in (False, True):
@@ -413,7 +402,7 @@ def test_a_last_micro_batch_without_a_backward(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("ddp", "zero0", "zero2"))
 def test_a_backward_that_fails_inside_a_micro_batch_is_not_counted(path: str) -> None:
     """`zero_grad()`, then the next batch: the window has as many micro-batches as it has losses."""
     plain = make_net()
@@ -434,7 +423,7 @@ def test_a_backward_that_fails_inside_a_micro_batch_is_not_counted(path: str) ->
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_a_step_hook_that_raises(path: str) -> None:
     """The step is not taken, and `zero_grad()` drops its gradients: the next step does not apply them too."""
     plain = make_net()
@@ -457,7 +446,7 @@ def test_a_step_hook_that_raises(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_twice(path: str) -> None:
     """The tighter limit holds, whichever comes first, and the second norm is that of clipped gradients."""
     for limits in ((0.02, 0.03), (0.03, 0.02)):
@@ -474,7 +463,7 @@ def test_clipping_twice(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_clipping_before_the_first_backward(path: str) -> None:
     """There is nothing to clip, and the loop goes on."""
     with running(path) as accelerator:

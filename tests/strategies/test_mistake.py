@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_paths import LOOP, on_paths
+from on_paths import LOOP, on_paths, without
 from paths import (
     ZERO,
     assert_near,
@@ -20,9 +20,12 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -34,36 +37,28 @@ from zero_plugin import DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_is_unfrozen(path: str) -> None:
     """In step 13: refused in the first backward that reaches it; prepared anew, it is trained as in plain torch."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     for i in range(14):
         plain[0].requires_grad_(i > 11)
-        loss_of(plain, global_batch(i)).backward()
-        sgd.step()
-        sgd.zero_grad()
+        take_plain_steps(plain, sgd, [i])
     with running(path) as accelerator:
         net = make_net()
         net[0].requires_grad_(False)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for i in range(12):  # more than the first ones, which are all looked at
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [i])
         net[0].requires_grad_(True)
         raised(LoopError, "frozen", "free_memory()", by=lambda: accelerator.backward(loss_of(model, own_batch(12))))
         model, optimizer = accelerator.free_memory(model, optimizer)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for i in range(12, 14):
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(accelerator, model, optimizer, range(12, 14))
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_layer_is_frozen(path: str) -> None:
     """In step 2, without a gradient: it stays on one device; elsewhere an error names it. After its backward: stepped.
 
@@ -94,7 +89,7 @@ def test_a_layer_is_frozen(path: str) -> None:
             raised(LoopError, "0.weight, 0.bias", "prepare()", by=lambda: rest(range(3, 4)))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_is_replaced(path: str) -> None:
     """After step 11: refused in the first backward that reaches the new one; so is a new parameter."""
 
@@ -109,15 +104,13 @@ def test_a_layer_is_replaced(path: str) -> None:
             net = make_net()
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             for i in range(11):  # more than the first ones, which are all looked at
-                accelerator.backward(loss_of(model, own_batch(i)))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, [i])
             change(net)
             for _ in range(2):
                 raised(LoopError, "added later", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_clipping_comes_too_late(path: str) -> None:
     """After the step: named; what the configuration says of clipping, and the window's size, hold on."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
@@ -134,7 +127,7 @@ def test_clipping_comes_too_late(path: str) -> None:
             assert abs(float(moved) - 0.1 * 0.01) < 1e-5
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
     """A placeholder takes over from the section's schedule, which stepped by itself; a real one is refused."""
     sections: list[dict[str, Any]] = [
@@ -146,8 +139,7 @@ def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
         rates = []
         for later in (False, True):
             with running(path, deepspeed={"scheduler": section}) as accelerator:
-                net = make_net()
-                sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+                net, sgd = net_and_sgd()
                 if later:
                     model, optimizer = accelerator.prepare(net, sgd)
                     schedule = accelerator.prepare(DummyScheduler(optimizer))
@@ -168,7 +160,7 @@ def test_a_schedule_comes_after_its_section_runs(path: str) -> None:
         raised(LoopError, "before the first step", by=lambda: accelerator.prepare(DummyScheduler(optimizer)))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_the_loader_comes_after_its_model(path: str) -> None:
     """Where it makes the configuration mean another accumulation, or another micro-batch, it is refused or said."""
     data = torch.randn(32, 8)
@@ -196,20 +188,19 @@ def test_the_loader_comes_after_its_model(path: str) -> None:
         accelerator.prepare(DataLoader(data, batch_size=3, shuffle=True))  # a second one is another loop's
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_schedule_is_prepared_once(path: str) -> None:
     """The second time it would advance twice per step: named, for a real one and for a placeholder."""
     for build in (lambda sgd: LambdaLR(sgd, lambda step: 1.0), DummyScheduler):
         with running(path) as accelerator:
-            net = make_net()
-            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            net, sgd = net_and_sgd()
             schedule: Any = build(sgd)
             _, _, prepared = accelerator.prepare(net, sgd, schedule)
             assert accelerator.prepare(prepared) is prepared
             raised(LoopError, "returned", by=functools.partial(accelerator.prepare, schedule))
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_loss_that_is_none(path: str) -> None:
     """A dict, a tuple, a number, several elements, no graph: each is named with what to pass; nothing is counted."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -232,7 +223,7 @@ def test_a_loss_that_is_none(path: str) -> None:
         assert optimizer.applied_steps == 1
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_an_optimizer_that_needs_a_closure(path: str) -> None:
     """LBFGS computes losses within its step: refused where it is prepared, before anything is built."""
     for through_schedule in (False, True):
@@ -243,7 +234,7 @@ def test_an_optimizer_that_needs_a_closure(path: str) -> None:
             raised(LoopError, "LBFGS", "closure", "AdamW", by=functools.partial(accelerator.prepare, *given))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_sparse_gradients(path: str) -> None:
     """DeepSpeed has none: refused at `prepare`, naming the layer. Elsewhere they train; a frozen one is no matter."""
     for trained in (True, False):
@@ -261,7 +252,7 @@ def test_sparse_gradients(path: str) -> None:
             assert optimizer.applied_steps == 1
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_scripted_modules(path: str) -> None:
     """What torch.jit makes takes no hooks: refused at `prepare` under ZeRO, a part too; elsewhere it trains."""
     for whole in (True, False):
@@ -281,7 +272,7 @@ def test_scripted_modules(path: str) -> None:
             assert optimizer.applied_steps == 1
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_a_forward_that_scales_weights(path: str) -> None:
     """`Embedding(max_norm=…)` writes into its weights: ZeRO would lose that, DDP's processes would differ."""
     for trained in (True, False):
@@ -298,11 +289,10 @@ def test_a_forward_that_scales_weights(path: str) -> None:
         assert ("max_norm" in said.getvalue()) == (trained and path == "ddp" and is_first), said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_hooks_that_change_gradients(path: str) -> None:
     """A step_pre_hook that does is warned of under ZeRO, whose gradients it does not see; elsewhere it is applied."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -314,19 +304,15 @@ def test_hooks_that_change_gradients(path: str) -> None:
         sgd.register_step_pre_hook(halve)
         optimizer.register_step_pre_hook(halve)
         for i in range(2):
-            loss_of(plain, global_batch(i)).backward()
-            sgd.step()
-            sgd.zero_grad()
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_plain_steps(plain, sgd, [i])
+            take_steps(accelerator, model, optimizer, [i])
         trained, is_first = weights(accelerator, model), accelerator.is_main_process
     if not is_zero(path):
         assert_near(trained, plain.state_dict(), 1e-5)
     assert ("step_pre_hook" in said.getvalue()) == (is_zero(path) and is_first), said.getvalue()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_copy_of_a_model_that_trains(path: str) -> None:
     """An averaged model starts as `copy.deepcopy` of the module: it holds nothing of the engine, and computes."""
     with running(path) as accelerator:
@@ -339,7 +325,7 @@ def test_a_copy_of_a_model_that_trains(path: str) -> None:
             assert_near(copied.state_dict(), accelerator.unwrap_model(model).state_dict())
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_sparse_gradients_of_a_function(path: str) -> None:
     """Those of `embedding(…, sparse=True)` are seen in the training only: an error that says so, where they fail."""
 
@@ -366,11 +352,10 @@ def test_sparse_gradients_of_a_function(path: str) -> None:
             assert optimizer.applied_steps == 1
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
     """In three calls, schedule, model, optimizer: the schedule has told of the optimizer, which its call returns."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     schedule: Any = LambdaLR(sgd, lambda step: 0.5**step)
     for i in range(3):
         loss_of(plain, global_batch(i)).backward()
@@ -378,8 +363,7 @@ def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
         schedule.step()
         sgd.zero_grad()
     with running(path) as accelerator:
-        net = make_net()
-        own = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, own = net_and_sgd()
         schedule = accelerator.prepare(LambdaLR(own, lambda step: 0.5**step))
         model = accelerator.prepare(net)
         optimizer = accelerator.prepare(own)
@@ -393,7 +377,7 @@ def test_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
         raised(LoopError, "returned", by=lambda: accelerator.prepare(own))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_hooks_around_a_step(path: str) -> None:
     """Registered on the optimizer before or after `prepare`, they run once for each step; post hooks not if skipped."""
     for build in (torch.optim.SGD, torch.optim.AdamW):  # the second becomes a kernel of DeepSpeed's under offload
@@ -411,10 +395,7 @@ def test_hooks_around_a_step(path: str) -> None:
             model, optimizer = accelerator.prepare(net, own)
             optimizer.register_step_pre_hook(functools.partial(note, "own before"))
             handle = optimizer.register_step_post_hook(functools.partial(note, "own after"))
-            for i in range(2):
-                accelerator.backward(loss_of(model, own_batch(i)))
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, range(2))
             assert calls == ["before", "own before", "after", "own after"] * 2, calls
             handle.remove()
             accelerator.backward(loss_of(model, own_batch(2), float("inf")))
@@ -437,11 +418,10 @@ class Wrapped(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_wrapper_without_torchs_constructor(path: str) -> None:
     """It steps where the model is whole, hooks included; where ZeRO partitions it, it is refused by name."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     loss_of(plain, global_batch(0)).backward()
     sgd.step()
     with running(path) as accelerator:
@@ -459,7 +439,7 @@ def test_a_wrapper_without_torchs_constructor(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_gradients_that_the_script_sets(path: str) -> None:
     """`p.grad` set between backward and step is what DDP, one device and stages 0 and 1 step by; else an error.
 
@@ -515,7 +495,7 @@ def test_gradients_that_the_script_sets(path: str) -> None:
         raised(LoopError, by=optimizer.step)  # no backward has told of them
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_an_optimizer_that_is_made_later(path: str) -> None:
     """Of the prepared model's parameters, and not prepared: under ZeRO it would step by partial gradients, or none."""
     with running(path) as accelerator:
@@ -534,11 +514,9 @@ def test_an_optimizer_that_is_made_later(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths("zero2-one-process", "zero1", "zero2", "zero3", "zero2-cpu", daily=("zero3", "zero2-cpu"))
 def test_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
     """`zero_allow_untested_optimizer: false` is obeyed: an error at the key that names the optimizer."""
-    if not is_zero(path) or path == "zero0":
-        return
     with running(path, deepspeed={"zero_allow_untested_optimizer": False}) as accelerator:
         net = make_net()
         nadam = torch.optim.NAdam(net.parameters())
@@ -549,23 +527,18 @@ def test_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
         accelerator.prepare(net, torch.optim.Adagrad(net.parameters()))
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("zero2-one-process", "zero2", "zero3", daily="zero3")
 def test_a_key_that_the_engine_would_fail_at(path: str) -> None:
     """It is an error at the key, with what to do, before an engine is built."""
-    if path not in ("zero2", "zero3"):
-        return
     with running(path, deepspeed={"checkpoint": {"writer": {"type": "FAST"}}}) as accelerator:
-        net = make_net()
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, sgd = net_and_sgd()
         words = ("checkpoint.writer", "CROSS_SIZE", "save_state()")
         raised(ConfigError, *words, by=lambda: accelerator.prepare(net, sgd))
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("single", "zero3", "zero2-cpu"))
 def test_a_step_that_one_process_leaves_out(path: str) -> None:
     """An error, under DDP at a later backward, since nobody waits for it; where all leave it out, nothing is wrong."""
-    if path in ("zero0", "zero1"):
-        return
     words = (
         ("backwards without a step: 0 on rank 0", "1 on rank 1")
         if path == "ddp"
@@ -589,11 +562,10 @@ def test_a_step_that_one_process_leaves_out(path: str) -> None:
                 raised(LoopError, *words, "accelerator.reduce(loss", by=train)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero0")
+# Every load of weights that are not gathered needs all processes there.
+@on_paths(*without(LOOP, "zero3"), "zero3-gathered", daily=("single", "zero0", "zero2"))
 def test_weights_that_one_process_loads(path: str) -> None:
     """The main process alone goes back to its best weights: an error on all. What it restores in time is no mistake."""
-    if path == "zero3":
-        return  # every load of weights that are not gathered needs all processes there
     for restores in (True, False):
         with running(path) as accelerator:
             net = make_net()
@@ -609,9 +581,7 @@ def test_weights_that_one_process_loads(path: str) -> None:
                         net.load_state_dict(best)
                         if restores:
                             net.load_state_dict(before)
-                    accelerator.backward(loss_of(model, own_batch(step)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(accelerator, model, optimizer, [step])
 
             if restores or accelerator.num_processes == 1:
                 train()
@@ -619,11 +589,9 @@ def test_weights_that_one_process_loads(path: str) -> None:
                 raised(LoopError, "written on some processes only", "is_main_process", by=train)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*without(LOOP, "zero3"), "zero3-gathered", daily=("single", "zero1", "zero2"))
 def test_weights_that_one_process_loads_are_not_saved(path: str) -> None:
     """Each process writes a part of its own copies: the files would hold a mixture."""
-    if path == "zero3":
-        return  # as above
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
@@ -640,11 +608,9 @@ def test_weights_that_one_process_loads_are_not_saved(path: str) -> None:
         assert not Path("a_mixture").exists()
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("zero2-one-process", "zero1", "zero2", daily=("zero1", "zero2"))
 def test_a_parameter_is_replaced_in_the_forward(path: str) -> None:
     """As a codebook that follows an average of its own: at stages 1 and 2 an error of the step that says so."""
-    if path not in ("zero1", "zero2"):
-        return
 
     class Codebook(nn.Module):
         def __init__(self) -> None:
@@ -661,15 +627,12 @@ def test_a_parameter_is_replaced_in_the_forward(path: str) -> None:
         model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
 
         def train() -> None:
-            for step in range(3):
-                accelerator.backward(loss_of(model, own_batch(step)))
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, range(3))
 
         raised(LoopError, "replaced or removed", "Codebook", "register_buffer", by=train)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero2-cpu")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_a_forward_with_other_parameters(path: str) -> None:
     """Those that stage 3 has not partitioned: an error that says so; below, where they compute, nothing is said.
 
@@ -696,9 +659,7 @@ def test_a_forward_with_other_parameters(path: str) -> None:
             net = make_net()
             nn.utils.parametrizations.weight_norm(net[0])
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            accelerator.backward(loss_of(model, own_batch(0)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [0])
 
             def train(change=change, net=net, model=model, accelerator=accelerator) -> None:
                 with accelerator.whole_weights(model):
@@ -709,7 +670,7 @@ def test_a_forward_with_other_parameters(path: str) -> None:
             raised(LoopError, "Sequential", "after prepare()", "copy", by=train)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
     """Each gives its parameters a gradient of its own: it trains as in plain torch, or is an error, in any bucket."""
 
@@ -728,10 +689,7 @@ def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
 
     plain = Repeated()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(plain, global_batch(step)).backward()
-        sgd.step()
-        sgd.zero_grad()
+    take_plain_steps(plain, sgd, range(3))
     for bucket in (10, 100, 1000) if path.startswith("zero3") else (1000,):
         section = {"zero_optimization": {**ZERO[path], "reduce_bucket_size": bucket}} if is_zero(path) else {}
         with running(path, deepspeed=section) as accelerator:
@@ -739,10 +697,7 @@ def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
             model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
             def train(model=model, optimizer=optimizer, accelerator=accelerator) -> None:
-                for step in range(3):
-                    accelerator.backward(loss_of(model, own_batch(step)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, range(3))
 
             if path in ("single", "zero0", "zero1"):
                 train()
@@ -751,11 +706,9 @@ def test_a_layer_in_two_reentrant_checkpoints(path: str) -> None:
                 raised(LoopError, "two gradients in one backward", "use_reentrant=False", by=train)
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths("single", "ddp")
 def test_weights_that_each_process_perturbs(path: str) -> None:
     """Sharpness-aware minimisation by each process's own gradient: no mistake, if the weights are restored."""
-    if path not in ("single", "ddp"):
-        return
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -18,6 +18,8 @@ from paths import (
     own_batch,
     running,
     same,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -50,23 +52,17 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 def _train_plain(build: Callable[[], nn.Module], optimizer_of: Callable[[Any], Any] = _sgd) -> dict[str, Tensor]:
     model = build()
     optimizer = optimizer_of(model)
-    for i in range(3):
-        loss_of(model, global_batch(i)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_plain_steps(model, optimizer, range(3))
     return model.state_dict()
 
 
 def _train(accelerator: Any, model: Any, optimizer_of: Callable[[Any], Any] = _sgd) -> tuple[Any, Any]:
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    for i in range(3):
-        accelerator.backward(loss_of(model, own_batch(i)))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, range(3))
     return model, optimizer
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_tied_and_frozen_weights(path: str) -> None:
     """They train as in plain torch; the frozen layer is bitwise what it was, also where the optimizer holds it."""
 
@@ -100,7 +96,7 @@ class Shapes(nn.Module):
         return self.convolution(x.view(-1, 2, 2, 2)).flatten(1) * self.gain + self.positions[2]
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_parameters_of_any_shape(path: str) -> None:
     """One of no dimension and one that is not contiguous train as in plain torch, keep their shape, and can be set.
 
@@ -116,7 +112,7 @@ def test_parameters_of_any_shape(path: str) -> None:
         assert float(weights(accelerator, model)["gain"]) == 2.0
 
 
-@on_paths("zero1", daily="zero1")
+@on_paths("zero1")
 def test_deepspeed_itself_is_as_it_was(path: str) -> None:
     """What a script builds with DeepSpeed beside ours is DeepSpeed's own."""
     from deepspeed.accelerator import get_accelerator
@@ -154,7 +150,7 @@ def test_linear_layers_are_torchs_after_the_last_engine(path: str) -> None:
     assert gradient_of_another_model().tolist() == [2.0] * 4
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero2-cpu")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_state_dict(path: str) -> None:
     """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
     with running(path) as accelerator:
@@ -171,7 +167,7 @@ def test_state_dict(path: str) -> None:
         assert {t.device.type for t in state.values()} == {"cpu"}
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero0")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero0", "zero3"))
 def test_unwrap_model(path: str) -> None:
     """The user's own object comes back, from the prepared model and from itself; a stranger passes."""
     with running(path) as accelerator:
@@ -182,7 +178,7 @@ def test_unwrap_model(path: str) -> None:
         assert accelerator.unwrap_model(stranger) is stranger
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_attributes_of_the_module(path: str) -> None:
     """What the user's class has, the prepared model has: a configuration, a `generate`; what it has not is an error."""
 
@@ -203,7 +199,7 @@ def test_attributes_of_the_module(path: str) -> None:
         assert not hasattr(model, "sentences")
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero2-cpu")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_evaluation_without_an_optimizer(path: str) -> None:
     """A model that is not trained computes as plain torch does, and its weights come out."""
     with running(path) as accelerator:
@@ -216,7 +212,7 @@ def test_evaluation_without_an_optimizer(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-9)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero0")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero0", "zero3"))
 def test_inference_mode(path: str) -> None:
     """A model evaluated inside `torch.inference_mode`, before training and between backward and step, trains on.
 
@@ -224,10 +220,7 @@ def test_inference_mode(path: str) -> None:
     """
     plain = make_net()
     expected = _sgd(plain)
-    for i in range(4):
-        loss_of(plain, global_batch(i)).backward()
-        expected.step()
-        expected.zero_grad()
+    take_plain_steps(plain, expected, range(4))
     for threshold in (0, 100_000):
         zero = ZERO.get(path, {}) | ({"stage3_param_persistence_threshold": threshold} if path == "zero3" else {})
         with running(path, deepspeed={"zero_optimization": zero} if zero else {}) as accelerator:
@@ -247,7 +240,7 @@ def test_inference_mode(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_a_teacher_beside_a_student(path: str) -> None:
     """Distillation: one model trains against another that is only evaluated; backward needs no `model`."""
     plain, teacher = make_net(), make_net()
@@ -307,7 +300,7 @@ def _train_normed_plainly() -> Normed:
     return model.eval()
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_batch_norm(path: str) -> None:
     """Running statistics are the first process' everywhere, at once, and come out so; so are all persistent buffers.
 
@@ -339,7 +332,7 @@ def test_batch_norm(path: str) -> None:
         assert_near({k: t.float() for k, t in state.items()}, {k: t.float() for k, t in plain.items()}, 1e-5)
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero1")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero1", "zero3"))
 def test_16_bit_weights(path: str) -> None:
     """Under bf16, ZeRO's weights are bf16 and DDP's fp32; integer buffers and inputs keep their type."""
 
@@ -371,7 +364,7 @@ def test_16_bit_weights(path: str) -> None:
         assert set(moved.nonzero().flatten().tolist()) == set(tokens.tolist())
 
 
-@on_paths(*LOOP, "zero3-gathered", daily="zero2-cpu")
+@on_paths(*LOOP, "zero3-gathered", daily=("single", "zero3", "zero2-cpu"))
 def test_a_16_bit_checkpoint(path: str) -> None:
     """A model that comes in bf16, with a frozen layer, trains in fp32 where no mixed precision is asked for."""
 

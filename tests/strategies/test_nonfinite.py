@@ -52,7 +52,7 @@ def _prepared(accelerator: Any, **arguments: Any) -> tuple[Any, Any, Any]:
     return accelerator.prepare(model, sgd, schedule)
 
 
-@on_paths(*ALL, daily=("zero0", "zero2-cpu", "zero3-cpu"))
+@on_paths(*ALL, daily=("ddp", "zero0", "zero2", "zero2-cpu", "zero3-cpu"))
 def test_a_step_that_is_not_finite_is_skipped(path: str) -> None:
     """fp32 and bf16, nan and inf, clipped, measured or neither: weights, momenta and schedule stay; it is said once."""
     for precision in ("no", "bf16"):
@@ -108,7 +108,7 @@ def test_a_process_leaves_out_the_step_that_others_skip(path: str) -> None:
         assert optimizer.applied_steps == 2
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("ddp", "zero0", "zero2"))
 def test_the_run_stops_after_many_skips(path: str) -> None:
     """With a LoopError that names the first parameter whose gradient is not finite, on every process."""
 
@@ -145,7 +145,7 @@ def test_the_run_stops_after_many_skips(path: str) -> None:
             raised(LoopError, "3 steps in a row", "bad.weight", by=step)
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_the_number_of_skips(path: str) -> None:
     """18 in a row by default, as many as the scale of fp16 has halvings, and what the section's numbers make of it."""
     with running(path) as accelerator:
@@ -169,7 +169,7 @@ def test_the_number_of_skips(path: str) -> None:
             raised(LoopError, "3 steps in a row", "The loss scale is 4", by=step)
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", daily=("ddp", "zero2"))
 def test_unchecked_bf16_applies(path: str) -> None:
     """`bf16.check_grad_overflow: false` asks for it: the gradients are applied as they are."""
     section = {"bf16": {"enabled": True, "check_grad_overflow": False}}

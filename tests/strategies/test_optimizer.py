@@ -22,9 +22,12 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import nn
@@ -143,7 +146,7 @@ def groups_of(model: nn.Module, lr: float | None) -> list[dict[str, Any]]:
     return [{"params": first}, {"params": second} | ({} if lr is None else {"lr": lr})]
 
 
-@on_paths("zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("zero2", "zero3", "zero2-cpu", daily="zero2")
 def test_elementwise_optimizers_equal_torch(path: str) -> None:
     """torch's elementwise classes and flags, with groups, train as in plain torch."""
     for label, (name, arguments) in ELEMENTWISE.items():
@@ -151,17 +154,11 @@ def test_elementwise_optimizers_equal_torch(path: str) -> None:
         build = getattr(torch.optim, name)
         plain = make_net()
         expected = build(groups_of(plain, lr), **arguments)
-        for i in range(3):
-            loss_of(plain, global_batch(i)).backward()
-            expected.step()
-            expected.zero_grad()
+        take_plain_steps(plain, expected, range(3))
         with running(path) as accelerator:
             model = make_net()
             model, optimizer = accelerator.prepare(model, build(groups_of(model, lr), **arguments))
-            for i in range(3):
-                accelerator.backward(loss_of(model, own_batch(i)))
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, range(3))
             try:
                 assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
             except AssertionError as error:
@@ -172,10 +169,7 @@ def _trained_plainly(build: Any, arguments: dict[str, Any], own: dict[str, Any])
     plain = make_net()
     first, second = groups_of(plain, 0.003)
     optimizer = build([first, second | own], **arguments)
-    for i in range(3):
-        loss_of(plain, global_batch(i)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_plain_steps(plain, optimizer, range(3))
     return plain.state_dict()
 
 
@@ -197,10 +191,7 @@ def test_every_groups_options_count(path: str) -> None:
                 given = {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]} | arguments
                 optimizer: Any = DummyOptim(groups, **given) if placeholder else build(groups, **arguments)
                 model, optimizer = accelerator.prepare(model, optimizer)
-                for i in range(3):
-                    accelerator.backward(loss_of(model, own_batch(i)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, range(3))
                 runs = type(optimizer.optimizer).__name__
                 try:
                     assert_near(weights(accelerator, model), wanted, 1e-4)
@@ -230,30 +221,23 @@ def test_torchs_own_is_offloaded_where_the_kernel_is_not_wanted(path: str) -> No
                 model = make_net()
                 adam = build(model.parameters(), lr=0.01, weight_decay=0.1)
                 model, optimizer = accelerator.prepare(model, adam)
-                for i in range(3):
-                    accelerator.backward(loss_of(model, own_batch(i)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, range(3))
                 assert type(optimizer.optimizer).__name__ == name
                 plain = make_net()
                 expected = getattr(torch.optim, name.removeprefix("Flat"))(
                     plain.parameters(), lr=0.01, weight_decay=0.1
                 )
-                for i in range(3):
-                    loss_of(plain, global_batch(i)).backward()
-                    expected.step()
-                    expected.zero_grad()
+                take_plain_steps(plain, expected, range(3))
                 assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
             if accelerator.is_main_process:
                 assert "torch's own runs on the CPU, since zero_force_ds_cpu_optimizer is false" in told.getvalue()
     with running(path, deepspeed={"zero_force_ds_cpu_optimizer": True}) as accelerator:
-        model = make_net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         words = ("zero_force_ds_cpu_optimizer", "true", "SGD", "write false")
         raised(ConfigError, *words, by=lambda: accelerator.prepare(model, sgd))
 
 
-@on_paths("zero3-cpu", daily="zero3-cpu")
+@on_paths("zero3-cpu")
 def test_a_part_that_is_not_offloaded_follows_the_schedule(path: str) -> None:
     """With a ratio below 1 DeepSpeed steps the rest by an AdamW of its own, which has every group's present numbers.
 
@@ -291,7 +275,7 @@ def test_a_part_that_is_not_offloaded_follows_the_schedule(path: str) -> None:
             raised(ConfigError, *words, by=lambda: accelerator.prepare(model, build(model.parameters(), lr=0.1)))  # noqa: B023
 
 
-@on_paths("zero1", "zero2", "zero3", "zero2-cpu", daily="zero1")
+@on_paths("zero1", "zero2", "zero3", "zero2-cpu", daily=("zero1", "zero2"))
 def test_an_own_optimizer_is_tried(path: str) -> None:
     """A user's elementwise class runs, also with a learning rate of 0 or with arguments that only a group has."""
     for lr in (1e-2, 0.0):
@@ -304,7 +288,7 @@ def test_an_own_optimizer_is_tried(path: str) -> None:
             assert type(optimizer.optimizer) is Elementwise
 
 
-@on_paths("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily="zero3-cpu")
+@on_paths("zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily=("zero2", "zero3-cpu"))
 def test_an_optimizer_that_counts_its_steps(path: str) -> None:
     """A step counts once in groups, attributes and names of `state`, though DeepSpeed takes it in parts.
 
@@ -312,19 +296,13 @@ def test_an_optimizer_that_counts_its_steps(path: str) -> None:
     """
     plain = make_net()
     expected = Counting(groups_of(plain, 0.1), lr=0.3)
-    for i in range(4):
-        loss_of(plain, global_batch(i)).backward()
-        expected.step()
-        expected.zero_grad()
+    take_plain_steps(plain, expected, range(4))
     zero = (ZERO | FURTHER)[path] | ({"sub_group_size": 20} if "3" in path else {})
     with running(path, deepspeed={"zero_optimization": zero}) as accelerator:
         model = make_net()
         counting = Counting(groups_of(model, 0.1), lr=0.3)
         model, optimizer = accelerator.prepare(model, counting)
-        for i in range(4):
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(accelerator, model, optimizer, range(4))
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
         assert [group["steps"] for group in optimizer.param_groups] == [4, 4]
         assert (counting.steps, int(counting.state["steps"])) == (4, 4)
@@ -335,7 +313,7 @@ def test_an_optimizer_that_counts_its_steps(path: str) -> None:
         raised(ConfigError, "CountingParts", "number of calls", by=lambda: accelerator.prepare(model, parts))
 
 
-@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily="zero1")
+@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", daily=("ddp", "zero1", "zero2"))
 def test_states_of_the_scripts_own_optimizer(path: str) -> None:
     """A script that halves momentum in the optimizer as it was before `prepare` halves that of the one that runs."""
 
@@ -362,7 +340,7 @@ def test_states_of_the_scripts_own_optimizer(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-4)
 
 
-@on_paths("zero1", "zero2", "zero3", "zero2-cpu", daily="zero1")
+@on_paths("zero1", "zero2", "zero3", "zero2-cpu", daily=("zero1", "zero2"))
 def test_groups_that_are_not_stepped(path: str) -> None:
     """An empty group that a scheduler has a rate for, or at stages 1 and 2 a frozen one: an error that says which."""
     for frozen in (False, True):
@@ -406,7 +384,7 @@ class TwoWeights(Optimizer):
                 p -= group["lr"] * p.grad
 
 
-@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_an_optimizer_with_weights_to_evaluate(path: str) -> None:
     """Where it steps the model's own parameters they are switched; where it steps partitions that is an error.
 
@@ -426,7 +404,7 @@ def test_an_optimizer_with_weights_to_evaluate(path: str) -> None:
             assert_near(weights(accelerator, model), {name: 0.5 * w for name, w in before.items()}, 1e-6)
 
 
-@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_what_is_not_elementwise(path: str) -> None:
     """Refused by name at stage 1 and above, however small its steps; trained below, and where the user insists."""
 
@@ -601,7 +579,7 @@ TRAINED: dict[str, Any] = {
 }
 
 
-@on_paths("zero1", "zero2", "zero3", daily="zero1")
+@on_paths("zero1", "zero2", "zero3", daily="zero3")
 def test_what_the_trial_sees(path: str) -> None:
     """Rules for some shapes, norms, steps, parameters and attributes are refused; what has none of them trains.
 
@@ -621,17 +599,11 @@ def test_what_the_trial_sees(path: str) -> None:
     for label, build in TRAINED.items():
         plain = _wider_net()
         expected = build(plain)
-        for i in range(3):
-            loss_of(plain, global_batch(i)).backward()
-            expected.step()
-            expected.zero_grad()
+        take_plain_steps(plain, expected, range(3))
         with running(path) as accelerator:
             model = _wider_net()
             model, optimizer = accelerator.prepare(model, build(model))
-            for i in range(3):
-                accelerator.backward(loss_of(model, own_batch(i)))
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, range(3))
             try:
                 assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
                 assert optimizer.optimizer.calls == expected.calls
@@ -639,7 +611,7 @@ def test_what_the_trial_sees(path: str) -> None:
                 raise AssertionError(f"{label}: {error}") from error
 
 
-@on_paths("zero2-cpu", daily="zero2-cpu")
+@on_paths("zero2-cpu")
 def test_deepspeeds_own_classes_run(path: str) -> None:
     """A DeepSpeed optimizer that the user built is taken as it is, with its arguments, and trains as torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -647,17 +619,11 @@ def test_deepspeeds_own_classes_run(path: str) -> None:
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
     plain = make_net()
     adam = torch.optim.AdamW(plain.parameters(), **arguments)
-    for step in range(3):
-        loss_of(plain, global_batch(step)).backward()
-        adam.step()
-        adam.zero_grad()
+    take_plain_steps(plain, adam, range(3))
     with running(path) as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, DeepSpeedCPUAdam(model.parameters(), **arguments))
-        for step in range(3):
-            accelerator.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(accelerator, model, optimizer, range(3))
         assert type(optimizer.optimizer) is DeepSpeedCPUAdam
         assert_near(weights(accelerator, model), plain.state_dict())
 
@@ -667,12 +633,11 @@ def test_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
     """Refused with bf16 as the way out, wherever fp16 was written, before an engine exists."""
     for config, arguments in (({"fp16": {"enabled": True}}, {}), ({}, {"mixed_precision": "fp16"})):
         with running("zero2", deepspeed=config, **arguments) as accelerator:
-            model = make_net()
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, sgd = net_and_sgd()
             raised(ConfigError, "fp16", "cpu", "bf16", by=lambda: accelerator.prepare(model, sgd))  # noqa: B023
 
 
-@on_paths("zero2-cpu", daily="zero2-cpu")
+@on_paths("zero2-cpu")
 def test_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs(path: str) -> None:
     """foreach, fused: DeepSpeed's constructor would not take them; its kernel steps, and a line says so."""
     for option in ("foreach", "fused"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 
-import torch
 from on_paths import LOOP, on_paths
-from paths import loss_of, make_net, own_batch, running
+from paths import loss_of, net_and_sgd, own_batch, running
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_the_output_is_the_scripts(path: str) -> None:
     """Nothing goes to stdout, in bf16 neither; every line on stderr says who speaks."""
     for precision in ("no", "bf16"):
@@ -20,8 +19,7 @@ def test_the_output_is_the_scripts(path: str) -> None:
             contextlib.redirect_stderr(said),
             running(path, mixed_precision=precision) as accelerator,
         ):
-            model = make_net()
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            model, optimizer = accelerator.prepare(*net_and_sgd())
             accelerator.backward(loss_of(model, own_batch(0)))
             optimizer.step()
         assert printed.getvalue() == ""

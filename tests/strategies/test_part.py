@@ -20,6 +20,7 @@ from paths import (
     raised,
     running,
     same,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_an_optimizer_of_the_head(path: str) -> None:
     """It trains as in plain torch; its norm is its parameters', given alone or with all; nothing piles up elsewhere."""
     plain = make_net()
@@ -58,7 +59,7 @@ def test_an_optimizer_of_the_head(path: str) -> None:
     assert said.getvalue().count(told) == accelerator.is_main_process
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_a_group_joins_later(path: str) -> None:
     """Layers thawed one after another: they train from then on; frozen ones, and any under ZeRO, are refused."""
     plain = make_net()
@@ -80,9 +81,7 @@ def test_a_group_joins_later(path: str) -> None:
                     return
                 optimizer.add_param_group(group)
                 raised(LoopError, "frozen", by=lambda group=group: optimizer.add_param_group(group))
-            accelerator.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [step])
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
         frozen = make_net()
         frozen[0].requires_grad_(False)
@@ -107,7 +106,7 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_schedules_that_were_not_prepared(path: str) -> None:
     """Whether another library's or torch's, passed to `prepare` or not: it drives the optimizer that runs."""
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
@@ -128,7 +127,7 @@ def test_schedules_that_were_not_prepared(path: str) -> None:
                 assert [group["lr"] for group in optimizer.param_groups] == [0.025]
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_a_loss_of_something_else(path: str) -> None:
     """SAC's temperature: a loss of a plain tensor leaves the model alone, and the tensor gets its gradient."""
     with running(path) as accelerator:
@@ -136,9 +135,7 @@ def test_a_loss_of_something_else(path: str) -> None:
         model, optimizer = accelerator.prepare(model, _sgd(model.parameters()))
         temperature = torch.ones(1, requires_grad=True)
         for step in range(3):
-            accelerator.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [step])
             before = weights(accelerator, model)
             accelerator.backward((3 * temperature).sum())
             assert temperature.grad is not None
@@ -154,7 +151,7 @@ def test_a_loss_of_something_else(path: str) -> None:
             assert not same(weights(accelerator, model), before)
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_a_tensor_that_is_trained_beside_a_model(path: str) -> None:
     """SAC's temperature with its own optimizer: refused where the processes have trained it apart, and only there."""
     world = dist.get_world_size()
@@ -211,7 +208,7 @@ def test_a_scaled_loss_of_something_else(path: str) -> None:
         raised(LoopError, "loss scale", "loss.backward()", by=lambda: accelerator.backward((3 * temperature).sum()))
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_the_given_optimizer_does_not_step(path: str) -> None:
     """It would apply gradients that are scaled, incomplete or not there; after the training it steps again."""
     for kind in (torch.optim.SGD, torch.optim.AdamW):
@@ -229,7 +226,7 @@ def test_the_given_optimizer_does_not_step(path: str) -> None:
         given.step()
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_a_direct_backward_inside_a_window(path: str) -> None:
     """`loss.backward()` between two micro-batches is seen as well as before the first."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -239,7 +236,7 @@ def test_a_direct_backward_inside_a_window(path: str) -> None:
         raised(LoopError, "accelerator.backward(loss)", by=lambda: loss_of(model, own_batch(1)).backward())
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_zero_grad_of_the_model(path: str) -> None:
     """`model.zero_grad()` does what the optimizer's does: in a window nothing, after a backward it drops."""
     plain = make_net()
@@ -266,7 +263,7 @@ def test_zero_grad_of_the_model(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*ALL, daily="zero0")
+@on_paths(*ALL, daily=("single", "zero0", "zero3"))
 def test_weights_of_a_process(path: str) -> None:
     """After all of that the processes hold the same."""
     with running(path) as accelerator:

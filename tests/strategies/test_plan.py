@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from on_paths import in_processes
@@ -36,7 +37,7 @@ SMALL = {
     "overlap_comm": False,
 }
 LITTLE = 2300 * 2**20  # of host memory: what two processes take, and nothing offloaded
-WAYS = {(1, "none", "none"), (2, "none", "none"), (3, "none", "none"), (3, "cpu", "cpu")}
+WAYS = ((1, "none", "none"), (2, "none", "none"), (3, "none", "none"), (3, "cpu", "cpu"))
 
 
 def make_model() -> nn.Module:
@@ -87,38 +88,40 @@ def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Acc
 
 
 @in_processes(2)
-def test_memory_forces_every_choice(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "params"),
+    [way if way == WAYS[-1] else pytest.param(*way, marks=pytest.mark.campaign) for way in WAYS],
+)
+def test_memory_forces_every_choice(stage: int, optimizer: str, params: str) -> None:
     """With just the memory of one way, that way is chosen of all that auto.yaml leaves open, and trains."""
-    needs: dict[tuple[Any, str, str], tuple[int, int]] = {}
-    for candidate in plan_with_room(WORLD).table:
-        setup, found = candidate.setup, candidate.footprint
-        if setup.ratio == 1.0 and (setup.stage, setup.offload_optimizer, setup.offload_param) in WAYS:
-            way = (setup.stage, setup.offload_optimizer, setup.offload_param)
-            needs[way] = (found.device_bytes, found.host_bytes)
-    assert needs.keys() == WAYS
-    for way, (device, host) in needs.items():
-        just = int(device / (1 - MARGIN)) + 2**16
-        beside = LITTLE if way[1] == "none" else int(host / (1 - MARGIN)) + 2**22
-        accelerator, (model, optimizer, loader, scheduler) = prepare(WORLD, just, beside)
-        resolved = accelerator.resolved
-        assert resolved is not None
-        chosen = (resolved.zero_stage, resolved.offload_device("optimizer"), resolved.offload_device("param"))
-        assert chosen == way, (chosen, way)
-        assert accelerator._run.strategy.partitions_parameters is (way[0] == 3)
-        assert "auto" not in str(resolved.deepspeed_config()["zero_optimization"])
-        for key in ("stage", "offload_optimizer.device", "offload_param.device"):
-            entry = resolved.tree.get("zero_optimization", *key.split("."))
-            assert entry is not None
-            assert "by the plan" in entry.origin.reason
-        before = weights(accelerator, model)["10.weight"]
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        assert not torch.equal(weights(accelerator, model)["10.weight"], before)
-        accelerator.end_training()
+    way = (stage, optimizer, params)
+    (found,) = (
+        candidate.footprint
+        for candidate in plan_with_room(WORLD).table
+        if candidate.setup.ratio == 1.0
+        and way == (candidate.setup.stage, candidate.setup.offload_optimizer, candidate.setup.offload_param)
+    )
+    just = int(found.device_bytes / (1 - MARGIN)) + 2**16
+    beside = LITTLE if optimizer == "none" else int(found.host_bytes / (1 - MARGIN)) + 2**22
+    accelerator, (model, stepping, loader, scheduler) = prepare(WORLD, just, beside)
+    resolved = accelerator.resolved
+    assert resolved is not None
+    assert (resolved.zero_stage, resolved.offload_device("optimizer"), resolved.offload_device("param")) == way
+    assert accelerator._run.strategy.partitions_parameters is (stage == 3)
+    assert "auto" not in str(resolved.deepspeed_config()["zero_optimization"])
+    for key in ("stage", "offload_optimizer.device", "offload_param.device"):
+        entry = resolved.tree.get("zero_optimization", *key.split("."))
+        assert entry is not None
+        assert "by the plan" in entry.origin.reason
+    before = weights(accelerator, model)["10.weight"]
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            stepping.step()
+            scheduler.step()
+            stepping.zero_grad()
+    assert not torch.equal(weights(accelerator, model)["10.weight"], before)
+    accelerator.end_training()
 
 
 @in_processes(2)

@@ -17,6 +17,7 @@ from paths import (
     own_batch,
     raised,
     running,
+    take_plain_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class Echo(nn.Module):
         return {"y": y, "list": [y[:1], tokens], "mask": nested["mask"], "flag": flag, "sum": tokens.sum()}
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("ddp", "zero1", "zero2"))
 def test_types_in_and_out(path: str) -> None:
     """Nested and keyword inputs come in the type of computation, integers and booleans never change; fp32 comes out."""
     computed = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,7 +116,7 @@ class Wide(nn.Module):
         return out
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero2"))
 def test_wide_types(path: str) -> None:
     """float64 and complex parameters train as in plain torch, or are refused where an engine would cut them."""
     for dtype in (torch.float64, torch.complex64):
@@ -134,14 +135,12 @@ def test_wide_types(path: str) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 100.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                loss_of(plain, global_batch(step)).backward()
-                by_hand.step()
-                by_hand.zero_grad()
+                take_plain_steps(plain, by_hand, [step])
             assert torch.allclose(net.wide, plain.wide, rtol=1e-5)
             assert net.wide.dtype == dtype
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_gradients_written_after_clipping(path: str) -> None:
     """Are what the step applies, as in plain torch; from stage 1 on there are none to write to."""
     with running(path) as accelerator:
@@ -176,7 +175,7 @@ class Table(nn.Module):
         return self.out(x + self.table)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("ddp", "zero2-cpu"))
 def test_floating_buffers(path: str) -> None:
     """Positions, running statistics, spectral norms: trained under bf16, or refused by name with what to write."""
 

@@ -18,6 +18,7 @@ from paths import (
     is_zero,
     loss_of,
     make_net,
+    net_and_sgd,
     own_batch,
     raised,
     running,
@@ -34,8 +35,7 @@ STEPS = 3
 
 
 def _unprepared() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, sgd = net_and_sgd(momentum=0.9)
     return model, sgd, LambdaLR(sgd, lambda step: 0.5**step)
 
 
@@ -59,7 +59,7 @@ def _train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any) 
     assert_near(weights(accelerator, model), _plain())
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_model_comes_last(path: str) -> None:
     """Optimizer and schedule wait for it, in either order; the schedule may be built on what `prepare` returned."""
     for order in ("optimizer first", "schedule first", "on the prepared"):
@@ -81,7 +81,7 @@ def test_the_model_comes_last(path: str) -> None:
             _train(accelerator, model, optimizer, schedule)
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths(*LOOP, daily=("single", "zero0", "zero3"))
 def test_the_model_comes_first(path: str) -> None:
     """Its optimizer joins it in a later call; under ZeRO both are partitioned at once, and the message says so."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
@@ -103,11 +103,9 @@ def test_the_model_comes_first(path: str) -> None:
     )
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_what_cannot_join(path: str) -> None:
     """Weights that were frozen, or that DDP would have to train in 16 bits, have to be known at once."""
-    if is_zero(path):
-        return
     with running(path) as accelerator:
         model = make_net()
         first = model[0].requires_grad_(False)
@@ -130,7 +128,7 @@ def test_what_cannot_join(path: str) -> None:
         assert accelerator.verify_device_map(judge) is True
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_an_optimizer_without_its_model(path: str) -> None:
     """On one device it trains a model that stays as it is; elsewhere that would be another training than it seems."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -156,7 +154,7 @@ def test_an_optimizer_without_its_model(path: str) -> None:
         assert_near(model.state_dict(), plain.state_dict())
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_a_schedule_of_another_optimizer(path: str) -> None:
     """Beside a model it is an error; alone it waits, and the first backward says that nothing came."""
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
@@ -166,14 +164,13 @@ def test_a_schedule_of_another_optimizer(path: str) -> None:
         accelerator.free_memory()
         model, _, schedule = _unprepared()
         accelerator.prepare(schedule)
-        model = make_net()
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, _ = accelerator.prepare(*net_and_sgd())
         for i in range(2):
             accelerator.backward(loss_of(model, own_batch(i)))
     assert said.getvalue().count("the SGD and its scheduler were prepared, but") == accelerator.is_main_process
 
 
-@on_paths(*LOOP, daily="zero1")
+@on_paths(*LOOP, daily=("single", "zero1", "zero3"))
 def test_memory_is_freed(path: str) -> None:
     """After `free_memory` nothing is prepared, nothing keeps the model, and the next one trains as the first."""
     with running(path) as accelerator:
@@ -199,14 +196,12 @@ def test_memory_is_freed(path: str) -> None:
             assert module() is None
 
 
-@on_paths(*LOOP, daily="zero0")
+@on_paths("single", "ddp")
 def test_gradients_of_a_model_alone(path: str) -> None:
     """Prepared without an optimizer, a model's gradients are there, whole and averaged; inside `no_sync` they are not.
 
     Then the loss of a model that was not prepared runs too, and stays with its process.
     """
-    if is_zero(path):
-        return
     with running(path) as accelerator, redirect_stderr(StringIO()) as said:
         plain = make_net()
         model = accelerator.prepare(copy.deepcopy(plain))
@@ -239,7 +234,7 @@ def _gradients_agree(plain: nn.Module, model: nn.Module) -> bool:
     return all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs if p.grad is not None and q.grad is not None)
 
 
-@on_paths(*LOOP, daily="zero2-cpu")
+@on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_modules_without_parameters(path: str) -> None:
     """A loss that is a module, alone, with buffers, or beside the model, is prepared as any module."""
     weight = torch.tensor([2.0])
@@ -258,7 +253,7 @@ def test_modules_without_parameters(path: str) -> None:
             _train(accelerator, model, sgd, schedule)
 
 
-@on_paths("zero1", daily="zero1")
+@on_paths("zero1")
 def test_a_model_built_for_stage_3_is_refused_below(path: str) -> None:
     """Its parameters are partitions: below stage 3 DeepSpeed would take them for the whole."""
     with running("zero3") as accelerator, accelerator.init_model():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from offloading import prepared, train, wide_net, zero3
 from on_paths import ALL, in_processes, on_paths
-from paths import FURTHER, ZERO, is_zero, listening, loss_of, own_batch, raised, running, same, weights
+from paths import FURTHER, ZERO, is_zero, listening, raised, running, same, take_steps, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -54,10 +54,7 @@ def trained(accelerator: Accelerator, memory_format: torch.memory_format | None 
     net = Net().to(memory_format=memory_format)
     optimizer: Any = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = accelerator.prepare(net, optimizer)
-    for index in range(2):
-        accelerator.backward(loss_of(model, own_batch(index)))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, range(2))
     return model, optimizer
 
 
@@ -86,7 +83,7 @@ def masters_of(accelerator: Accelerator, folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in BUFFERS and "frozen" not in name}
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths(*ALL, daily=("single", "zero1", "zero3"))
 def test_values(path: str, folder: Path) -> None:
     """One file or shards over an older model, every type, the trained ones alone: each is exactly what it has to be."""
     for precision in ("no", "bf16"):
@@ -149,7 +146,7 @@ def test_failure_leaves_the_model(path: str, folder: Path) -> None:
         )
 
 
-@on_paths("zero2-one-process", "ddp", "zero2", "zero3")
+@on_paths("zero2-one-process", "ddp", "zero2", "zero3", daily=("ddp", "zero3"))
 def test_without_a_shared_folder(path: str, folder: Path) -> None:
     """Where a process does not see the folder, the main one writes all, masters too; also after an error there."""
     with running(path, mixed_precision="bf16") as accelerator, pytest.MonkeyPatch.context() as patch:
@@ -189,7 +186,7 @@ def test_what_ranges_do_not_reach(path: str, folder: Path) -> None:
         )
 
 
-@on_paths("zero2-one-process", "zero2", "zero3")
+@on_paths("zero2-one-process", "zero2", "zero3", daily="zero3")
 def test_masters_follow_what_is_written(path: str, folder: Path) -> None:
     """Weights that the script wrote are what `fp32` saves, and what a checkpoint holds, before the next step too."""
     with running(path, mixed_precision="bf16") as accelerator:

@@ -21,6 +21,7 @@ from paths import (
     raised,
     running,
     same,
+    take_steps,
     weights,
 )
 from torch.optim import lr_scheduler
@@ -109,14 +110,14 @@ def _equal(got: tuple[list[Any], Any], wanted: tuple[list[Any], Any]) -> None:
     assert_near(got[1], wanted[1])
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_real_schedules_stay_attached(path: str) -> None:
     """The user's schedule drives the optimizer that runs, also where that replaced the user's (rates and momenta)."""
     for build in (_lambda, _one_cycle, _sequential, _chained):
         _equal(_train(path, build, counts="steps", when="together"), _plain(build))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_schedules_know_the_step_that_runs(path: str) -> None:
     """torch warns of no `step` that was overridden, also where ZeRO steps an optimizer in parts, as it does an SGD."""
     with running(path) as accelerator, warnings.catch_warnings():
@@ -129,14 +130,14 @@ def test_schedules_know_the_step_that_runs(path: str) -> None:
         schedule.step()
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_schedules_on_the_prepared_optimizer(path: str) -> None:
     """A schedule may be built after `prepare`, and prepared or stepped as it is."""
     for when in ("later", "never"):
         _equal(_train(path, _lambda, counts="steps", when=when), _plain(_lambda))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_real_schedules_count_processes(path: str) -> None:
     """Accelerate's counting: W advances per applied step; OneCycleLR stops at its end instead of raising."""
     world = dist.get_world_size()
@@ -144,7 +145,7 @@ def test_real_schedules_count_processes(path: str) -> None:
         _equal(_train(path, build, counts="processes", when="together"), _plain(build, times=world))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_split_batches_count_steps(path: str) -> None:
     """With `split_batches` a real schedule advances once per applied step in both countings."""
     with running(path, counts="processes", split_batches=True) as accelerator:
@@ -157,7 +158,7 @@ def test_split_batches_count_steps(path: str) -> None:
         assert abs(optimizer.param_groups[0]["lr"] - 0.01 * 0.7) < 1e-12
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_plateau(path: str) -> None:
     """ReduceLROnPlateau counts measurements: one per call, with its metric, in both countings, inside a window too."""
     for counts, size in (("steps", 1), ("processes", 1), ("steps", 2)):
@@ -176,7 +177,7 @@ def test_plateau(path: str) -> None:
             assert torch.allclose(torch.tensor(rates), torch.tensor([0.01, 0.01, 0.001, 0.001])), rates
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_plateau_of_each_process_own_loss(path: str) -> None:
     """Refused on every process before a step has used the rates that differ; of the mean loss, or alone, it is not."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -189,9 +190,7 @@ def test_a_plateau_of_each_process_own_loss(path: str) -> None:
 
             def window(step: int, model=model, optimizer=optimizer) -> None:
                 for micro in range(2):
-                    accelerator.backward(loss_of(model, own_batch(2 * step + micro)))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(accelerator, model, optimizer, [2 * step + micro])
 
             for step in range(2):
                 window(step)
@@ -206,7 +205,7 @@ def test_a_plateau_of_each_process_own_loss(path: str) -> None:
                 raised(LoopError, *words, by=lambda window=window: window(3))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_numbers_of_a_group_that_differ(path: str) -> None:
     """What a script sets by hand, whichever number of whichever group, is found at the next step or the one after."""
     cases: list[tuple[str, Any]] = [("lr", 0.1), ("weight_decay", 0.2), ("betas", (0.5, 0.9))]
@@ -242,7 +241,7 @@ def _section(kind: str, **params: Any) -> dict[str, Any]:
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_section_without_a_scheduler_steps_by_itself(path: str) -> None:
     """The configuration's schedule runs, as DeepSpeed steps it, although the loop never asked for it."""
     with running(path, deepspeed={"scheduler": _section("WarmupLR", **_WARMUP)}) as accelerator:
@@ -251,13 +250,11 @@ def test_a_section_without_a_scheduler_steps_by_itself(path: str) -> None:
         rates = []
         for i in range(STEPS):
             rates.append(optimizer.param_groups[0]["lr"])
-            accelerator.backward(loss_of(model, own_batch(i)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [i])
         assert torch.allclose(torch.tensor(rates), 0.01 * torch.tensor([0, 0, 0.25, 0.5, 0.75])), rates
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_placeholder_schedules_count(path: str) -> None:
     """DummyScheduler's numbers are optimizer steps, or are divided by the processes; typed numbers are steps always."""
     world = dist.get_world_size()
@@ -283,7 +280,7 @@ def test_placeholder_schedules_count(path: str) -> None:
                     assert abs(optimizer.param_groups[0]["lr"] - 0.0025) < 1e-9
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_a_placeholder_with_a_callable(path: str) -> None:
     """`lr_scheduler_callable` gets the optimizer that runs, and its schedule is driven by the prepared scheduler."""
     with running(path) as accelerator:
@@ -299,7 +296,7 @@ def test_a_placeholder_with_a_callable(path: str) -> None:
         assert schedule.scheduler.optimizer is optimizer.optimizer
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_schedule_waits_for_the_window(path: str) -> None:
     """`scheduler.step()` in every micro-batch advances once per applied step."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -319,7 +316,7 @@ def test_schedule_waits_for_the_window(path: str) -> None:
         assert schedule.scheduler.last_epoch == 7
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_rates_and_lengths_are_told(path: str) -> None:
     """At start the rates and both countings' ends; where schedule and loop differ in length, one line with both."""
     world, first, wrong = dist.get_world_size(), dist.get_rank() == 0, list[str]()
@@ -363,7 +360,7 @@ def test_rates_and_lengths_are_told(path: str) -> None:
     assert not wrong, wrong[0]  # in the end, since the other processes find nothing wrong
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily="zero2-cpu")
+@on_paths("single", "zero2-one-process", "ddp", "zero2", "zero3", "zero2-cpu", daily=("ddp", "zero2-cpu"))
 def test_lengths_in_the_other_counting_are_told(path: str) -> None:
     """A length that is whole epochs of the loader as the other counting has it is warned of, by both lengths and key.
 

@@ -15,10 +15,10 @@ from paths import (
     assert_near,
     global_batch,
     listening,
-    loss_of,
-    own_batch,
     raised,
     running,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -63,19 +63,13 @@ def _by_shape(net: nn.Module) -> Groups:
 def _plain() -> dict[str, Tensor]:
     net = _build()
     optimizer = torch.optim.SGD(_by_shape(net), lr=0.1)
-    for index in range(3):
-        loss_of(net, global_batch(index)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_plain_steps(net, optimizer, range(3))
     return net.state_dict()
 
 
 def _train(accelerator: Any, net: nn.Module, groups: Groups) -> Any:
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(groups, lr=0.1))
-    for index in range(3):
-        accelerator.backward(loss_of(model, own_batch(index)))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, range(3))
     return model
 
 
@@ -112,7 +106,7 @@ class Constructed(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
 
-@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily="zero3-cpu")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered")
 def test_constructors(path: str) -> None:
     """One that initializes, copies, reads or counts the parameters of its submodules gives the same model partitioned.
 
@@ -136,7 +130,7 @@ def _refusing(net: nn.Module) -> list[int]:
     return [sum(isinstance(hook, OwnHook) for hook in part._forward_pre_hooks.values()) for part in net.modules()]
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_groups_by_shape(path: str) -> None:
     """Built inside `whole_weights` they are those of plain torch; built outside, at stage 3, they are an error.
 
@@ -164,7 +158,7 @@ def test_groups_by_shape(path: str) -> None:
         assert_near(weights(accelerator, _train(accelerator, net, groups)), _plain())
 
 
-@on_paths("ddp", "zero2", "zero3", "zero3-gathered")
+@on_paths("ddp", "zero2", "zero3", "zero3-gathered", daily=("ddp", "zero3"))
 def test_an_empty_group_with_another_learning_rate_is_warned_of(path: str) -> None:
     """At stage 3, where shapes have split the groups of a partitioned model; groups by names train without a word."""
     for by_shape in (True, False):
@@ -180,7 +174,7 @@ def test_an_empty_group_with_another_learning_rate_is_warned_of(path: str) -> No
         assert warned == (by_shape and path.startswith("zero3") and accelerator.is_main_process)
 
 
-@on_paths("ddp", "zero2", "zero3", "zero3-cpu", "zero3-gathered", daily="zero3-cpu")
+@on_paths("ddp", "zero2", "zero3", "zero3-cpu", "zero3-gathered", daily=("ddp", "zero3", "zero3-cpu"))
 def test_a_model_that_is_not_prepared(path: str, folder: Path) -> None:
     """At stage 3 a forward of it, or of a part, says to prepare it; inside `whole_weights`, and prepared, it computes.
 
@@ -211,7 +205,7 @@ def test_a_model_that_is_not_prepared(path: str, folder: Path) -> None:
             assert torch.allclose(accelerator.prepare(net)(x), wanted, atol=1e-6)
 
 
-@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily="zero3-cpu")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered")
 def test_hooks_do_not_add_up(path: str) -> None:
     """However often a model is prepared and freed, each part has one hook that refuses forwards, prepared none."""
     with running(path) as accelerator:

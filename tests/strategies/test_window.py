@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from on_paths import on_paths
-from paths import assert_near, global_batch, loss_of, make_net, raised, running, weights
+from paths import assert_near, global_batch, loss_of, make_net, net_and_sgd, raised, running, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
@@ -31,11 +31,10 @@ def cycled(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
     """Windows end with the long one's epochs: the weights are plain torch's, with windows of two, two and one."""
-    plain = make_net()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain, sgd = net_and_sgd()
     others = cycled(batches_of(SHORT, 20))
     for _ in range(2):
         batches = batches_of(LONG, 0)
@@ -69,7 +68,7 @@ def test_a_short_loader_that_is_cycled_beside_a_long_one(path: str) -> None:
         assert_near(weights(accelerator, model), dict(plain.state_dict()))
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", daily=("ddp", "zero1", "zero2"))
 def test_two_losses_of_a_batch_by_hand(path: str) -> None:
     """With accumulation the second backward is an error, on every process; under accumulate() both make one batch."""
     with running(path, gradient_accumulation_steps=STEPS) as accelerator:
@@ -97,12 +96,11 @@ def test_two_losses_of_a_batch_by_hand(path: str) -> None:
             break
 
 
-@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", "zero3", daily="zero1")
+@on_paths("single", "zero2-one-process", "ddp", "zero1", "zero2", "zero3", daily=("ddp", "zero1", "zero2"))
 def test_a_window_that_is_dropped_at_its_end(path: str) -> None:
     """`zero_grad()` in place of a window's step, after its last backward, drops the window in `accumulate()` too."""
     for steps in (1, 2):
-        plain = make_net()
-        sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        plain, sgd = net_and_sgd(momentum=0.9)
         batches = batches_of(6, 0)
         for number in range(0, 6, steps):
             for batch in batches[number : number + steps]:
@@ -111,8 +109,7 @@ def test_a_window_that_is_dropped_at_its_end(path: str) -> None:
                 sgd.step()
             sgd.zero_grad()
         with running(path, gradient_accumulation_steps=steps) as accelerator:
-            model = make_net()
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model, sgd = net_and_sgd(momentum=0.9)
             model, optimizer, loader = accelerator.prepare(model, sgd, loader_of(accelerator, 6, 0))
             for number, batch in enumerate(loader):
                 with accelerator.accumulate(model):

@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_paths import ALL, on_paths
+from on_paths import ALL, ENGINE, on_paths
 from paths import (
     FURTHER,
     ZERO,
     assert_near,
     global_batch,
-    is_zero,
     loss_of,
     make_net,
     own_batch,
     raised,
     running,
     same,
+    take_plain_steps,
+    take_steps,
     weights,
 )
 from safetensors.torch import load_file
@@ -54,9 +55,7 @@ def _plain(write: Write) -> dict[str, Tensor]:
     model = make_net()
     sgd = _sgd(model)
     for step in range(4):
-        loss_of(model, global_batch(step)).backward()
-        sgd.step()
-        sgd.zero_grad()
+        take_plain_steps(model, sgd, [step])
         if step == 1:
             write(model)
     return model.state_dict()
@@ -67,15 +66,13 @@ def _trained(path: str, precision: str, write: Callable[[Any, Any], None]) -> di
         model = make_net()
         model, optimizer = accelerator.prepare(model, _sgd(model))
         for step in range(4):
-            accelerator.backward(loss_of(model, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, model, optimizer, [step])
             if step == 1:
                 write(accelerator, model)
         return weights(accelerator, model)
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero1-cpu"))
 def test_loaded_weights(path: str) -> None:
     """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context.
 
@@ -105,11 +102,9 @@ def test_loaded_weights(path: str) -> None:
     assert_near(_trained(path, "no", load_part), _plain(zero_part), 1e-5)
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_loaded_weights_that_stay_gathered(path: str) -> None:
     """At stage 3 `load_state_dict` counts for small weights, which DeepSpeed leaves gathered; trained or not."""
-    if not path.startswith("zero3"):
-        return
     section = {key: value for key, value in (ZERO | FURTHER)[path].items() if "persistence" not in key}
     for precision in ("no", "bf16"):
         with running(path, mixed_precision=precision, deepspeed={"zero_optimization": section}) as accelerator:
@@ -117,9 +112,7 @@ def test_loaded_weights_that_stay_gathered(path: str) -> None:
             model, teacher = make_net(), make_net().requires_grad_(False)
             model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
             for step in range(4):
-                accelerator.backward(loss_of(model, own_batch(step)))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, [step])
                 teacher(own_batch(step)[0])  # gathers its weights, which then stay
                 if step == 1:
                     _load(model)
@@ -131,7 +124,7 @@ def test_loaded_weights_that_stay_gathered(path: str) -> None:
             assert_near(weights(accelerator, teacher), loaded.state_dict(), near)
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_clamped_weights(path: str) -> None:
     """WGAN's clipping of weights, in the context."""
 
@@ -143,7 +136,7 @@ def test_clamped_weights(path: str) -> None:
         assert_near(_trained(path, precision, clamp), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_read_weights(path: str) -> None:
     """Reading in the context, as an average outside the model does, changes nothing; nor does loading what is there."""
 
@@ -157,7 +150,7 @@ def test_read_weights(path: str) -> None:
         assert same(_trained(path, precision, read), undisturbed), precision
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero3-cpu"))
 def test_weights_written_outside(path: str) -> None:
     """What a script writes into the weights under `no_grad` counts; at stage 3 it is an error that says how.
 
@@ -190,14 +183,14 @@ def test_weights_written_outside(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths(
+    "zero2-one-process", "zero1", "zero2", "zero2-cpu", "zero1-cpu", "zero3-gathered", daily=("zero2", "zero1-cpu")
+)
 def test_weights_written_past_autograd(path: str) -> None:
     """Through `p.data`, outside the context: it is said once, and never of a loop that writes nothing.
 
     At stage 3 for weights that are gathered; others are empty, and nothing of it can be seen.
     """
-    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
-        return
     for precision in ("no", "bf16"):
         for write, times in ((lambda _, model: _clamp(model), 1), (lambda *_: None, 0)):
             with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -205,14 +198,14 @@ def test_weights_written_past_autograd(path: str) -> None:
             assert said.getvalue().count("through p.data") == times
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths(
+    "zero2-one-process", "zero1", "zero2", "zero2-cpu", "zero1-cpu", "zero3-gathered", daily=("zero2", "zero1-cpu")
+)
 def test_weights_that_are_replaced(path: str) -> None:
     """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 it is an error of the next step.
 
     At stage 3 gathered weights get their values back, which is said as of other writes.
     """
-    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
-        return
 
     def replace(_: Any, model: Any) -> None:
         for p in model.parameters():
@@ -227,11 +220,9 @@ def test_weights_that_are_replaced(path: str) -> None:
         raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, replace))  # noqa: B023
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ENGINE, daily=("zero3", "zero3-cpu"))
 def test_written_weights_that_are_read(path: str) -> None:
     """Before the next step: they come out as they were written; at stage 3 it is the error of the step."""
-    if not is_zero(path):
-        return
     for read in ("state", "folder"):
         with running(path) as accelerator, tempfile.TemporaryDirectory() as own:
             folder = [own]
@@ -255,11 +246,9 @@ def test_written_weights_that_are_read(path: str) -> None:
                 assert written().eq(0.25).all()
 
 
-@on_paths(*ALL, daily="zero1-cpu")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
     """At stage 3: what one process writes in `GatheredParameters` with a `modifier_rank` counts, trained or not."""
-    if not path.startswith("zero3"):
-        return
 
     def halve(model: nn.Module, *, past_autograd: bool) -> None:
         with torch.no_grad():
@@ -273,9 +262,7 @@ def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
             model, teacher = make_net(), make_net().requires_grad_(False)
             model, optimizer, teacher = accelerator.prepare(model, _sgd(model), teacher)
             for step in range(4):
-                accelerator.backward(loss_of(model, own_batch(step)))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(accelerator, model, optimizer, [step])
                 with torch.no_grad():
                     teacher(own_batch(step)[0])
                 for part in (model, teacher) if step == 1 else ():
@@ -289,11 +276,9 @@ def test_weights_written_in_deepspeeds_own_context(path: str) -> None:
             assert_near(weights(accelerator, teacher), plain.state_dict(), 1e-6)
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths("zero3", "zero3-cpu", "zero3-gathered", daily=("zero3", "zero3-gathered"))
 def test_a_teacher_written_outside(path: str) -> None:
     """Outside the context, at stage 3: an error of its next forward, since no step of it would say so."""
-    if not path.startswith("zero3"):
-        return
     with running(path) as accelerator:
         student, teacher = make_net(), make_net().requires_grad_(False)
         student, _, teacher = accelerator.prepare(student, _sgd(student), teacher)
@@ -306,11 +291,9 @@ def test_a_teacher_written_outside(path: str) -> None:
         raised(LoopError, "0.weight", "whole_weights", by=lambda: teacher(own_batch(0)[0]))
 
 
-@on_paths(*ALL, daily="zero3-cpu")
+@on_paths(*ENGINE, daily=("zero3", "zero3-cpu"))
 def test_masters_beside_written_weights(path: str) -> None:
     """What the script writes in 16 bits takes nothing from the masters of the other weights."""
-    if not is_zero(path):
-        return
     with running(path, mixed_precision="bf16") as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, _sgd(model))
@@ -334,24 +317,20 @@ def _masters(optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_a_mean_teacher(path: str) -> None:
     """A prepared average of a prepared model moves in the context of both."""
     plain, average = make_net(), make_net()
     sgd = _sgd(plain)
     for step in range(2):
-        loss_of(plain, global_batch(step)).backward()
-        sgd.step()
-        sgd.zero_grad()
+        take_plain_steps(plain, sgd, [step])
         for slow, fast in zip(average.parameters(), plain.parameters(), strict=True):
             slow.data.lerp_(fast.data, 0.5)
     with running(path) as accelerator:
         student, teacher = make_net(), make_net().requires_grad_(False)
         student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
         for step in range(2):
-            accelerator.backward(loss_of(student, own_batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(accelerator, student, optimizer, [step])
             with accelerator.whole_weights(student, teacher), torch.no_grad():
                 for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
                     slow.lerp_(fast, 0.5)
@@ -362,7 +341,7 @@ def test_a_mean_teacher(path: str) -> None:
             assert same(bare.state_dict(), make_net().state_dict())
 
 
-@on_paths(*ALL, daily="zero2-cpu")
+@on_paths(*ALL, daily=("single", "zero3", "zero2-cpu"))
 def test_partitions_are_no_weights(path: str) -> None:
     """At stage 3 `state_dict` of the module or a part of it is refused by name, and so is saving its parameters."""
     with running(path) as accelerator:
@@ -379,11 +358,9 @@ def test_partitions_are_no_weights(path: str) -> None:
     assert list(module.state_dict()) == list(make_net().state_dict())
 
 
-@on_paths(*ALL, daily="zero1")
+@on_paths("zero2-one-process", "zero0", "zero1", "zero2", "zero2-cpu", "zero1-cpu", daily=("zero1", "zero2"))
 def test_copies_are_by_themselves(path: str) -> None:
     """A copy's `load_state_dict` is not taken for the model's."""
-    if not is_zero(path) or path.startswith("zero3"):
-        return
     with running(path, mixed_precision="bf16") as accelerator:
         model = make_net()
         model, optimizer = accelerator.prepare(model, _sgd(model))

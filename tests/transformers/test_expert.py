@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_paths import in_processes
+from on_paths import on_paths
 from paths import PAIR, assert_near, global_batch, running, weights
 from torch import Tensor, nn
 
@@ -87,15 +86,13 @@ def _check(path: str, layer: type[nn.Module], **deepspeed: Any) -> None:
         assert_near(weights(accelerator, model), reference.state_dict(), 1e-5)
 
 
-@in_processes(2)
-def test_found_by_structure(folder: Path) -> None:
-    """Experts that only some processes call are gathered and reduced by all, on every path."""
-    for path in PAIR:
-        _check(path, Routed)
+@on_paths(*PAIR, daily=("ddp", "zero3"))
+def test_found_by_structure(path: str) -> None:
+    """Experts that only some processes call are gathered and reduced by all."""
+    _check(path, Routed)
 
 
-@in_processes(2)
-def test_named_in_the_configuration(folder: Path) -> None:
+@on_paths("zero1", "zero2", "zero3", daily="zero2")
+def test_named_in_the_configuration(path: str) -> None:
     """A layer whose names say nothing is cared for when `deepspeed_moe_layer_cls_names` names its class."""
-    for path in ("zero1", "zero2", "zero3"):
-        _check(path, Spread, deepspeed_moe_layer_cls_names="Other,Spread")
+    _check(path, Spread, deepspeed_moe_layer_cls_names="Other,Spread")

