@@ -316,7 +316,7 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     code, output, _ = explain("ds.json", "--accelerator=cpu")
     assert (code, output.splitlines()[0]) == (0, "ds.json: DeepSpeed on 1 × cpu")
-    assert lines(output)["distributed_type"] == ["DEEPSPEED", "rule: a DeepSpeed config by itself requests ZeRO"]
+    assert lines(output)["distributed_type"] == ["DEEPSPEED", "rule: a DeepSpeed config alone requests ZeRO"]
     assert explain("--accelerator=cpu")[1].startswith("no file: single on 1 × cpu\n")
 
 

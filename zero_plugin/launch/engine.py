@@ -357,8 +357,8 @@ def _cut_micro_batch(report: OutOfMemoryReport | None) -> str:
         return ""
     os.environ[CUT_VARIABLE] = str(report.cut)
     return (
-        f" with micro-batch {report.micro_batch}: each of the loader's batches becomes {report.cut}, and accumulation "
-        f"grows by the same factor. {report.headline}"
+        f" with micro-batch {report.micro_batch}: each of the loader's batches is split into {report.cut}, and "
+        f"accumulation grows by the same factor. {report.headline}"
     )
 
 
