@@ -233,7 +233,7 @@ def test_what_deepspeed_would_be_given(explain: Explain) -> None:
     assert "Give --lr." in errors
     code, _, errors = explain("zero3.yaml", "--format=deepspeed", "--set", "distributed_type=MULTI_CPU")
     assert code == 2
-    assert "DeepSpeed would be given nothing" in errors
+    assert "DeepSpeed would get no config" in errors
 
 
 def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:

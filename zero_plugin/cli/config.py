@@ -98,7 +98,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
             "Function of the script to call for each device:", _named, "main"
         )
     compiler = "" if device == "tpu" else ", the compiler"
-    if prompts.confirm(f"Set rare options too: logs, threads, restarts{compiler}?", default=False):
+    if prompts.confirm(f"Set rarer options too: logs, threads, restarts{compiler}?", default=False):
         answers |= _ask_rare(prompts, device)
     ordered = {name: answers[name] for name in keys.LAUNCH if name in answers}
     sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}

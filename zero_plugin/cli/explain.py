@@ -149,7 +149,7 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
     if options.output == "deepspeed" and len(files) > 1:
         raise typer.BadParameter("Name one file.", param_hint="--format deepspeed")
     if options.sequence_length is not None and options.model is None:
-        message = "has an effect only with --model. Add --model FOLDER."
+        message = "it has an effect only with --model. Add --model FOLDER."
         raise typer.BadParameter(message, param_hint="--sequence_length")
     facts, flags = options.facts, typed_flags(ctx)
     if options.diff:

@@ -38,7 +38,7 @@ STEPS: Final = {
     "shared samples": "Report it with the output of `zero-plugin env`, or write sequence_parallel_size: 1.",
     "data loader": "Report it with the output of `zero-plugin env`: every sample must come once.",
     "optimizer step": "Add --mixed_precision no, then --zero_stage 0, to see which part differs; report it.",
-    "checkpoint": "Try another disk (zero-plugin test --folder FOLDER); report it with the output of `zero-plugin env`.",
+    "checkpoint": "Try another disk: zero-plugin test --folder FOLDER; then report it, with `zero-plugin env`.",
     "host and device": "Look at `nvidia-smi -q -d ECC` and `dmesg` for a broken card or slot.",
     "NVMe": "Run `zero-plugin doctor`: it measures the folder, and checks libaio and the op that uses libaio.",
 }
