@@ -293,7 +293,7 @@ def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
     code, _, errors = explain("zero3.yaml", "--model=.")
     assert code == 2
-    assert "--model: . tells no size" in errors
+    assert "--model: the size of . is unknown" in errors
     assert explain("zero3.yaml", "--model=.", "--hidden_size=64")[0] == 0
 
 

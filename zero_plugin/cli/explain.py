@@ -241,7 +241,7 @@ def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | No
     if hidden_size is not None:
         return replace(found or ModelFacts(), hidden_size=hidden_size, hidden_size_reason="--hidden_size")
     if found is not None and found.hidden_size is None and not found.parameters:
-        message = f"the model's size is unknown: {folder} has no hidden size in config.json, and no weights"
+        message = f"the size of {folder} is unknown: config.json has no hidden size, and there are no weights"
         raise ConfigError([Problem("--model", "", message, "Give --hidden_size too.")])
     return found
 
