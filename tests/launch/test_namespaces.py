@@ -183,7 +183,8 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[...,
         assert_trained(output)
     for code, _, errors in done:
         assert code not in (0, None)
-        assert ("failed first" in errors and "cannot be reached any more" in errors) or "the connection to" in errors, errors
+        lost_a_rank = "failed first" in errors and "cannot be reached any more" in errors
+        assert lost_a_rank or "the connection to" in errors, errors
     assert not main.processes()
     assert not other.processes()
 

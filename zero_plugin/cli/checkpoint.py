@@ -168,7 +168,7 @@ def _verify(folder: Path) -> bool:
 
 
 _Dir = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.")]
-_Out = Annotated[Path, typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="Path to write; must not exist without --overwrite.")]
 _Overwrite = Annotated[bool, typer.Option(help="Replace OUT, if it is a checkpoint or a model.")]
 _Shard = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")]
 _Trust = Annotated[bool, typer.Option(help="Build any class that DeepSpeed's files name, which may run any code.")]

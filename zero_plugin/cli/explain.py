@@ -281,7 +281,7 @@ def _still_open(row: Row, where: str) -> Problem:
     return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def print_table(explained: Explained) -> None:

@@ -347,7 +347,7 @@ _Device = Literal["auto", "none", "cpu", "nvme"]
 
 
 _model, _machines = options_of("The model"), options_of("The machines")
-_training, _output = options_of("What is fixed"), options_of("Output")
+_training, _output = options_of("Fixed choices"), options_of("Output")
 _SOURCE: Final = (
     "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "
     "module:function."
