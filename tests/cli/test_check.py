@@ -156,7 +156,7 @@ def test_a_folder_is_searched_for_configurations(check: Check) -> None:
     assert code == 2
     assert report["files"] == [*FILES, "sub/broken.json", "sub/deep/bad.yaml"]
     assert report["skipped"] == ["list.json", "package.json", "train.yml"]
-    assert "skipped, as no configurations: list.json, package.json, train.yml" in check(".")[1]
+    assert "skipped, not configurations: list.json, package.json, train.yml" in check(".")[1]
 
 
 def test_a_folder_without_configurations_is_an_error(check: Check, tmp_path: Path) -> None:

@@ -280,11 +280,11 @@ def test_answers_through_a_pipe(name: str, tmp_path: Path) -> None:
 def test_stage_2_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     """A menu moves by arrow keys; Enter takes what is pointed at, or the default of a line."""
     person = terminal("--config_file", "mine.yaml")
-    person.answer("What does it train on?", "up", "enter")
+    person.answer("Which device trains the model?", "up", "enter")
     person.answer("How many machines?", "enter")
     person.answer("Which GPUs", "enter")
     person.answer("How many processes?", "2", "enter")
-    person.answer("How does it train?", "enter")
+    person.answer("Which strategy?", "enter")
     person.answer("DeepSpeed JSON", "n")
     person.answer("Which ZeRO stage?", "enter")
     person.answer("offload optimizer states?", "down", "enter")
@@ -311,11 +311,11 @@ def test_stage_2_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Pa
 def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     """Stage 3 opens NVMe, weights and saving; the second folder is offered as the first."""
     person = terminal()
-    person.answer("What does it train on?", "up", "enter")
+    person.answer("Which device trains the model?", "up", "enter")
     person.answer("How many machines?", "enter")
     person.answer("Which GPUs", "0,1", "enter")
     person.answer("How many processes? [2]", "enter")
-    person.answer("How does it train?", "enter")
+    person.answer("Which strategy?", "enter")
     person.answer("DeepSpeed JSON", "n")
     person.answer("Which ZeRO stage?", "down", "enter")
     person.answer("offload optimizer states?", "up", "enter")
@@ -326,7 +326,7 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
     person.answer("unpartitioned 16-bit", "enter")
     person.answer("micro-batches", "enter")
     person.answer("clip gradients?", "enter")
-    person.answer("partitioned models?", "enter")
+    person.answer("partitioned models in", "enter")
     person.answer("mixture-of-experts", "n")
     person.answer("Mixed precision?", "down", "enter")
     person.answer("rarer", "enter")
@@ -354,7 +354,7 @@ def test_a_terminal_without_a_cursor_gets_numbered_lists(terminal: Callable[...,
     person = terminal(TERM="dumb")
     person.answer("  2) CPU", "7\n")
     person.answer("Type a number: 1, 2, 3.", "2\n")
-    for question in ("machines?", "processes?", "How does it train?", "Mixed precision?", "rarer"):
+    for question in ("machines?", "processes?", "Which strategy?", "Mixed precision?", "rarer"):
         person.answer(question, "\n")
     assert person.end() == 0
     assert written(tmp_path / "home" / "zero_plugin" / "default_config.yaml")["distributed_type"] == "NO"
@@ -367,7 +367,7 @@ def test_stopping_leaves_nothing(
 ) -> None:
     """Ctrl-C in a menu or a line ends it with 130 and no traceback; no file is there, also no part of one."""
     person = terminal(TERM=term)
-    person.answer("What does it train on?", "enter")
+    person.answer("Which device trains the model?", "enter")
     person.answer("How many machines?", key)
     assert person.end() == code
     assert "Traceback" not in person.shown
@@ -414,7 +414,7 @@ def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
             done = run("--config_file", "mine.yaml", *flags, folder=tmp_path, answers=answers)
             assert done.returncode == 1
             assert "mine.yaml exists. Replace it? [no]" in done.stdout
-            assert "train on" not in done.stdout
+            assert "Which device" not in done.stdout
             assert file.read_text() == "old"
     assert run("--config_file", "mine.yaml", "--default", folder=tmp_path, answers="y\n").returncode == 0
     assert "scheduler_counts" not in written(file)  # a schedule built from the loader before prepare() ends with it

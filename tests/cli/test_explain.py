@@ -233,7 +233,7 @@ def test_what_deepspeed_would_be_given(explain: Explain) -> None:
     assert "Give --lr." in errors
     code, _, errors = explain("zero3.yaml", "--format=deepspeed", "--set", "distributed_type=MULTI_CPU")
     assert code == 2
-    assert "DeepSpeed would be given nothing" in errors
+    assert "DeepSpeed would get no config" in errors
 
 
 def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
     code, _, errors = explain("zero3.yaml", "--model=.")
     assert code == 2
-    assert "--model: . tells no size" in errors
+    assert "--model: the size of . is unknown" in errors
     assert explain("zero3.yaml", "--model=.", "--hidden_size=64")[0] == 0
 
 
@@ -316,7 +316,7 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     code, output, _ = explain("ds.json", "--accelerator=cpu")
     assert (code, output.splitlines()[0]) == (0, "ds.json: DeepSpeed on 1 × cpu")
-    assert lines(output)["distributed_type"] == ["DEEPSPEED", "rule: a DeepSpeed config by itself requests ZeRO"]
+    assert lines(output)["distributed_type"] == ["DEEPSPEED", "rule: a DeepSpeed config alone requests ZeRO"]
     assert explain("--accelerator=cpu")[1].startswith("no file: single on 1 × cpu\n")
 
 

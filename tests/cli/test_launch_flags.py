@@ -69,7 +69,7 @@ def test_launch_flags_after_the_script_are_told(text: str, told: list[str], tmp_
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "after" in line]
     assert lines == [
-        f"warning: {flag} is after {script}, so it is passed to the script, whose text does not hold it. To have "
-        "`launch` read it, write it before the script."
+        f"warning: {flag} is after {script}, so the flag is passed to the script, whose text does not contain the "
+        "flag. If the flag is meant for `launch`, write it before the script."
         for flag in told
     ]

@@ -249,13 +249,13 @@ def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> 
 
 def test_no_optimizer_is_adamw(plan: PlanCommand) -> None:
     """As in a configuration, where an empty type is that one, which is known."""
-    assert "is not known" not in plan(*LLAMA, *NODE, "--optimizer", "")[2]
+    assert "is unknown" not in plan(*LLAMA, *NODE, "--optimizer", "")[2]
 
 
 def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
     """A misspelt name is planned as Adam, aloud; a known one in any case is not mentioned."""
     assert (
-        "optimizer admw is not known: it is assumed to keep 2 tensors, as Adam"
+        "optimizer admw is unknown: assuming that it keeps 2 tensors, as Adam"
         in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
     )
     assert plan(*LLAMA, *NODE, "--optimizer", "LION")[2] == ""
@@ -381,7 +381,7 @@ def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
     assert lines[2].split()[-1] == "speed"
     assert next(line for line in lines if line.startswith("→")).split()[-1] == "1.00"
     assert "samples/s" not in output
-    assert "  which GPU it is nobody says: the order is that of A100-80GB; --gpu names another" in lines
+    assert "  GPU model unknown: the order is for A100-80GB; --gpu names another" in lines
 
 
 def test_the_network_between_machines(plan: PlanCommand) -> None:

@@ -140,7 +140,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 GONE = "offload to NVMe: DeepSpeed could not write or read its files"
 ENDS = {
     ("gone", 1): (1, GONE, "No such file or directory"),
-    ("full", 0): (134, "disk is full to which it offloads"),
+    ("full", 0): (134, "disk that it offloads to is full"),
     ("full", 2): (0,),
 }
 

@@ -67,7 +67,7 @@ def test_what_is_written_wins_but_for_the_rank_in_a_file() -> None:
     filled, said = fill_from_job(asked, SRUN)
     settings = launch_settings(filled)
     assert (settings.machine_rank, settings.main_process_ip, settings.main_process_port) == (1, "10.0.0.1", 5)
-    assert said == ["machine_rank: 0 at c.yaml:1:1 gives way to 1, from SLURM_NODEID"]
+    assert said == ["machine_rank: using 1 from SLURM_NODEID instead of 0 at c.yaml:1:1"]
     filled, said = fill_from_job(document("flag", machine_rank=0), SRUN)
     assert launch_settings(filled).machine_rank == 0
     assert said == []
@@ -104,7 +104,7 @@ def test_in_kubernetes_torchruns_variables_are_read() -> None:
     assert (settings.main_process_ip, settings.main_process_port) == ("job-node-0-0.job", 29400)
     filled, said = fill_from_job(document(num_processes=2), POD)
     assert launch_settings(filled).num_processes == 8
-    assert said == ["num_processes: 2 at c.yaml:1:1 gives way to 8, from PET_NPROC_PER_NODE"]
+    assert said == ["num_processes: using 8 from PET_NPROC_PER_NODE instead of 2 at c.yaml:1:1"]
     assert launch_settings(fill_from_job(document("flag", num_processes=2), POD)[0]).num_processes == 2
     settings = launch_settings(fill_from_job(document(num_processes=2), {**POD, "PET_NPROC_PER_NODE": "auto"})[0])
     assert (settings.num_machines, settings.num_processes) == (2, 2)

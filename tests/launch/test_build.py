@@ -131,7 +131,7 @@ def test_the_network_that_leads_to_machine_0() -> None:
     typed = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}
     assert not set(typed) & set(build(SERVER, typed, **keys).environment)
     assert not set(typed) & set(build(SERVER, typed).environment)
-    assert "on this machine alone" in build(SERVER).environment["NCCL_SOCKET_IFNAME"].reason
+    assert "on this machine only" in build(SERVER).environment["NCCL_SOCKET_IFNAME"].reason
     assert build(SERVER, **{**keys, "rdzv_backend": "c10d"}).rendezvous.local_address == "127.0.0.1"
 
 

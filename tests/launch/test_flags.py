@@ -132,7 +132,7 @@ def test_what_a_json_replaces_is_said() -> None:
     """A file's training part that gives way to the flag's JSON is not dropped without a word."""
     document = document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"})
     (note,) = document.notes
-    assert note.headline == "--deepspeed_config_file: zero.json replaces all that zero.yaml says of training"
+    assert note.headline == "--deepspeed_config_file: zero.json replaces the complete training part of zero.yaml"
     assert note.severity == "note"
     assert (
         document_from_flags(

@@ -142,7 +142,7 @@ def test_the_configuration_wins_over_the_environment_and_says_so() -> None:
     }
     said = overridden(spec.environment, environ)
     assert len(said) == 3
-    assert said[0] == "ACCELERATE_MIXED_PRECISION=fp16, from your environment, gives way to bf16: code"
+    assert said[0] == "Overriding ACCELERATE_MIXED_PRECISION=fp16 from your environment with bf16: code"
     assert overridden(build({"mixed_precision": "bf16"}, SERVER).environment, environ | told(spec)) == []
 
 

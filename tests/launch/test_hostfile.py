@@ -36,7 +36,7 @@ def test_hosts_in_their_order(tmp_path: Path) -> None:
         ("a slots=2\nb\nc slots=x\n", [":2:1: `b` is no host", ":3:1: `c slots=x` is no host"]),
         ("a slots = 2\n", [":1:1: `a slots = 2`"]),
         ("a slots=0\n", [":1:1: a has no slots"]),
-        ("a slots=2\na slots=1\n", [":2:1: a is there already, at", "hosts:1:1"]),
+        ("a slots=2\na slots=1\n", [":2:1: a is listed already, at", "hosts:1:1"]),
     ],
 )
 def test_mistakes_in_a_hostfile(text: str, found: list[str], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> 
     told = [line.partition(": ")[2] for line in output.splitlines() if ": [2.0, " in line]
     expected = '[2.0, ["a b", "$HOME;ls", "\\u00fc"], "my tr\\u00e4in; \\u2192", "{}", "1", "WARN", null]'
     assert sorted(told) == [expected.format(0), expected.format(1)], output
-    assert "not sent to the other machines, since they look secret: HF_TOKEN" in errors
+    assert "not sent to the other machines, because they look secret: HF_TOKEN" in errors
     assert "./.deepspeed_env is not read" in errors
 
 

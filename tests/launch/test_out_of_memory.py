@@ -42,7 +42,7 @@ def test_the_group_starts_again_with_smaller_micro_batches(launch: Launch, tmp_p
     backed_off, started_so = json.loads(done.stdout.splitlines()[-1])
     assert backed_off[0] == 2, done.stderr
     assert backed_off == started_so
-    assert "all workers start again with micro-batch 4, which makes 2 of each of the loader's batches" in done.stderr
+    assert "all workers start again with micro-batch 4: each of the loader's batches is split into 2" in done.stderr
     assert done.stderr.count("CPU memory ran out on rank 1, in the forward, at micro-batch 8") == 1
 
 

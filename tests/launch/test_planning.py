@@ -133,7 +133,7 @@ def test_nothing_to_plan_is_said(model: str) -> None:
     settled = asked(micro_batch=2, stage=2, offload_optimizer={"device": "none"}, offload_param={"device": "none"})
     document, said = plan_launch(settled, model, 2048, gpus=8)
     assert document is settled
-    assert said == [f"--model {model}: nothing is open that a plan would fill"]
+    assert said == [f"--model {model}: a plan has no open field to fill"]
 
 
 def test_the_sequence_length_is_a_count() -> None:

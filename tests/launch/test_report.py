@@ -120,8 +120,8 @@ def test_sigkill_is_explained_as_host_memory() -> None:
 @pytest.mark.parametrize(
     ("kills", "said", "unsaid"),
     [
-        (1, "it counts 1 more such kills", "Another process sent"),
-        (0, "Another process sent it", "fewer processes per machine"),
+        (1, "the kernel counts 1 more such kills", "another process"),
+        (0, "another process, a person", "fewer processes per machine"),
     ],
 )
 def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> None:
@@ -129,7 +129,7 @@ def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> 
     text = describe_failure(FirstFailure(2, -9), memory=Seen(kills), processes={2: 42, 5: 41, 6: 43})
     assert said in text
     assert unsaid not in text
-    assert "0.25 GiB could be had; rank 5 had 3 GiB; rank 2 had 1 GiB." in text
+    assert "0.25 GiB was available; rank 5 had 3 GiB; rank 2 had 1 GiB." in text
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_where_a_rank_was_that_others_waited_for() -> None:
     many = {rank: running_at(stack) for rank in range(1, 8)}
     first = FirstFailure(0, 1, LOST_PEER)
     lines = describe_failure(first, idle=many).splitlines()
-    assert lines[0].startswith("rank 0 waited for another in vain, and failed with exit code 1, on ")
+    assert lines[0].startswith("rank 0 waited for another rank without success, and failed with exit code 1, on ")
     assert lines[1] == "rank 1 was still running at that time, at train.py:85, in main."
     assert lines[-1] == "and 3 more ranks"
     assert "which has failed, hangs" in describe_failure(first)
@@ -224,7 +224,7 @@ def test_the_largest_processes() -> None:
         assert name.startswith("python")
         size = largest_processes(1)[0][0]
         told = describe_failure(FirstFailure(0, -9))
-        assert "The largest of all processes that are still here: " in told
+        assert "The largest processes that are still running: " in told
         assert " has 0.5 GiB" in told or size > 2**29
     finally:
         child.communicate()

@@ -1,6 +1,6 @@
-"""`zero-plugin check`: every problem of configuration files, located; of a folder, of all that are such files.
+"""`zero-plugin check`: every problem of configuration files, located. For a folder, all configuration files in it.
 
-What was found is printed as text, as text with excerpts in colour, as JSON, or as GitHub annotations.
+Prints the problems as text, as text with excerpts in colour, as JSON, or as GitHub annotations.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _STYLES: Final = {"error": "bold red", "warning": "bold yellow", "note": "bold c
 _GITHUB_LEVELS: Final = {"error": "error", "warning": "warning", "note": "notice"}
 _MARKED: Final = re.compile(r'"(?:[^"\\]|\\.)*"?|[^\s:,{}\[\]]+|.')  # a quoted word, a bare one, or one character
 _WIDEST: Final = 100  # characters of a line in an excerpt
-_MOST_SKIPPED: Final = 5  # names of skipped files in a text; JSON has them all
+_MOST_SKIPPED: Final = 5  # names of skipped files in the text; JSON lists all
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        files: the files that were named, in order.
-        skipped: files of folders that are no configurations.
+        files: the checked files, in order.
+        skipped: files of folders that are not configurations.
         problems: errors, warnings and notes, file by file, in reading order.
         contents: the text of files that cannot be read again, by name.
     """
@@ -58,12 +58,12 @@ class Findings:
     contents: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, severity: Severity) -> int:
-        """How many problems are of that severity."""
+        """Count the problems of a severity."""
         return sum(problem.severity == severity for problem in self.problems)
 
     @property
     def summary(self) -> str:
-        """One line: how many files, how many problems of each kind."""
+        """One line with the file, or the number of files, and the number of problems of each severity."""
         subject = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
         counts = [(self.count(severity), severity) for severity in _SEVERITIES]
         found = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in counts if n)
@@ -71,7 +71,7 @@ class Findings:
 
 
 def as_text(findings: Findings) -> str:
-    """A line for each problem and one for what to write, then the summary; never broken, so that it can be searched."""
+    """Return a line for each problem and lines for its fix, then the summary. Lines stay unbroken for searching."""
     lines = []
     for problem in findings.problems:
         lines.append(f"{problem.where}: {problem.severity}: {problem.finding}")
@@ -80,7 +80,7 @@ def as_text(findings: Findings) -> str:
 
 
 def print_excerpts(findings: Findings) -> None:
-    """Print each problem with an excerpt of its line, and a summary at the end, for a terminal."""
+    """Print each problem with an excerpt of its line, then a summary, for a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def print_excerpts(findings: Findings) -> None:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """One object: the files, every problem with its parts, and the counts."""
+    """Return one object: the files, every problem with its parts, and the counts."""
     return {
         "files": findings.files,
         "skipped": findings.skipped,
@@ -117,7 +117,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
 
 
 def as_github(findings: Findings) -> str:
-    """GitHub's workflow commands, which show each problem at its line of the pull request; then the summary."""
+    """Return GitHub's workflow commands, which show each problem at its line of the pull request; then the summary."""
     return "\n".join([*map(_annotation, findings.problems), findings.summary])
 
 
@@ -125,7 +125,7 @@ def _skipped(findings: Findings) -> Iterator[str]:
     if findings.skipped:
         names = list(findings.skipped[:_MOST_SKIPPED])
         more = len(findings.skipped) - len(names)
-        yield f"skipped, as no configurations: {', '.join(names)}{f' and {more} more' if more else ''}"
+        yield f"skipped, not configurations: {', '.join(names)}{f' and {more} more' if more else ''}"
 
 
 def _parts(problem: Problem) -> dict[str, Any]:
@@ -143,13 +143,13 @@ def _annotation(problem: Problem) -> str:
 
 
 def _escaped(text: str, also: str = "") -> str:
-    for character in "%\r\n" + also:  # % first, for the others become %XX
+    for character in "%\r\n" + also:  # % first, because the others become %XX
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
 
 def _excerpt(contents: dict[str, str], file: str, row: int, column: int) -> tuple[str, int, int] | None:
-    """The line, and where in it the word that starts at `column` is: start and length; a long line is cut around it."""
+    """Return the line, and start and length of the word at `column`. A long line is cut around that word."""
     if file not in contents:
         try:
             contents[file] = Path(file).read_text("utf-8-sig", "replace")
@@ -172,7 +172,7 @@ def _excerpt(contents: dict[str, str], file: str, row: int, column: int) -> tupl
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 _OTHERS_CODE: Final = ("node_modules", "site-packages", "__pycache__")
 
-# Keys that no other kind of file has at its top.
+# Keys that only configurations have at the top level.
 _TELLING: Final = (
     ZERO,
     MICRO_BATCH.name,
@@ -181,15 +181,15 @@ _TELLING: Final = (
     "distributed_type",
     STAGE.field,
 )
-_NEAR: Final = 0.9  # likeness from 0 to 1: a slip in a long word, not merely a word that begins alike
-_MOST_KEYS: Final = 50  # looked at in a file; a configuration has fewer
+_NEAR: Final = 0.9  # similarity from 0 to 1: accepts a typing error in a long word, not just a common beginning
+_MOST_KEYS: Final = 50  # keys to look at in a file; a configuration has fewer
 _TELLING_IN_BROKEN_TEXT: Final = re.compile(rf"""(?m)^[\s{{,]*["']?({"|".join(_TELLING)})["']?\s*:""")
 
 
 def config_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The YAML and JSON files below `folder` that are configurations, and those that are something else.
+    """Return the YAML and JSON files below `folder`: first the configurations, then the others.
 
-    Hidden folders, virtual environments and other people's code are not looked into, links are not followed.
+    Skip hidden folders, virtual environments and other people's code. Do not follow links.
     """
     known: tuple[list[Path], list[Path]] = [], []
     for root, folders, names in os.walk(folder):
@@ -200,21 +200,21 @@ def config_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def looks_like_config(path: Path) -> bool:
-    """Whether a file is meant as a configuration: by a key that nothing else has, or by most of its keys."""
+    """Return whether a file is meant as a configuration: one key or most of its keys are specific to configurations."""
     try:
         keys = list(parse_file(path, []).value)
     except ConfigError:
         try:
             return _TELLING_IN_BROKEN_TEXT.search(path.read_text("utf-8-sig", "replace")) is not None
         except OSError:
-            return True  # that it cannot be read is worth telling
+            return True  # the check then reports the read error
     known = {*LAUNCH, *SHORT_FIELDS, *deepspeed_schema()["properties"]}
     of_config = [near for key in keys[:_MOST_KEYS] if (near := _nearest(key, known.union(_TELLING)))]
     return any(near in _TELLING for near in of_config) or 2 * len(of_config) > len(keys)
 
 
 def _nearest(key: str, words: Collection[str]) -> str:
-    """The word that `key` is, perhaps with a slip; "" where there is none."""
+    """Return the word that equals `key` except for a typing error; "" without a match."""
     if key in words:
         return key
     return next(iter(difflib.get_close_matches(key, words, n=1, cutoff=_NEAR)), "")
@@ -244,10 +244,10 @@ def check(
         str | None, typer.Option("--output", metavar="PATH", help="With --fix: write the fixed file here instead.")
     ] = None,
 ) -> None:
-    """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem of all of them.
+    """Read launch configs (YAML) and DeepSpeed configs (JSON), and print all their problems.
 
-    In a folder, every file that looks like one of them is read. Exit code: 2 if there is an error; 1 with --strict if
-    there is a warning (a key has no effect, or is read as another value than it looks like); otherwise 0.
+    In a folder, every file that looks like a config is read. Exit code: 2 for an error; 1 for a warning with --strict
+    (a key has no effect, or its value is not read as it looks); otherwise 0.
     """
     if print_schema:
         print(json.dumps(_schema(files or []), indent=1, ensure_ascii=False))
@@ -274,7 +274,7 @@ def check(
 
 
 def _fix(names: list[str], *, write: bool, target: str | None) -> dict[str, str]:
-    """Fix files, or print the diffs. Return the fixed texts, by the names of the files that have them."""
+    """Fix files, or print the diffs. Return the fixed texts, by file name."""
     if target is not None and (write or len(names) > 1):
         raise typer.BadParameter("Name one file, and leave --write out.", param_hint="--output")
     texts = {}
@@ -300,7 +300,7 @@ def check_files(names: list[str], texts: Mapping[str, str] = MappingProxyType({}
 
     Args:
         names: the files and folders.
-        texts: what to check instead of the contents of files, by the names of these.
+        texts: texts to check instead of the files' contents, by file name.
     """
     files: list[str] = []
     skipped: list[str] = []
@@ -315,22 +315,22 @@ def check_files(names: list[str], texts: Mapping[str, str] = MappingProxyType({}
             found += _problems(STANDARD_INPUT, data)
             continue
         try:
-            path = named_file(name)  # ./a.yaml is a.yaml, also in what is printed
+            path = named_file(name)  # ./a.yaml becomes a.yaml, in the output too
         except ConfigError as error:
             found += error.problems
             continue
         configs, others = config_files(path) if path.is_dir() else ([path], [])
         if not configs:
             message = "no launch config and no DeepSpeed configuration below this folder"
-            found.append(Problem(name, "", message, "Name the folder that holds them, or the file itself."))
-        new = [config for config in configs if os.path.realpath(config) not in seen]  # also of links in a circle
+            found.append(Problem(name, "", message, "Name the folder that contains them, or the file itself."))
+        new = [config for config in configs if os.path.realpath(config) not in seen]  # realpath: links may form a loop
         seen.update(map(os.path.realpath, new))
         files += map(str, new)
         skipped += map(str, others)
         for config in new:
             text = texts.get(name)
             found += _problems(str(config), None if text is None else text.encode())
-    # A JSON that a YAML names is checked with it, and perhaps by itself too.
+    # A JSON that a YAML names is checked with the YAML, and perhaps also as a file of its own.
     problems = list(dict.fromkeys(found))
     reported = list(dict.fromkeys(problem.place[0] for problem in problems))
     problems.sort(key=lambda problem: (reported.index(problem.place[0]), problem.place[1:]))
@@ -356,13 +356,13 @@ def _problems(file: str, content: bytes | None = None) -> Iterator[Problem]:
 
 
 def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
-    """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to fix."""
+    """Yield problems of a valid document that this version's `launch` refuses on every machine."""
     strategy: StrategyName = "deepspeed" if asks_for_deepspeed(document, settings) else "ddp"
     try:
         processes = settings.num_processes or sequence_parallel_size(document)
         resolve_before_run(document, accelerator="cuda", processes=processes, strategy=strategy)
     except ConfigError as error:
-        # The rest of it depends on the machine and on how many processes there are.
+        # The other problems depend on the machine and on the number of processes.
         yield from (p for p in error.problems if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 

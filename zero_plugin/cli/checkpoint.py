@@ -1,4 +1,4 @@
-"""`zero-plugin checkpoint`: inspects, verifies and converts checkpoints."""
+"""`zero-plugin checkpoint`: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from zero_plugin.distributed.messages import working
 from zero_plugin.errors import CheckpointError, printable
 from zero_plugin.tensors.safetensors_files import read_model_folder
 
-# With a folder that is no checkpoint of this package.
+# What to do with a folder that is not a checkpoint of this package.
 _WHAT_TO_DO: Final[Mapping[Kind, str]] = {
-    "model": "load_weights() takes it as it is; `zero-plugin checkpoint import` makes a checkpoint for load_state()",
+    "model": "load_weights() reads it directly; `zero-plugin checkpoint import` makes a checkpoint for load_state()",
     "deepspeed": "zero-plugin checkpoint import {folder} OUT",
-    "deepspeed_universal": "DeepSpeed loads it with checkpoint: {{load_universal: true}}; it is not imported",
+    "deepspeed_universal": "DeepSpeed loads it with checkpoint: {{load_universal: true}}; import does not support it",
     "pickled_model": "save its weights as safetensors first: model.save_pretrained(OUT)",
 }
 
 
 def _describe_other(folder: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a folder that is no checkpoint of this package holds, and its tensors, where no pickle has them."""
+    """Describe a folder that is not a checkpoint of this package. Return facts, and its tensors if not pickled."""
     facts: dict[str, Any] = {"is": KINDS[kind]}
     if kind == "deepspeed":
         facts |= _deepspeed_facts(find_deepspeed(folder) or folder)
@@ -58,7 +58,7 @@ def _describe_other(folder: Path, kind: Kind) -> tuple[dict[str, Any], list[dict
 
 def _show_other(folder: Path, kind: Kind, facts: Mapping[str, Any]) -> None:
     print_line(f"{folder}: {facts['is']}")
-    for name, value in list(facts.items())[1:]:  # after what it is
+    for name, value in list(facts.items())[1:]:  # the first fact is in the line above
         shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
         print_line(f"  {name:<10} {shown}")
     if kind in _WHAT_TO_DO:
@@ -66,7 +66,7 @@ def _show_other(folder: Path, kind: Kind, facts: Mapping[str, Any]) -> None:
 
 
 def _deepspeed_facts(folder: Path) -> dict[str, Any]:
-    """From the names of its files alone: they are pickles, and opening them takes torch."""
+    """Derive facts from file names only: the files are pickles, and opening them needs torch."""
     models = list(folder.glob("*_model_states.pt"))
     ranks = len(list(folder.glob("*_optim_states.pt")))
     is_partitioned = any(path.name.startswith("zero_pp_rank_") for path in models)
@@ -145,7 +145,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def _verify(folder: Path) -> bool:
-    """Read a checkpoint, and say what differs; whether it is complete."""
+    """Read a checkpoint and print what differs. Return whether the checkpoint is complete."""
     damages: list[str] = []
     try:
         manifest = read_manifest(folder)
@@ -168,7 +168,7 @@ def _verify(folder: Path) -> bool:
 
 
 _Dir = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.")]
-_Out = Annotated[Path, typer.Argument(metavar="OUT", help="What to write; without --overwrite it must not exist.")]
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="Path to write; must not exist without --overwrite.")]
 _Overwrite = Annotated[bool, typer.Option(help="Replace OUT, if it is a checkpoint or a model.")]
 _Shard = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")]
 _Trust = Annotated[bool, typer.Option(help="Build any class that DeepSpeed's files name, which may run any code.")]
@@ -179,10 +179,10 @@ def inspect(
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a checkpoint holds: step, size, parameters, and the run that wrote it.
+    """Print a checkpoint's content: step, size, parameters, and the run that wrote it.
 
-    A folder of several checkpoints is printed with a line for each. Hugging Face folders and DeepSpeed checkpoints are
-    described too. No tensor is read.
+    For a folder of several checkpoints, print a line for each. Also describe Hugging Face folders and DeepSpeed
+    checkpoints. No tensor is read.
     """
     folder = _existing(folder)
     kind = recognise(folder)
@@ -220,7 +220,7 @@ def inspect(
 def verify(folder: _Dir) -> None:
     """Read a checkpoint, compare it with its checksums, and name each tensor and file that differs.
 
-    Exit code: 1 if it is damaged, 0 if not. In a folder of several checkpoints all are read.
+    Exit code: 1 if the checkpoint is damaged, otherwise 0. In a folder of several checkpoints, all are read.
     """
     folder = _existing(folder)
     kind = recognise(folder)
@@ -254,10 +254,10 @@ def export(
     overwrite: _Overwrite = False,
     trust_pickle: _Trust = False,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder or one file, or all of it as DeepSpeed's universal format.
+    """Write a checkpoint's weights as a Hugging Face folder or one file, or everything in DeepSpeed's universal format.
 
     DIR may also be a DeepSpeed checkpoint or a model folder. In a folder of several checkpoints, the newest complete
-    one is read. This needs no GPU, and no more memory than one tensor takes.
+    one is read. The export needs no GPU, and only memory for one tensor.
     """
     if to == "deepspeed_universal" and dtype != "keep":
         raise typer.BadParameter(
@@ -293,9 +293,8 @@ def import_(
 ) -> None:
     """Convert a DeepSpeed checkpoint or a Hugging Face folder to a checkpoint for load_state, on any topology.
 
-    From what DeepSpeed's save_checkpoint wrote (stages 0 to 3) it takes the weights, fp32 master weights, optimizer
-    states, learning-rate schedule and counters; pickles are read without running any code. From a Hugging Face folder
-    it takes the weights.
+    A DeepSpeed checkpoint (save_checkpoint, stages 0 to 3) gives weights, fp32 master weights, optimizer states,
+    learning-rate schedule and counters. Pickles are read without running any code. A Hugging Face folder gives weights.
     """
     target, folder = out.expanduser().absolute(), _existing(source_folder)
     if recognise(folder) in ("checkpoint", "several"):
@@ -315,7 +314,7 @@ def _existing(folder: Path) -> Path:
     path = folder.expanduser().absolute()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}.\nName the folder of a checkpoint, or one that holds several.")
+        raise CheckpointError(f"{path} {what}.\nName the folder of a checkpoint, or a folder of several.")
     return path
 
 

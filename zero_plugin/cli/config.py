@@ -1,6 +1,6 @@
-"""`zero-plugin config`: asks how to train, and writes that as a commented launch config.
+"""`zero-plugin config`: ask how to train, and write the answers as a commented launch config.
 
-Each question is asked only if the answers before it leave it open.
+Each question is asked only if the previous answers leave it open.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zero_plugin.launch.spec import obstacle
 from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _STAGES: Final[Mapping[int | str, str]] = {
-    0: "nothing is split: every process holds all, as with DDP",
-    1: "optimizer states are split over the processes",
-    2: "optimizer states and gradients are split",
-    3: "optimizer states, gradients and weights are split",
-    "auto": "auto: the plan chooses it, and what to offload, by the model and the memory",
+    0: "nothing is partitioned: every process holds all, as with DDP",
+    1: "optimizer states are partitioned over the processes",
+    2: "optimizer states and gradients are partitioned",
+    3: "optimizer states, gradients and weights are partitioned",
+    "auto": "auto: the plan chooses stage and offload from the model and the memory",
 }
 _PLACES: Final = {
-    "none": "nowhere: they stay on the device",
+    "none": "no offload: they stay on the device",
     "cpu": "in CPU memory",
     "nvme": "on a local NVMe disk",
 }
@@ -42,25 +42,25 @@ _PRECISIONS: Final = {
     "no": "no: fp32",
     "bf16": "bf16: half the memory for weights and activations, the range of fp32",
     "fp16": "fp16: for GPUs without bf16; the loss is scaled",
-    "auto": "auto: bf16 where the device that runs it has that, else fp16, else no",
+    "auto": "auto: bf16 if the training device supports it, otherwise fp16, otherwise no",
 }
 _COMPILERS: Final = {
-    "no": "no: it runs as it is written",
-    "INDUCTOR": "inductor: torch's own, which makes kernels for the device",
+    "no": "no: the model is not compiled",
+    "INDUCTOR": "inductor: torch's own, which generates kernels for the device",
     "CUDAGRAPHS": "cudagraphs: recorded launches, no new kernels",
-    "AOT_EAGER": "aot_eager: traced and run without new kernels, to find what cannot be traced",
+    "AOT_EAGER": "aot_eager: traced and run without new kernels, to find code that cannot be traced",
 }
 _COMPILER_MODES: Final = {
-    "default": "default: compiles fast",
+    "default": "default: fast compilation",
     "reduce-overhead": "reduce-overhead: CUDA graphs, for small batches",
-    "max-autotune": "max-autotune: tries kernels, compiles long",
+    "max-autotune": "max-autotune: tries kernels, slow compilation",
 }
 _LAUNCHERS: Final = {
-    "standard": "standard: you start the same command on every machine, with its own number",
+    "standard": "standard: you start the same command on every machine, with the machine's number",
     "pdsh": "pdsh: DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
     "openmpi": "openmpi: the same by mpirun",
     "slurm": "slurm: the same by srun",
-    "nossh": "nossh: a hostfile, and you start the same command on every machine, with its own number",
+    "nossh": "nossh: a hostfile, and you start the same command on every machine, with the machine's number",
     **{name: f"{name}: DeepSpeed's launcher, not tested here" for name in keys.UNTESTED_LAUNCHERS},
 }
 
@@ -69,17 +69,17 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
     """Ask for a launch config.
 
     Args:
-        prompts: how to ask.
-        machine: what was found here; it gives the defaults, since the config may be meant for another.
+        prompts: asks the questions.
+        machine: this machine, which gives defaults only: the config may be meant for another machine.
         precision: the default for mixed precision.
 
     Returns:
-        The config in Accelerate's layout, keys in the order of `LaunchSettings`, without what has its default.
+        The config in Accelerate's layout, keys in the order of `LaunchSettings`, without most default values.
     """
     found = f" ({machine.gpus} found here)" if machine.gpus else " (none found here)"
     devices = {"gpu": f"GPUs{found}", "cpu": "CPU", "tpu": f"TPU ({machine.tpu or 'none found here'})"}
     default = "gpu" if machine.gpus else "tpu" if machine.tpu else "cpu"
-    device = prompts.choose("What does it train on?", devices, default)
+    device = prompts.choose("Which device trains the model?", devices, default)
     machines = prompts.read("How many machines?", _whole(1), "1")
     answers: dict[str, Any] = {"num_machines": machines} if machines > 1 else {}
     answers |= _ask_processes(prompts, device, machine.gpus, machines)
@@ -90,15 +90,15 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
         training, document = _ask_zero(prompts)
         if machines > 1:
             training |= _ask_launcher(prompts)
-    if machines > 1 and device != "tpu":  # whose runtime finds the machines
+    if machines > 1 and device != "tpu":  # a TPU's runtime finds the machines
         answers |= _ask_rendezvous(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
     answers |= _ask_precision(prompts, device, document, precision)
     if device == "tpu":
         answers["main_training_function"] = prompts.read(
-            "Function of the script that is called for each device:", _named, "main"
+            "Function of the script to call for each device:", _named, "main"
         )
     compiler = "" if device == "tpu" else ", the compiler"
-    if prompts.confirm(f"Set rarer things too: logs, threads, restarts{compiler}?", default=False):
+    if prompts.confirm(f"Set rarer options too: logs, threads, restarts{compiler}?", default=False):
         answers |= _ask_rare(prompts, device)
     ordered = {name: answers[name] for name in keys.LAUNCH if name in answers}
     sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}
@@ -121,7 +121,7 @@ def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> d
 
     over = f", on all {machines} machines together" if machines > 1 else ""
     if device == "tpu":
-        count = prompts.read(f"How many devices{over}? (auto: all that there are)", _or_auto(parse), "auto")
+        count = prompts.read(f"How many devices{over}? (auto: all devices)", _or_auto(parse), "auto")
         return {} if count == "auto" else {"num_processes": count}
     each = chosen or (max(1, gpus) if device == "gpu" else 1)
     count = prompts.read(f"How many processes{over}?", parse, str(each * machines))
@@ -129,21 +129,21 @@ def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> d
 
 
 def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
-    """What the processes do together, as `distributed_type` and `use_cpu` say it."""
+    """Ask how the processes train together. Return `distributed_type` and `use_cpu`."""
     if device == "tpu":
         return {"distributed_type": "XLA"}
     on_cpu = {"use_cpu": True} if device == "cpu" else {}
-    zero = {"DEEPSPEED": "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"}
+    zero = {"DEEPSPEED": "ZeRO, by DeepSpeed: optimizer states, gradients, weights partitioned or offloaded"}
     if processes == 1:
         default, kinds = "NO", {"NO": "one process with the complete model"} | zero
     else:
-        default, kinds = "DEEPSPEED", {f"MULTI_{device.upper()}": "DDP: every process holds all of it"} | zero
-    return {"distributed_type": prompts.choose("How does it train?", kinds, default), **on_cpu}
+        default, kinds = "DEEPSPEED", {f"MULTI_{device.upper()}": "DDP: every process holds the complete model"} | zero
+    return {"distributed_type": prompts.choose("Which strategy?", kinds, default), **on_cpu}
 
 
 def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
-    """The training part, and what is known of it as a document."""
-    if prompts.confirm("Is there a DeepSpeed JSON to use?", default=False):
+    """Ask for the training part. Return the answers, and the document of a DeepSpeed JSON if one is used."""
+    if prompts.confirm("Do you have a DeepSpeed JSON to use?", default=False):
         file, document = prompts.read("Its path:", _deepspeed_file)
         answers: dict[str, Any] = {keys.CONFIG_FILE.name: file}
         stage = document.deepspeed.value(*keys.STAGE.path)
@@ -151,9 +151,9 @@ def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
         answers, document = _ask_stage(prompts), Document()
         stage = answers[keys.STAGE.field]
     if stage == 3:
-        if not prompts.confirm("Have transformers' from_pretrained build partitioned models?", default=True):
+        if not prompts.confirm("Build partitioned models in transformers' from_pretrained?", default=True):
             answers["zero3_init_flag"] = False
-        if prompts.confirm("Name mixture-of-experts layers beside those found by their structure?", default=False):
+        if prompts.confirm("Name mixture-of-experts layers that are not found automatically?", default=False):
             names = prompts.read("Their class names, comma-separated:", _named)
             answers["deepspeed_moe_layer_cls_names"] = names
     return answers, document
@@ -180,9 +180,9 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
             "Save models with unpartitioned 16-bit weights, gathered from all processes?", default=True
         )
         answers[keys.SAVE_16BIT.field] = gathered
-    steps = "How many micro-batches per optimizer step? (auto: as the script says)"
+    steps = "How many micro-batches per optimizer step? (auto: the script decides)"
     answers[keys.ACCUMULATION.field] = prompts.read(steps, _or_auto(_whole(1)), "auto")
-    norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
+    norm = "At which norm to clip gradients? (0: never, auto: the script decides)"
     answers[keys.CLIPPING.field] = prompts.read(norm, _or_auto(_norm), "auto")
     return answers
 
@@ -193,7 +193,7 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
     if launcher == "standard":
         return answers
     answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _named)
-    choices = {"all": "all of it", "inclusion": "only some of it", "exclusion": "all but some of it"}
+    choices = {"all": "all hosts", "inclusion": "only some hosts", "exclusion": "all except some hosts"}
     choice = prompts.choose("Which hosts of the file?", choices, "all")
     if choice != "all":
         answers[f"deepspeed_{choice}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
@@ -201,24 +201,24 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
 
 
 def _ask_rendezvous(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
-    """How machines find each other; a launcher with a hostfile tells them itself, but for `nossh`."""
+    """Ask how machines find each other. Launchers with a hostfile handle that, except `nossh`."""
     if launcher not in ("standard", "nossh"):
         return {}
     answers: dict[str, Any] = {"rdzv_backend": "static"}
     if launcher == "standard":
-        backends = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
-        answers["rdzv_backend"] = prompts.choose("How do they find each other?", backends, "static")
+        backends = {"static": "static: you number the machines", "c10d": "c10d: machines get numbers as they arrive"}
+        answers["rdzv_backend"] = prompts.choose("How do the machines find each other?", backends, "static")
     if answers["rdzv_backend"] == "static":
         answers["machine_rank"] = prompts.read(
             f"Which machine is this, 0 to {machines - 1}?", _whole(0, machines - 1), "0"
         )
-    answers["main_process_ip"] = prompts.read("Address of machine 0, as the others reach it:", _named)
+    answers["main_process_ip"] = prompts.read("Address of machine 0 for the other machines:", _named)
     answers["main_process_port"] = prompts.read("A free port on machine 0:", _whole(1, 65535), "29500")
     return answers
 
 
 def _ask_precision(prompts: Prompts, device: str, document: Document, default: str) -> dict[str, Any]:
-    """Mixed precision, as far as the DeepSpeed JSON leaves it open."""
+    """Ask for mixed precision if the DeepSpeed JSON leaves it open."""
     typed = {half: document.deepspeed.value(half, "enabled") for half in ("bf16", "fp16")}
     options = {name: line for name, line in _PRECISIONS.items() if typed.get(name) is not False}
     if device != "gpu":
@@ -232,18 +232,18 @@ def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
     rare = {
         "log_dir": prompts.read("Folder for a log of each worker, or none:", _text, "none"),
         "num_cpu_threads_per_process": prompts.read(
-            "Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto"
+            "Threads of each process? (auto: cores divided by processes)", _or_auto(_whole(1)), "auto"
         ),
-        "max_restarts": prompts.read("How often do all workers start again after a crash?", _whole(0), "0"),
+        "max_restarts": prompts.read("How often may all workers restart after a crash?", _whole(0), "0"),
         "debug": prompts.confirm("Show the launcher's own log?", default=False),
     }
     absent = {"log_dir": "none", "num_cpu_threads_per_process": "auto", "max_restarts": 0, "debug": False}
     answers: dict[str, Any] = {key: value for key, value in rare.items() if value != absent[key]}
-    if device == "tpu":  # torch_xla compiles by itself
+    if device == "tpu":  # torch_xla compiles automatically
         return answers
-    compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
+    compiler = prompts.choose("Compile the model with torch.compile?", _COMPILERS, "no")
     if compiler != "no":
-        mode = prompts.choose("How does it compile?", _COMPILER_MODES, "default")
+        mode = prompts.choose("Which compiler mode?", _COMPILER_MODES, "default")
         answers["dynamo_config"] = {"dynamo_backend": compiler, "dynamo_mode": mode}
         if prompts.confirm("Compile only one of the repeated blocks, which is faster?", default=False):
             answers["dynamo_config"]["dynamo_use_regional_compilation"] = True
@@ -285,8 +285,8 @@ def _text(line: str) -> str:
 
 
 def _named(line: str) -> str:
-    if line.lower() in ("", "none", "auto"):  # in the file these words name no folder, hostfile or host
-        raise ValueError("Type a name or a path here; none and auto stand for nothing.")
+    if line.lower() in ("", "none", "auto"):  # in the file, these words never name a folder, hostfile or host
+        raise ValueError("Type a name or a path. The words none and auto are not names.")
     return line
 
 
@@ -298,7 +298,7 @@ def _gpu_ids(line: str) -> str:
 
 
 def _deepspeed_file(line: str) -> tuple[str, Document]:
-    """The absolute path of a DeepSpeed JSON without problems; the config that names it may be in another folder."""
+    """Return the path and document of a valid DeepSpeed JSON. The path is absolute: the config may move elsewhere."""
     file = Path(_text(line)).expanduser().resolve()
     try:
         document = read_document(file)
@@ -318,16 +318,16 @@ def config(
         ),
     ] = None,
     config_file: Annotated[
-        str | None, typer.Option(metavar="PATH", help="File to write, in place of the default file.")
+        str | None, typer.Option(metavar="PATH", help="File to write instead of the default file.")
     ] = None,
-    default: Annotated[bool, typer.Option(help="Write what suits this machine, without asking.")] = False,
-    update: Annotated[str | None, typer.Option(metavar="FILE", help="Rewrite FILE in today's keys.")] = None,
+    default: Annotated[bool, typer.Option(help="Write a config for this machine without asking.")] = False,
+    update: Annotated[str | None, typer.Option(metavar="FILE", help="Rewrite FILE with today's keys.")] = None,
 ) -> None:
-    """Ask questions, and write a launch config with a sentence beside each key. Ctrl-C stops without writing.
+    """Ask questions, and write a launch config that explains each key. Ctrl-C stops without writing.
 
     The default file is $HF_HOME/zero_plugin/default_config.yaml, which
-    `zero-plugin launch` reads if it is given no other. An existing file is
-    replaced only after you agree.
+    `zero-plugin launch` reads without --config_file. An existing file is
+    replaced only if you agree.
     """
     default = default or action == "default"
     if action == "update" and update is None:
@@ -341,7 +341,7 @@ def config(
         else:
             print_line("\n".join(update_config(Path(update))))
     except KeyboardInterrupt:
-        print()  # what follows starts on a line of its own
+        print()  # the next output starts on a line of its own
         raise typer.Exit(130) from None
     except EOFError:
         print()

@@ -1,4 +1,4 @@
-"""`zero-plugin doctor`: what is wrong with this machine for a config, and what fixes it. `zero-plugin env`: facts."""
+"""`zero-plugin doctor`: find what this machine lacks for a config, and the fixes. `zero-plugin env`: print facts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
+    """Check this machine for a config: versions, compilers, op builds, memory, disks, names and ports.
 
     Each problem is printed with the command or the edit that fixes it. Exit code: 1 if something that the config needs
     is missing or wrong.
@@ -73,12 +73,12 @@ def doctor(
 
 
 def examine(document: Document, environ: Mapping[str, str], *, build: bool = False) -> Iterator[Finding]:
-    """Find what is well and what is not; takes about a second, and one more for each NVMe folder.
+    """Yield the finding of each check. Takes about a second, and one more for each NVMe folder.
 
     Args:
         document: checked.
         environ: this process's environment.
-        build: whether to build the ops that the configuration needs, which takes up to minutes.
+        build: whether to build the ops that the configuration needs, which may take minutes.
     """
     settings = launch_settings(document)
     names = [gpu.name for gpu in _gpus()]
@@ -86,7 +86,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     needs = doctor_machine.find_needs(document, settings, len(names))
     try:
         required = metadata.requires("zero-plugin") or []
-    except metadata.PackageNotFoundError:  # run from a folder that was not installed
+    except metadata.PackageNotFoundError:  # run from a folder without installation
         required = []
     yield doctor_software.check_python(sys.version_info[:2])
     installed = {name: installed_version(name) for name in TESTED}
@@ -122,9 +122,9 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
 
 
 def _launch(document: Document, machine: Machine, environ: Mapping[str, str]) -> Finding:
-    """What `launch` would refuse, but for the port, which has a line of its own."""
+    """Find what `launch` would refuse, except the port, which has a check of its own."""
     document = replace(document, launch=document.launch.without("main_process_port"))
-    program = Program(str(Path(__file__)), kind="module")  # any that no file has to be looked for
+    program = Program(str(Path(__file__)), kind="module")  # a placeholder: no file is looked up for a module
     name = ", ".join(document.sources) or "no file: the defaults"
     try:
         build_spec(document, program, machine, environ)
@@ -143,7 +143,7 @@ def _requested_gpus(settings: LaunchSettings) -> str:
 
 
 def env() -> None:
-    """Print what a bug report needs: versions, devices and the config that `launch` uses by default."""
+    """Print the facts for a bug report: versions, devices and the default config of `launch`."""
     file = find_config_file(os.environ)
     for name, value in (*_facts(), ("config", file or "none")):
         print_line(f"{name:<13} {value}")
@@ -166,11 +166,11 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _gpus() -> list[Any]:
-    """What torch says of each GPU; it is imported only where a GPU driver is loaded."""
+    """Return torch's properties of each GPU. torch is imported only if a GPU driver is loaded."""
     if not has_gpu_driver():
         return []
     try:
         import torch
-    except ImportError:  # reported as a package
+    except ImportError:  # the check of packages reports it
         return []
     return [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]

@@ -1,6 +1,7 @@
-"""What `zero-plugin doctor` checks of a machine, and what a configuration needs of it.
+"""Checks of `zero-plugin doctor` on the machine, and the needs of a configuration.
 
-Memory, disks, folders, the machine's name, its ports, memory nodes, GPUs and TPU; torch_xla is not woken.
+The checks cover memory, disks, folders, the machine's name, its ports, memory nodes, GPUs and TPU. They do not start
+torch_xla.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run takes from one machine.
+    """The needs of a run on one machine.
 
     Attributes:
-        deepspeed: whether it is a ZeRO run.
-        on_gpu: whether it computes on GPUs.
+        deepspeed: whether the run uses ZeRO.
+        on_gpu: whether the run computes on GPUs.
         processes: workers of this machine.
         ops: DeepSpeed's C++ and CUDA ops, by the names of their builders.
-        nvme_folders: where offload keeps its files.
-        locked_bytes: memory that all workers of the machine lock for NVMe offload at the least.
+        nvme_folders: folders of NVMe offload.
+        locked_bytes: minimum memory that all workers of the machine lock for NVMe offload.
         offloads_to_host: whether weights or optimizer states are in CPU memory.
         binds_cores: whether processes are bound to cores.
     """
@@ -55,12 +56,12 @@ class Needs:
 
 
 def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs:
-    """Read the needs off a checked document.
+    """Derive the needs from a checked document.
 
     Args:
-        document: what would run.
-        settings: its launch part.
-        gpus: of this machine.
+        document: the configuration of the run.
+        settings: the document's launch part.
+        gpus: number of this machine's GPUs.
     """
     on_gpu = bool(gpus) and not asks_for_cpu(settings) and not asks_for_tpu(settings)
     processes = max(1, (settings.num_processes or (gpus if on_gpu else 1)) // settings.num_machines)
@@ -69,7 +70,7 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
         return needs
     training = document.deepspeed
     devices, kind = offload_devices(training), training.value("optimizer", "type")
-    # Without a section the loop brings its own optimizer: nearly always an Adam.
+    # Without a section the training loop brings its own optimizer, nearly always an Adam.
     optimizer = "adamw" if kind in (None, AUTO) else str(kind).lower()
     return replace(
         needs,
@@ -82,7 +83,7 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
 
 
 def _swap_buffer_bytes(training: Tree) -> int:
-    """The size of one process' swap buffers for parameters; their number and size are in the configuration."""
+    """Return the bytes of one process's swap buffers for parameters, from their number and size in the config."""
 
     def number(key: str) -> int:
         path = ("zero_optimization", "offload_param", key)
@@ -109,11 +110,11 @@ _LITTLE_LEFT = 4 << 30  # bytes for a process that offloads to CPU memory
 
 
 def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
-    """`ulimit -l` against what NVMe offload locks.
+    """Compare `ulimit -l` with the memory that NVMe offload locks.
 
     Args:
         limit: bytes that a process may lock, None for no limit.
-        needs: `locked_bytes` is of all processes; the limit is of each.
+        needs: `locked_bytes` counts all processes together. The limit is per process.
     """
     if limit is None:
         return Finding("locked memory", "ok", "no limit")
@@ -123,42 +124,42 @@ def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
         return Finding("locked memory", "wrong", found, _UNLIMITED)
     if not needs.nvme_folders:
         return Finding("locked memory", "ok", f"{found}; only NVMe offload locks more")
-    found += "; NVMe offload locks its buffers, as much as the model's largest weights"
+    found += "; NVMe offload locks buffers of the size of the model's largest weights"
     scarce = limit < _SMALL_LOCKED
     return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
 
 
 def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:
-    """The file system by which loaders' workers, and NCCL, hand over batches and buffers.
+    """Check the file system through which data loader workers and NCCL pass batches and buffers.
 
     Args:
-        size: bytes of the file system, None where there is none.
-        free: bytes of it that are not used.
-        needs: of the run.
+        size: bytes of the file system, None if it does not exist.
+        free: unused bytes.
+        needs: the needs of the run.
     """
     fix = "mount -o remount,size=8G /dev/shm   (docker run --shm-size=8g, or --ipc=host)"
     if size is None:
-        return Finding(_SHARED, "wrong" if needs.processes > 1 else "warning", "is not there", fix)
+        return Finding(_SHARED, "wrong" if needs.processes > 1 else "warning", "does not exist", fix)
     found = f"{show_bytes(free)} of {show_bytes(size)} free"
     if free < _SMALL_SHARED:
-        found += "; a worker of a DataLoader that finds it full dies of SIGBUS"
-        return Finding(_SHARED, "warning", found, fix if size < _SMALL_SHARED else "ls -lS /dev/shm, and remove.")
+        found += "; if it is full, a DataLoader worker dies of SIGBUS"
+        return Finding(_SHARED, "warning", found, fix if size < _SMALL_SHARED else "ls -lS /dev/shm, and remove files.")
     return Finding(_SHARED, "ok", found)
 
 
 def check_host_memory(total: int, available: int, needs: Needs) -> Finding:
-    """What is left for weights and optimizer states in CPU memory.
+    """Check the CPU memory that is left for weights and optimizer states.
 
     Args:
-        total: bytes that the run may have.
-        available: bytes that could be taken now.
-        needs: of the run.
+        total: bytes that the run may use.
+        available: bytes that are available now.
+        needs: the needs of the run.
     """
     processes = f"{needs.processes} process{'es' * (needs.processes > 1)}"
     found = f"{show_bytes(available)} of {show_bytes(total)} free, for {processes}"
     if needs.offloads_to_host and available < _LITTLE_LEFT * needs.processes:
-        found += "; offload to the CPU keeps 12 bytes there for each parameter with Adam"
-        return Finding("CPU memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
+        found += "; offload to the CPU with Adam keeps 12 bytes there for each parameter"
+        return Finding("CPU memory", "warning", found, "Stop other programs, or offload to nvme instead of cpu.")
     return Finding("CPU memory", "ok", found)
 
 
@@ -168,29 +169,31 @@ _LITTLE: Final = 20e9  # bytes
 
 
 def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
-    """Findings on one folder.
+    """Check one folder for NVMe offload.
 
     Args:
-        folder: as the configuration names it.
-        disk: what was measured; None where no file can be made there.
+        folder: the folder's name in the configuration.
+        disk: the measurement; None if no file can be created there.
     """
     name = f"NVMe {folder}"
-    elsewhere = "Write a folder on a local NVMe disk (xfs, ext4) for nvme_path; `lsblk -o NAME,ROTA,MOUNTPOINT` lists."
+    elsewhere = (
+        "Write a folder on a local NVMe disk (xfs, ext4) for nvme_path; `lsblk -o NAME,ROTA,MOUNTPOINT` lists disks."
+    )
     if disk is None:
-        yield Finding(name, "wrong", "no file can be made there", f"mkdir -p {folder} && chmod u+rwx {folder}")
+        yield Finding(name, "wrong", "no file can be created there", f"mkdir -p {folder} && chmod u+rwx {folder}")
         return
     level: Level = "wrong"
     if disk.filesystem in ("tmpfs", "ramfs"):
-        found = f"{disk.filesystem}: a RAM disk, which takes the memory that it is to save"
+        found = f"{disk.filesystem}: a RAM disk uses the memory that offload should save"
     elif disk.filesystem in _NETWORK:
-        level, found = "warning", f"{disk.filesystem}: over the network, for every weight at every step"
+        level, found = "warning", f"{disk.filesystem}: every step reads and writes every weight over the network"
     elif not disk.direct:
-        found = f"{disk.filesystem} refuses O_DIRECT, by which DeepSpeed reads and writes"
+        found = f"{disk.filesystem} refuses O_DIRECT, which DeepSpeed needs"
     else:
-        level, found = "ok", f"{disk.filesystem}, takes O_DIRECT"
+        level, found = "ok", f"{disk.filesystem}, supports O_DIRECT"
     yield Finding(name, level, found, "" if level == "ok" else elsewhere)
     little = disk.free < _LITTLE
-    fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
+    fix = "Free space: 12 bytes for each parameter with Adam, 2 more for 16-bit weights."
     yield Finding(f"{name} room", "warning" if little else "ok", f"{show_bytes(disk.free)} free", fix if little else "")
     if disk.write is not None and disk.read is not None:
         found = f"writes {disk.write / 1e9:.2g} GB/s, reads {disk.read / 1e9:.2g} GB/s"
@@ -202,7 +205,7 @@ def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
 
 
 def check_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """TMPDIR and HOME: sockets, logs and handed-over files go to the first, built ops and records to the second."""
+    """Check TMPDIR (sockets, logs and temporary files) and HOME (built ops and records)."""
     temporary = environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the system's own default
     for name, folder in (("TMPDIR", temporary), ("HOME", environ.get("HOME", ""))):
         if not folder:
@@ -213,33 +216,33 @@ def check_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
                 file.write(b"doctor")
         except OSError as error:
             found = f"{folder}: {str(error.strerror).lower()}"
-            yield Finding(name, "wrong", found, f"export {name}=…, a folder that can be written")
+            yield Finding(name, "wrong", found, f"export {name}=…, a writable folder")
         else:
             yield Finding(name, "ok", folder)
 
 
 def check_hostname(name: str, *, machines: int) -> Finding:
-    """Whether this machine's own name leads to an address; gloo and NCCL ask for it.
+    """Check that this machine's name resolves to an address, which gloo and NCCL look up.
 
     Args:
-        name: of this machine.
-        machines: of the run; one finds itself by `localhost`.
+        name: this machine's name.
+        machines: machines of the run. A single machine reaches itself by `localhost`.
     """
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
     except (OSError, UnicodeError):
-        fix = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts   (with several machines: its address in place of it)'
-        return Finding("hostname", "warning" if machines == 1 else "wrong", f"{name} leads to no address", fix)
+        fix = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts   (with several machines: its network address instead)'
+        return Finding("hostname", "warning" if machines == 1 else "wrong", f"{name} resolves to no address", fix)
     if machines > 1 and address.startswith("127."):
-        fix = f"Let {name} lead to its address in /etc/hosts, or export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
-        return Finding("hostname", "warning", f"{name} leads to {address}, which no other machine reaches", fix)
+        fix = f"Write {name}'s network address in /etc/hosts, or export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+        return Finding("hostname", "warning", f"{name} resolves to {address}, which other machines cannot reach", fix)
     return Finding("hostname", "ok", f"{name} → {address}")
 
 
 def check_port(port: int | None) -> Finding:
-    """The port that the configuration names, or that a free one can be had."""
+    """Check the configured port, or that a free port is available."""
     if port and not port_is_free(port):
-        fix = f"ss -ltnp 'sport = :{port}' says by whom; or name another."
+        fix = f"ss -ltnp 'sport = :{port}' shows the process that uses it; or name another port."
         return Finding("port", "wrong", f"{port} is taken", fix)
     if port:
         return Finding("port", "ok", f"{port} is free")
@@ -248,23 +251,23 @@ def check_port(port: int | None) -> Finding:
             server.bind(("localhost", 0))
     except OSError as error:
         fix = "ip link set lo up   (the loopback interface)"
-        return Finding("port", "wrong", f"localhost cannot be listened at: {error.strerror}", fix)
-    return Finding("port", "ok", "a free one is taken at each start")
+        return Finding("port", "wrong", f"cannot listen on localhost: {error.strerror}", fix)
+    return Finding("port", "ok", "each start takes a free port")
 
 
 def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
-    """Memory that is nearer to some cores than to others.
+    """Check for memory that is nearer to some cores than to others.
 
     Args:
         nodes: cores by NUMA node.
-        needs: of the run.
+        needs: the needs of the run.
     """
     if len(nodes) < 2:
         return Finding("NUMA", "ok", "one node: all memory is equally near")
     shown = ", ".join(f"{node}: cores {number_ranges(cores)}" for node, cores in nodes.items())
     found = f"{len(nodes)} nodes ({shown})"
     if needs.offloads_to_host and not needs.binds_cores:
-        found += "; offload to the CPU works on memory of its own node faster"
+        found += "; offload to the CPU is faster in memory of its own node"
         fix = "Add enable_cpu_affinity: true (zero-plugin launch --enable_cpu_affinity)"
         return Finding("NUMA", "warning", found, fix)
     return Finding("NUMA", "ok", found)
@@ -273,38 +276,38 @@ def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
 def check_gpus(
     names: list[str], environ: Mapping[str, str], *, driver: bool, torch_cuda: bool, requested: str
 ) -> Finding:
-    """GPUs that torch sees.
+    """Check the GPUs that torch sees.
 
     Args:
-        names: of the GPUs.
-        environ: `CUDA_VISIBLE_DEVICES` may hide them.
+        names: names of the GPUs.
+        environ: the environment; `CUDA_VISIBLE_DEVICES` may hide GPUs.
         driver: whether a GPU driver is loaded.
         torch_cuda: whether torch is built with CUDA or ROCm.
-        requested: what of the configuration requests GPUs, "" for nothing.
+        requested: the part of the configuration that requests GPUs, "" for none.
     """
     level: Level = "wrong" if requested else "warning"
     if names:
         return Finding("GPUs", "ok", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
     if driver and not torch_cuda:
         fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
-        return Finding("GPUs", level, "a driver is loaded, and torch is a build for the CPU", fix)
+        return Finding("GPUs", level, "a driver is loaded, but torch is built for the CPU", fix)
     if driver:
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             return Finding("GPUs", level, f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES")
-        return Finding("GPUs", level, "a driver is loaded, and torch sees no GPU", "nvidia-smi   (and its advice)")
+        return Finding("GPUs", level, "a driver is loaded, but torch sees no GPU", "nvidia-smi   (and its advice)")
     if requested:
         found = f"none: the run is on the CPU, although {requested}"
-        return Finding("GPUs", "warning", found, "Write use_cpu: true to mean it.")
+        return Finding("GPUs", "warning", found, "If that is intended, write use_cpu: true.")
     return Finding("GPUs", "ok", "none; runs are on the CPU")
 
 
 def check_tpu(seen: str, environ: Mapping[str, str], *, requested: bool) -> Finding:
-    """torch_xla's version, and what it would run on.
+    """Check torch_xla's version, and the device that it would use.
 
     Args:
-        seen: by what a TPU is seen here, "" for none.
-        environ: `PJRT_DEVICE` says what torch_xla runs on.
+        seen: the sign of a TPU on this machine, "" for none.
+        environ: the environment; `PJRT_DEVICE` selects torch_xla's device.
         requested: whether the configuration requests a TPU.
     """
     version = installed_version("torch_xla")

@@ -1,4 +1,4 @@
-"""What `zero-plugin doctor` checks of software: Python, packages, compilers, libraries, builds of DeepSpeed's ops."""
+"""Checks of `zero-plugin doctor` on software: Python, packages, compilers, libraries, builds of DeepSpeed's ops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LIMIT_S: Final = 1200
 
 
 def check_locks(stale: Sequence[Path]) -> Finding:
-    """Locks of killed builds, on which DeepSpeed waits silently.
+    """Check for locks of killed builds, on which DeepSpeed waits silently.
 
     Args:
-        stale: those of the ops that the configuration needs that no process of this machine holds.
+        stale: locks of needed ops that no process of this machine holds.
     """
     if not stale:
-        return Finding("op build locks", "ok", "none of a killed build is in the way")
+        return Finding("op build locks", "ok", "no lock of a killed build")
     found = f"a build was killed and left {', '.join(map(str, stale))}: this run would wait forever"
     return Finding("op build locks", "wrong", found, f"rm {' '.join(map(str, stale))}")
 
@@ -36,14 +36,14 @@ def check_locks(stale: Sequence[Path]) -> Finding:
 def check_builds(
     ops: Sequence[str], folder: Path, environ: Mapping[str, str], *, build: bool, config: str = ""
 ) -> Iterator[Finding]:
-    """One finding for each op.
+    """Yield one finding for each op.
 
     Args:
-        ops: what the configuration needs.
-        folder: where they are built.
-        environ: of a build.
-        build: whether to build what is missing.
-        config: the file that requests them, for the command that builds them.
+        ops: the ops that the configuration needs.
+        folder: the build folder.
+        environ: the environment of a build.
+        build: whether to build missing ops.
+        config: the config file, for the command that builds the ops.
     """
     if not ops:
         yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")
@@ -53,14 +53,14 @@ def check_builds(
             yield Finding(f"op {op}", "ok", f"built in {folder}")
         elif not build:
             command = shlex.join(["zero-plugin", "doctor", *(["--config_file", config] if config else []), "--build"])
-            fix = f"{command}   (else the first run builds it, while all processes wait)"
+            fix = f"{command}   (otherwise the first run builds it, while all processes wait)"
             yield Finding(f"op {op}", "warning", "not built yet", fix)
         else:
             yield _build(op, folder, environ)
 
 
 def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
-    """Build in a process of its own: DeepSpeed's import takes seconds, and prints."""
+    """Build an op in a separate process: importing DeepSpeed takes seconds, and prints."""
     command = [sys.executable, "-m", "zero_plugin.strategies.deepspeed.build_op", op]
     try:
         with working(f"compiling {op}"):
@@ -68,16 +68,16 @@ def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
                 command, env=dict(environ), capture_output=True, text=True, timeout=_LIMIT_S, check=False
             )
     except subprocess.TimeoutExpired:
-        return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and once more")
+        return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and try again")
     if done.returncode == 0:
         return Finding(f"op {op}", "ok", f"built in {folder}")
     shown = "\n".join(_telling_lines(done.stdout + done.stderr))
-    fix = f"{' '.join(command)}   (shows all of it; what is missing is named above, or in the lines on the compiler)"
+    fix = f"{' '.join(command)}   (shows the complete output; the error, or the compiler's lines, name what is missing)"
     return Finding(f"op {op}", "wrong", f"does not compile:\n{shown}", fix)
 
 
 def _telling_lines(output: str) -> list[str]:
-    """The first errors, else the end; neither command lines of the compiler nor the traceback around them."""
+    """Return the first errors without command lines and tracebacks; without errors, the last lines."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [
         line for line in lines if re.search(r"\berror\s*:|: not found|Error: ", line) and "CalledProcess" not in line
@@ -86,31 +86,31 @@ def _telling_lines(output: str) -> list[str]:
 
 
 def check_libaio(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")) -> Finding:
-    """Look where a compiler looks.
+    """Check for libaio in the folders that a compiler searches.
 
     Args:
-        environ: `CPATH`, `CFLAGS` and `CONDA_PREFIX` name further folders of headers, `LIBRARY_PATH` and `LDFLAGS` of
-            libraries.
+        environ: `CPATH`, `CFLAGS` and `CONDA_PREFIX` name further header folders; `LIBRARY_PATH` and `LDFLAGS` name
+            further library folders.
         needed: whether the configuration offloads to NVMe.
-        root: of the file system.
+        root: root of the file system.
     """
     header, library = find_libaio(environ, root)
     missing = [name for name, file in (("header libaio.h", header), ("library libaio.so", library)) if file is None]
     if not missing:
         return Finding("libaio", "ok", f"{header}, {library}")
     found = f"the {' and the '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-    found += ", and async_io is built on it" if needed else "; only NVMe offload needs it"
+    found += ", and async_io needs it" if needed else "; only NVMe offload needs it"
     return Finding("libaio", "wrong" if needed else "warning", found, INSTALL_LIBAIO)
 
 
-_LEAST_VERSION: Final = 10  # of GCC and of clang: the first that know -std=c++20, with which torch 2.13 compiles
+_LEAST_VERSION: Final = 10  # of GCC and clang: the first versions with -std=c++20, which torch 2.13 compiles with
 
 
 def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Finding:
-    """The compiler that torch takes: `CXX`, else `c++`.
+    """Check the compiler that torch uses: `CXX`, or `c++` if that is not set.
 
     Args:
-        environ: with `PATH`.
+        environ: the environment with `PATH`.
         to_build: ops that the configuration needs and that are not built yet.
     """
     name = environ.get("CXX", "c++")
@@ -124,22 +124,22 @@ def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Fin
     if version is None:
         return Finding("C++ compiler", wrong, f"{file} does not run{why}", INSTALL_COMPILER)
     if int(version[1]) < _LEAST_VERSION:
-        found = f"{line}: torch compiles C++20, which needs {_LEAST_VERSION} at least{why}"
+        found = f"{line}: torch compiles C++20, which needs at least version {_LEAST_VERSION}{why}"
         return Finding("C++ compiler", wrong, found, INSTALL_COMPILER)
     return Finding("C++ compiler", "ok", line)
 
 
 def check_ninja(environ: Mapping[str, str], ops: Collection[str]) -> Finding:
-    """Torch asks ninja also for an op that is built already.
+    """Check ninja, which torch runs even for ops that are built already.
 
     Args:
-        environ: with `PATH`.
-        ops: all that the configuration needs.
+        environ: the environment with `PATH`.
+        ops: all ops that the configuration needs.
     """
     wrong: Level = "wrong" if ops else "warning"
     file = shutil.which("ninja", path=environ.get("PATH", ""))
     if file is None:
-        why = f", and {', '.join(ops)} cannot be loaded without" if ops else "; DeepSpeed could build no op"
+        why = f", and {', '.join(ops)} cannot be loaded without it" if ops else "; DeepSpeed could build no op"
         return Finding("ninja", wrong, f"not on the PATH{why}", INSTALL_NINJA)
     if version := _output([file, "--version"], environ).strip():
         return Finding("ninja", "ok", f"{version} at {file}")
@@ -147,13 +147,13 @@ def check_ninja(environ: Mapping[str, str], ops: Collection[str]) -> Finding:
 
 
 def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Collection[str]) -> Finding:
-    """Whether nvcc compiles for the CUDA that torch was built with.
+    """Check that nvcc compiles for the CUDA version that torch was built with.
 
     Args:
-        torch_cuda: version of torch's CUDA, None for a torch without.
-        nvcc: version of the compiler, None where there is none.
-        home: where nvcc was looked for.
-        cuda_ops: ops of the configuration that it must compile.
+        torch_cuda: version of torch's CUDA, None for a torch without CUDA.
+        nvcc: version of the compiler, None without a compiler.
+        home: the folder searched for nvcc.
+        cuda_ops: ops of the configuration that nvcc must compile.
     """
     if torch_cuda is None:
         return Finding("CUDA toolkit", "ok", "torch is built without CUDA; no op needs nvcc")
@@ -163,7 +163,7 @@ def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Co
     if "fused_adam" in cuda_ops:
         fix += "   (or write torch_adam: true into optimizer.params)"
     if nvcc is None:
-        found = f"torch has CUDA {torch_cuda}, and there is no nvcc in {home or 'CUDA_HOME or on the PATH'}{whose}"
+        found = f"torch has CUDA {torch_cuda}, but no nvcc was found in {home or 'CUDA_HOME or on the PATH'}{whose}"
         return Finding("CUDA toolkit", level, found, fix)
     if nvcc.split(".")[0] != torch_cuda.split(".")[0]:
         return Finding("CUDA toolkit", level, f"torch has CUDA {torch_cuda}, nvcc {nvcc}{whose}", fix)
@@ -171,7 +171,7 @@ def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Co
 
 
 def nvcc_version(environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """Version of nvcc, and the folder it belongs to: `CUDA_HOME`, `CUDA_PATH`, that of nvcc on the PATH, as torch."""
+    """Return nvcc's version and its CUDA folder: `CUDA_HOME`, `CUDA_PATH`, or from the PATH, in torch's order."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     if not home and (file := shutil.which("nvcc", path=environ.get("PATH", ""))) is not None:
         home = str(Path(file).parents[1])
@@ -181,13 +181,13 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def installed_cuda() -> str | None:
-    """CUDA of the installed torch; None without either."""
+    """Return the CUDA version of the installed torch; None without torch or CUDA."""
     spec = find_spec("torch")
     return None if spec is None or spec.origin is None else torch_cuda(Path(spec.origin).with_name("version.py"))
 
 
 def torch_cuda(version_file: Path) -> str | None:
-    """CUDA of torch, from its `version.py`: importing torch takes a second or more."""
+    """Read torch's CUDA version from its `version.py`, because importing torch takes a second or more."""
     try:
         text = version_file.read_text()
     except OSError:
@@ -210,12 +210,12 @@ _PYTHONS: Final = ((3, 10), (3, 14))
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """The interpreter's version, `(major, minor)`."""
+    """Check the interpreter's version, given as `(major, minor)`."""
     shown, (least, most) = ".".join(map(str, version)), _PYTHONS
     tested = f"{least[0]}.{least[1]} to {most[0]}.{most[1]}"
     if version < least:
-        fix = f"Make an environment of a newer Python: python{most[0]}.{most[1]} -m venv .venv"
-        return Finding("Python", "wrong", f"{shown}; {least[0]}.{least[1]} is the least", fix)
+        fix = f"Create an environment with a newer Python: python{most[0]}.{most[1]} -m venv .venv"
+        return Finding("Python", "wrong", f"{shown}; the minimum is {least[0]}.{least[1]}", fix)
     if version > most:
         fix = f"If something fails, try python{most[0]}.{most[1]} -m venv .venv"
         return Finding("Python", "warning", f"{shown}; tested with {tested}", fix)
@@ -223,14 +223,14 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 
 def check_packages(installed: Mapping[str, str | None], required: list[str], *, deepspeed: bool) -> Iterator[Finding]:
-    """Each package of `TESTED`.
+    """Check each package of `TESTED`.
 
     Args:
-        installed: versions by name, None for what is missing.
-        required: this package's requirements, as its metadata writes them.
+        installed: versions by name, None for missing packages.
+        required: this package's requirements, as in its metadata.
         deepspeed: whether the run needs DeepSpeed.
     """
-    from packaging.requirements import Requirement  # here, since a launch looks for CUDA in this file alone
+    from packaging.requirements import Requirement  # late: a launch imports this module only to find torch's CUDA
 
     always = (r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""}))
     limits = {requirement.name: requirement.specifier for requirement in always}
@@ -239,7 +239,7 @@ def check_packages(installed: Mapping[str, str | None], required: list[str], *, 
         install = f"pip install '{name}=={tested}'"
         unneeded = name == "deepspeed" and not deepspeed
         if version is None:
-            found = "not installed" + (", and this config does without" if unneeded else "")
+            found = "not installed" + (", and this config does not need it" if unneeded else "")
             yield Finding(name, "warning" if unneeded else "wrong", found, install)
         elif name in limits and not limits[name].contains(version, prereleases=True):
             found = f"{version}, which is not {limits[name]}"

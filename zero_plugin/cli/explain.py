@@ -1,4 +1,4 @@
-"""`zero-plugin explain`: every value that a run would use, and where it came from."""
+"""`zero-plugin explain`: print every value that a run would use, with its origin."""
 
 from __future__ import annotations
 
@@ -50,53 +50,53 @@ _SECTIONS: Final[Mapping[str, str]] = {
 }
 _STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
 
-# Which option brings what a run would, by the key that waits for it; any other waits for --set.
+# By key: the option that sets a value which only a run determines. Keys without an option need --set.
 _OPTIONS: Final = {key.name: key.option for key in TRAINING if key.option}
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One document, resolved as far as it is known."""
+    """One document, resolved as far as possible."""
 
     document: Document
     facts: Facts
     resolved: Resolved
     rows: Sequence[Row]
-    assumed: str = ""  # why the device is this one, where no option and no key names it
+    assumed: str = ""  # why this device was assumed; "" if an option or a key names the device
 
     @property
     def name(self) -> str:
-        """The files that were read, for messages."""
+        """The files read, for messages."""
         return ", ".join(self.document.sources) or "no file"
 
     @property
     def headline(self) -> str:
-        """Where this would run."""
+        """One line with the files, the strategy and the devices."""
         machine = self.facts.machine
         path = "DeepSpeed" if self.facts.strategy == "deepspeed" else self.facts.strategy
         where = f"{self.name}: {path} on {machine.all_processes} × {machine.accelerator}"
         return where + (f", assumed: {self.assumed} (--accelerator)" if self.assumed else "")
 
 
-_fact = options_of("What a run would tell")
+_fact = options_of("Values that a run determines")
 _FILE: Final = "Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's."
 _FORMAT: Final = "A table, JSON, or the JSON that DeepSpeed would get."
-_ALL: Final = "Show also the keys that have DeepSpeed's defaults."
+_ALL: Final = "Also show keys with DeepSpeed's defaults."
 _MODEL: Final = "Folder of a transformers model: config.json, headers of *.safetensors."
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `zero-plugin explain` besides the launch flags."""
+    """The options of `zero-plugin explain` in addition to the launch flags."""
 
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILE)] = None
-    diff: Annotated[bool, typer.Option("--diff", help="Show only what two files resolve differently.")] = False
+    diff: Annotated[bool, typer.Option("--diff", help="Show only values that differ between two files.")] = False
     output: Annotated[Literal["table", "json", "deepspeed"], typer.Option("--format", help=_FORMAT)] = "table"
     everything: Annotated[bool, typer.Option("--all", help=_ALL)] = False
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable.")
     ] = None
-    world_size: Annotated[int | None, _fact("Processes; default: num_processes, else 1.", min=1)] = None
+    world_size: Annotated[int | None, _fact("Processes; default: num_processes or 1.", min=1)] = None
     accelerator: Annotated[
         Literal["cpu", "cuda"] | None, _fact("Device of the workers; default: what the file needs, or this machine's.")
     ] = None
@@ -111,10 +111,10 @@ class Options:
 
     @property
     def facts(self) -> Facts:
-        """What is said of a run; processes of 0 are the document's.
+        """The options' facts of a run. 0 processes means the document's number.
 
         Raises:
-            ConfigError: the folder holds no model, or tells no size.
+            ConfigError: the folder has no model, or its size is unknown.
         """
         given = {"lr": self.lr, "weight_decay": self.weight_decay}
         given = {name: value for name, value in given.items() if value is not None}
@@ -135,13 +135,13 @@ class Options:
 def explain(ctx: typer.Context, **typed: Any) -> None:
     """Resolve each FILE as far as possible without a run, and print every value with its origin.
 
-    A value that only a run determines is shown as open, with the option that sets it here. Contradictions, and fields
-    that no run could fill, are errors: exit code 2.
+    A value that only a run determines is shown as open, with the option that sets the value here. Exit code 2:
+    contradictions, or fields that no run could fill.
     """
     options = typed_options(Options, typed)
     files: list[str | None] = list(options.files or [])
     if len(files) < (2 if options.diff else 1):
-        files.insert(0, None)  # what `launch` would use
+        files.insert(0, None)  # None: the file that `launch` would use
     if files.count("-") > 1:
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="FILE")
     if options.diff and len(files) != 2:
@@ -171,18 +171,18 @@ def explain(ctx: typer.Context, **typed: Any) -> None:
 
 
 def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Options, facts: Facts) -> Explained:
-    """Resolve one file against what is known without a run.
+    """Resolve one file with the facts that are known without a run.
 
     Args:
-        file: None for what `launch` would use, `-` for standard input.
-        flags: launch flags, as `document_from_flags` takes them.
-        options: its accelerator is None for what the file asks for. A file that asks for none gets this machine's
-            device, or a GPU if it cannot run on this machine's CPU. Its model is for a plan where one is waited for
-            and the machines' memory is known.
-        facts: of the run; processes of 0 are the document's.
+        file: None for the file that `launch` would use, `-` for standard input.
+        flags: launch flags, in the format of `document_from_flags`.
+        options: `accelerator` None means the device that the file requests. Without a request, take this machine's
+            device, or a GPU if the file cannot run on a CPU. `model` is for a plan, if the document waits for one and
+            the machines' memory is known.
+        facts: facts of the run. 0 processes means the document's number.
 
     Raises:
-        ConfigError: everything that no run could fix.
+        ConfigError: all problems that no run could fix.
     """
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:
@@ -215,7 +215,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
 
 
 def _choose_device(document: Document, settings: LaunchSettings, named: Device | None) -> tuple[Device, str]:
-    """The device of the workers, and why it is assumed; "" if an option or a key names it."""
+    """Choose the workers' device. Return it, and why it is assumed ("" if an option or a key names the device)."""
     if asks_for_tpu(settings):
         return "xla", ""
     if named is not None or asks_for_cpu(settings):
@@ -229,7 +229,7 @@ def _choose_device(document: Document, settings: LaunchSettings, named: Device |
 
 
 def _check_processes(document: Document, world_size: int) -> None:
-    """Refuse a `--world_size` beside another number of processes on the same command line; a file's it replaces."""
+    """Refuse a `--world_size` that contradicts `--num_processes`. A file's number of processes is overridden."""
     typed = document.launch.get("num_processes")
     if world_size and typed and typed.origin.kind == "flag" and typed.value not in (None, AUTO, world_size):
         message = f"{world_size}, but {typed.origin} says {typed.value}"
@@ -241,7 +241,7 @@ def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | No
     if hidden_size is not None:
         return replace(found or ModelFacts(), hidden_size=hidden_size, hidden_size_reason="--hidden_size")
     if found is not None and found.hidden_size is None and not found.parameters:
-        message = f"{folder} tells no size: its config.json states no width, and there are no weights"
+        message = f"the size of {folder} is unknown: config.json has no hidden size, and there are no weights"
         raise ConfigError([Problem("--model", "", message, "Give --hidden_size too.")])
     return found
 
@@ -260,15 +260,15 @@ def _as_json(explained: Explained) -> dict[str, Any]:
 
 
 def _deepspeed_config(explained: Explained) -> dict[str, Any]:
-    """What DeepSpeed would be given; it has no open field.
+    """Return the JSON that DeepSpeed would get, without open fields.
 
     Raises:
-        ConfigError: a field is open, or the run would not go through DeepSpeed.
+        ConfigError: a field is open, or the run would not use DeepSpeed.
     """
     where = explained.name
     if explained.facts.strategy != "deepspeed":
         fix = "Add --use_deepspeed, or name a file that requests ZeRO."
-        raise ConfigError([Problem(where, "", "requests no DeepSpeed, so DeepSpeed would be given nothing", fix)])
+        raise ConfigError([Problem(where, "", "does not request DeepSpeed, so DeepSpeed would get no config", fix)])
     open_rows = [row for row in explained.rows if row.kind == "open" and row.path[0] != "scheduler"]
     if open_rows:
         raise ConfigError([_still_open(row, where) for row in open_rows])
@@ -281,11 +281,11 @@ def _still_open(row: Row, where: str) -> Problem:
     return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def print_table(explained: Explained) -> None:
-    """Print every value with where it came from, then what was noted."""
+    """Print every value with its origin, then the notes."""
     launch_keys = set(explained.document.launch) | set(explained.resolved.launch)
     sections: dict[str, list[tuple[str, str, str, str]]] = {}
     for row in explained.rows:
@@ -299,14 +299,14 @@ def print_table(explained: Explained) -> None:
     logged = [line for line in explained.resolved.logged if line.partition(" = ")[0] not in keys]
     notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
-        notes.append(f"{waiting} open: a run determines them; here the options beside them do")
+        notes.append(f"{waiting} open: a run determines them; here, set them with the options in parentheses")
     _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
 
 
 def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> None:
-    """Print the keys that two documents resolve to different values, both values and where they came from.
+    """Print the keys that two documents resolve to different values, with both values and their origins.
 
-    A key that only one of them has counts with DeepSpeed's default in the other.
+    A key that only one document has counts with DeepSpeed's default in the other.
     """
     sides = [{row.path: row for row in side.rows} for side in (ours, theirs)]
     pairs = []
@@ -347,7 +347,7 @@ def _value(row: Row) -> str:
 
 
 def _origin(row: Row) -> str:
-    """Where a value came from, in a few words."""
+    """Describe a value's origin in a few words."""
     if row.kind == "open":
         return f"waits for {'' if row.reason.startswith('Dummy') else 'the '}{row.reason}"
     if row.kind in ("file", "flag", "code"):
@@ -359,21 +359,21 @@ def _origin(row: Row) -> str:
 
 
 def _place(where: str) -> str:
-    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the complete path, and a row has one place."""
+    """Shorten `folder/ds.json:12:5` to `ds.json:12`. The headline has the complete path."""
     found = re.fullmatch(r"([^:]*):(\d+):\d+", where)
     return f"{Path(found[1]).name}:{found[2]}" if found else where
 
 
 def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
-    """Print lines of a key, a value, where it came from, and the style of both."""
+    """Print lines of a key, its value, the value's origin and their style."""
     columns = get_terminal_size().columns if sys.stdout.isatty() else 0
-    if columns:  # where the section is above, and a name may be broken
+    if columns:  # on a terminal, keys do not repeat the section's name, and long keys are wrapped
         sections = {
             name: [(key.removeprefix(f"{name}."), *rest) for key, *rest in lines] for name, lines in sections.items()
         }
     every = [line for lines in sections.values() for line in lines]
     keys, values = (max((len(line[column]) for line in every), default=0) for column in (0, 1))
-    if columns:  # however long a name is, two fifths of the terminal are left for the reasons
+    if columns:  # at least two fifths of the terminal stay free for the origins
         keys, values = min(keys, columns * 2 // 5), min(values, columns // 5)
     print_line(headline, "bold", wraps=True)
     for section, lines in sections.items():
@@ -388,7 +388,7 @@ def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]
 
 
 def _folded(name: str, width: int) -> list[str]:
-    """A long name in lines of at most `width` characters, broken after an underscore or a dot."""
+    """Break a long name into lines of at most `width` characters, after an underscore or a dot."""
     lines: list[str] = []
     while len(name) > width:
         cut = max(name.rfind("_", 0, width), name.rfind(".", 0, width)) + 1 or width

@@ -1,6 +1,7 @@
-"""`zero-plugin check --fix`: write what the problems of a configuration say, where that needs no decision.
+"""`zero-plugin check --fix`: apply the fixes of a configuration's problems that need no decision.
 
-Keys are renamed and removed at their places, and an FSDP configuration becomes one of ZeRO. Values are never guessed.
+Keys are renamed and removed at their places, and an FSDP configuration becomes a ZeRO configuration. Values are never
+guessed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zero_plugin.config.located import Located, looks_like_json, parse_text
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, Problem
 
-_MOST_PASSES: Final = 20  # a removed key may be what another problem was about
+_MOST_PASSES: Final = 20  # several, because a removed key may be the subject of another problem
 _BOM: Final = "\ufeff"
 
 
@@ -27,10 +28,10 @@ class Fixed:
     """A configuration file, before and after its fixes.
 
     Attributes:
-        file: its name.
-        before: its text.
-        after: its text with the fixes.
-        notes: what a person should know of the fixes; one sentence each.
+        file: the file's name.
+        before: the original text.
+        after: the text with the fixes.
+        notes: sentences about fixes that a user should check.
     """
 
     file: str
@@ -72,7 +73,7 @@ def fix_file(file: str) -> Fixed:
 
 
 def _read(file: str) -> bytes:
-    read_document(file)  # a file that cannot be read raises here, in the words of `check`
+    read_document(file)  # an unreadable file raises here, with the message of `check`
     return Path(file).read_bytes()
 
 
@@ -84,7 +85,7 @@ def _problems(file: str, text: str) -> list[Problem]:
 
 
 def _top_places(file: str, text: str) -> Mapping[str, tuple[int, int]]:
-    """Return the places of the keys at the top. A problem of such a section is located at the first key inside."""
+    """Return the places of the top-level keys. A problem of a section is located at the first key inside instead."""
     try:
         root = parse_text(text, file, [])
     except ConfigError:
@@ -94,7 +95,7 @@ def _top_places(file: str, text: str) -> Mapping[str, tuple[int, int]]:
 
 def _edits(file: str, problem: Problem, places: Mapping[str, tuple[int, int]]) -> Iterator[Edit]:
     name, line, column = problem.place
-    if name != file or not line:  # a file that this one names, or the file as a whole
+    if name != file or not line:  # the problem is in another file that this file names, or in no single line
         return
     line, column = places.get(problem.key, (line, column))
     if problem.rename:
@@ -104,7 +105,7 @@ def _edits(file: str, problem: Problem, places: Mapping[str, tuple[int, int]]) -
 
 
 def _convert(file: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text with ZeRO's keys instead of FSDP's, and what differs."""
+    """Return the text with ZeRO's keys instead of FSDP's, and notes on what differs."""
     root = parse_text(text, file, [])
     if looks_like_json(text) or not isinstance(root.value, dict):
         return text, ()

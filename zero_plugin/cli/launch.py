@@ -1,4 +1,4 @@
-"""`zero-plugin launch` and `zero-plugin demo`: start a script on every GPU, or on the CPU, as a file and flags say."""
+"""`zero-plugin launch`, `zero-plugin demo`: launch a script on all GPUs or the CPU, configured by a file and flags."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def launch(
 ) -> None:
     """Start SCRIPT with a config file and flags. Everything after SCRIPT is passed to it.
 
-    A flag overrides the file. Without --config_file the file is $ZERO_PLUGIN_CONFIG_FILE, else what
-    `zero-plugin config` wrote, else what `accelerate config` wrote, else none.
+    Flags override the file. Without --config_file, the first of these files is used: $ZERO_PLUGIN_CONFIG_FILE, the
+    file of `zero-plugin config`, the file of `accelerate config`.
     """
     flags = typed_flags(ctx)
     kind: Literal["script", "module", "executable"] = (
@@ -63,11 +63,14 @@ def launch(
 
 
 def _flags_after(script: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """The launch flags among a script's own arguments that its text does not name, unless a class names its flags."""
+    """Yield launch flags among a script's arguments that its text does not contain.
+
+    Yields none if the script uses a parser that derives flags from classes: its text need not contain them.
+    """
     try:
         text = script.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return  # what is wrong with the script is said where it is started
+        return  # the launch reports the problem with the script
     if any(parser in text for parser in _PARSERS_OF_CLASSES):
         return
     text = text.replace("-", "_")
@@ -86,10 +89,10 @@ def demo(
     ] = None,
     **_: Any,
 ) -> None:
-    """Train a small GPT on Python's own library with ZeRO-2: on all GPUs, or by two processes on the CPU.
+    """Train a small GPT on Python's own library with ZeRO-2, on all GPUs or in two processes on the CPU.
 
-    Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- is
-    passed to the training script: zero-plugin demo -- --steps 1000 --width 256; it lists its options with -- --help.
+    Launch flags change the run, e.g. --zero_stage 3 --offload_optimizer_device cpu. Arguments after -- go to the
+    training script: zero-plugin demo -- --steps 1000 --width 256. List its options with -- --help.
     """
     flags = {"config_file": str(_DEMO / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
@@ -97,14 +100,14 @@ def demo(
     settings = launch_settings(document)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
     if on_cpu and settings.num_processes is None and settings.distributed_type != "NO":
-        why = "the run is on the CPU, where two processes show what is split"
+        why = "the run is on the CPU, where two processes show what is partitioned"
         two = Entry(2, Origin("rule", "zero-plugin demo", why))
         document = replace(document, launch=document.launch.replace({("num_processes",): two}))
     _start(document, Program(str(_DEMO / "train.py"), tuple(arguments or ())), machine, flags)
 
 
 def _show_messages_as(document: Document) -> None:
-    """Show this process's messages as the configuration says; its workers get the same by their environment."""
+    """Apply the configuration's message settings to this process. Workers get them through their environment."""
     settings = launch_settings(document)
     show_messages(quiet=settings.quiet, prefix="")
     if settings.log_timestamps:
@@ -112,7 +115,7 @@ def _show_messages_as(document: Document) -> None:
 
 
 def _missing_tools(document: Document, machine: Machine) -> str | None:
-    """What this machine lacks to build the ops that the configuration alone decides on, whatever the script does."""
+    """Describe tools that this machine lacks to build the ops that the configuration needs for any script."""
     settings = launch_settings(document)
     if not asks_for_deepspeed(document, settings):
         return None
@@ -127,8 +130,8 @@ def _start(
 ) -> None:
     """Resolve the launch and log its notes, then run it or, for `--dry_run`, print it.
 
-    What was found in the configuration is logged here, so that scripts of other layers run beside it too, and is not
-    handed to the workers, which would repeat it.
+    The configuration's notes are logged here and not passed to the workers, which would repeat them. Scripts built on
+    other libraries would not log the notes at all.
 
     Raises:
         Exit: with the exit code of the workers.
@@ -140,8 +143,8 @@ def _start(
         _logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.remark)
     for flag in _flags_after(Path(program.name), program.arguments) if program.kind == "script" else ():
         _logger.warning(
-            "%s is after %s, so it is passed to the script, whose text does not hold it. To have `launch` read it, "
-            "write it before the script.",
+            "%s is after %s, so the flag is passed to the script, whose text does not contain the flag. If the flag is "
+            "meant for `launch`, write it before the script.",
             *(flag, program.name),
         )
     if spec.hosts is None and (missing := _missing_tools(document, machine)):

@@ -1,7 +1,7 @@
-"""The launch flags: Accelerate's names, with `-` or `_`, and what to do in the place of those that are refused.
+"""The launch flags: Accelerate's names, with `-` or `_`, and advice for Accelerate's flags that are refused.
 
-What a launch config has as a key is described there: its flag has the same name and the same help. Options of
-a single command may be described by a dataclass.
+A flag of a launch config's key has the key's name and help text. A dataclass may describe the options of a single
+command.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from zero_plugin.errors import Problem
 
 T = TypeVar("T")
 
-RARE_TOPICS: Final = frozenset(TOPICS[1:])  # `--help` shows the first topic alone, `--help-all` all
-WITH_ALL: Final = "zero_plugin.help_all"  # in the context of a command, where all topics are asked for
+RARE_TOPICS: Final = frozenset(TOPICS[1:])  # `--help` shows only the first topic, `--help-all` shows all
+WITH_ALL: Final = "zero_plugin.help_all"  # key in a command's context: all topics are requested
 _OF_TYPES: Final[Mapping[str, str]] = {"integer": "INT", "number": "NUMBER", "boolean": "BOOL"}
 
 LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
@@ -31,10 +31,10 @@ LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if 
 
 @functools.cache
 def launch_flags() -> Mapping[str, Any]:
-    """Each flag by its name, with its option.
+    """Return each flag's option, by the flag's name.
 
-    Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
-    same check and in the same words. A key whose only values are true and false is a switch.
+    Values are parsed like values in a file (`auto`, numbers, true/false), so the same check reports wrong values with
+    the same message. A key with only the values true and false is a switch.
     """
     compiling = compiler_schema()["dynamo_config"]["properties"]
     schemas = {key.typed: key_schema(key.path) or {} for key in TRAINING if key.flag}
@@ -56,7 +56,7 @@ def launch_flags() -> Mapping[str, Any]:
 
 
 def _metavar(schema: Mapping[str, Any]) -> str:
-    """What stands for the value of a key."""
+    """Return the placeholder for a key's value in the help."""
     types = [part.get("type") for part in (schema, *schema.get("anyOf", ()))]
     return next((_OF_TYPES[kind] for kind in types if kind in _OF_TYPES), "TEXT")
 
@@ -74,7 +74,7 @@ _HELP_ALL: Final = typer.Option(
 
 
 def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `ctx` and keywords the launch flags; `typed_flags(ctx)` tells which were typed.
+    """Add the launch flags to a command that takes `ctx` and keywords. `typed_flags(ctx)` returns the typed ones.
 
     Args:
         left_out: names of flags that have no meaning for this command.
@@ -84,7 +84,7 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
 
 
 def options_of(panel: str) -> Callable[..., Any]:
-    """What makes options of one panel of the help: of a text, of flags, and of other arguments of `typer.Option`."""
+    """Return a function that builds options of one help panel, from a text, flags and arguments of `typer.Option`."""
 
     def option(help: str, *flags: str, **more: Any) -> Any:  # noqa: A002 - typer's word
         return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
@@ -93,10 +93,10 @@ def options_of(panel: str) -> Callable[..., Any]:
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes keywords the options that a dataclass describes; see `typed_options`.
+    """Add the options of a dataclass to a command that takes keywords; see `typed_options`.
 
     Args:
-        record: the dataclass; each field is annotated with its option, and has a default.
+        record: the dataclass. Each field is annotated with its option, and has a default.
     """
     hints = get_type_hints(record, include_extras=True)
     options = {field.name: (hints[field.name], field.default) for field in fields(record)}
@@ -104,7 +104,7 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
 
 def _with_keywords(command: Callable[..., None], keywords: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
-    """The command with further keywords in its signature, each with its annotation and its default."""
+    """Add keywords to the command's signature, each with its annotation and its default."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -115,23 +115,23 @@ def _with_keywords(command: Callable[..., None], keywords: Mapping[str, tuple[An
 
 
 def typed_options(record: type[T], keywords: Mapping[str, Any]) -> T:
-    """The dataclass of `with_options` from the keywords that the command was called with."""
+    """Build the dataclass of `with_options` from the keywords of a command's call."""
     return record(**{field.name: keywords[field.name] for field in fields(record)})  # type: ignore[arg-type]
 
 
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:
-    """The launch flags that the user typed, by name."""
+    """Return the launch flags that the user typed, by name."""
     return {name: value for name, value in ctx.params.items() if name in launch_flags() and value is not None}
 
 
-# What to do in place of flags of Accelerate's that are refused, by a pattern of their names.
+# What to do instead of Accelerate's refused flags, by a pattern of their names.
 _REFUSED: Final[Mapping[str, str]] = {
     "use_fsdp|fsdp_.*": "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
     "use_megatron_lm|megatron_lm_.*": "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
-    "use_parallelism_config|parallelism_config_.*": "Give --sequence_parallel_size in place of its sp_size.",
+    "use_parallelism_config|parallelism_config_.*": "Give --sequence_parallel_size instead of its sp_size.",
     "fp8_.*": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
     "tpu_cluster|vm": f"Leave it out, and {ON_EVERY_MACHINE}.",
-    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
+    "no_tpu_cluster": "Leave it out: this command always starts processes on this machine's devices.",
     "tpu_use_sudo": "Write sudo before the command.",
     "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
     "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
@@ -139,7 +139,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "mpirun_.*": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
 }
 
-# This command's flag for one of torchrun's or of DeepSpeed's launcher.
+# This command's flag for a flag of torchrun or of DeepSpeed's launcher.
 _OF_OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
     "nproc_per_node|num_gpus": "--num_processes, the number of all machines' processes",
     "nnodes|num_nodes": "--num_machines",
@@ -153,7 +153,7 @@ _OF_OTHER_LAUNCHERS: Final[Mapping[str, str]] = {
 
 
 def refuse_flag(typed: str) -> Problem | None:
-    """The problem with a flag that is another launcher's but not ours, or None for any other.
+    """Return the problem with a flag that only other launchers have, None for any other flag.
 
     Args:
         typed: the flag as it was typed, e.g. `--fsdp-version`.

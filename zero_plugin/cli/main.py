@@ -1,4 +1,4 @@
-"""The command `zero-plugin`: finds the command's module, imports only that, and prints errors without a traceback."""
+"""The command `zero-plugin`: import only the module of the typed command, and print errors without a traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METAVARS: Final[Mapping[str, str]] = {
     "<float range>": "NUMBER",
     "<path>": "PATH",
 }
-# By group and command: the module and the function. `checkpoint` is a group itself.
+# By group and command: the module and the function. `checkpoint` is itself a group.
 _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "zero-plugin": {
         "config": "zero_plugin.cli.config:config",
@@ -54,13 +54,13 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 class _Command(TyperCommand):
-    """Help in plain text, by topic; and what to do in place of a flag that Accelerate has and this package does not."""
+    """A command with plain-text help by topic, and with advice for Accelerate's flags that this package lacks."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _format_help(self, ctx, formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # typer's marks of what is required
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # typer's marks of required words
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -68,17 +68,17 @@ class _Command(TyperCommand):
         except Exception as error:
             from zero_plugin.cli.launch_flags import refuse_flag
 
-            flag = getattr(error, "option_name", "")  # only the error of an unknown flag has it
+            flag = getattr(error, "option_name", "")  # only the error for an unknown flag has this attribute
             if (refused := refuse_flag(flag)) is not None:
                 raise ConfigError([refused]) from None
             if flag and self.name == "demo":
-                fix = f"If the training script has it, write it after --: zero-plugin demo -- {flag}."
+                fix = f"If it is a flag of the training script, write it after --: zero-plugin demo -- {flag}."
                 raise ConfigError([Problem(flag, "", "is no flag of demo", fix)]) from None
             raise
 
 
 class _LazyCommands(TyperGroup):
-    """Imports a command's module when the command is named, so that none pays for another's imports."""
+    """A group that imports a command's module only when the user types the command."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _format_help(self, ctx, formatter)
@@ -106,7 +106,7 @@ class _LazyCommands(TyperGroup):
 
 
 def _command(name: str, function: Any) -> Any:
-    """The command of a function; an option for which no flag is written has its parameter's name, with underscores."""
+    """Build the command of a function. An option without a written flag gets the parameter's name, with underscores."""
     function.__signature__ = signature = inspect.signature(function, eval_str=True)
     for parameter in signature.parameters.values():
         described = getattr(parameter.annotation, "__metadata__", (None,))[0]
@@ -114,15 +114,15 @@ def _command(name: str, function: Any) -> Any:
             described.param_decls = (f"--{parameter.name}",)
     app = typer.Typer(add_completion=False)
     settings = {
-        "allow_interspersed_args": name != "launch",  # what follows the script is the script's
-        "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero_stage and --zero-stage are one
+        "allow_interspersed_args": name != "launch",  # arguments after the script belong to the script
+        "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero-stage means --zero_stage
     }
     app.command(name, cls=_Command, context_settings={**settings, **_HELP})(function)
     return typer.main.get_command(app)
 
 
 def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
-    """Plain text as click's, with a section for each topic: typer's tables cut long names at 80 columns."""
+    """Write plain-text help like click's, with a section for each topic. typer's tables cut names at 80 columns."""
     from zero_plugin.cli.launch_flags import RARE_TOPICS, WITH_ALL  # reads the schema, which few commands need
 
     command.format_usage(ctx, formatter)
@@ -145,10 +145,10 @@ def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _metavar(option: Any, ctx: Any) -> str | None:
-    """What stands for an option's value in the help: nothing for a switch, and a word for its type."""
+    """Return the placeholder for an option's value in the help: "" for a switch, otherwise a word for the type."""
     if option.is_flag:
         return ""
-    # An older typer has such words itself.
+    # An older typer prints these words itself.
     return _METAVARS.get(option.display_type(ctx)) if hasattr(option, "display_type") else None
 
 
@@ -176,9 +176,9 @@ def _zero_plugin(
 
 
 def main() -> None:
-    """Entry point of the console script; exits with the error's own code for an error of ours."""
+    """Run the console script. Exit with the error's own code for an error of this package."""
     _open_streams()
-    if os.environ.get("COLUMNS") == "0":  # a terminal of unknown size, for which rich would print nothing at all
+    if os.environ.get("COLUMNS") == "0":  # a terminal of unknown size: rich would print nothing
         del os.environ["COLUMNS"]
     show_messages(prefix="")
     try:
@@ -187,27 +187,27 @@ def main() -> None:
         print_error(error)
         sys.exit(error.exit_code)
     finally:
-        gc.freeze()  # else Python looks through all of torch and transformers for garbage once more, for a second
+        gc.freeze()  # without this, Python searches all of torch and transformers for garbage at exit, for a second
 
 
 def _open_streams() -> None:
-    """Have all three standard streams, that take every character.
+    """Open missing standard streams, and let stdout and stderr accept every character.
 
-    One that the caller has closed (`2>&-`, a daemon) becomes the null device: else the next file or socket that this
-    program or a worker opens gets its number, and with it what compiled code prints there.
+    A stream that the caller has closed (`2>&-`, a daemon) becomes the null device. Otherwise the next file or socket of
+    this program or a worker gets the stream's number, and compiled code prints into it.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is the stream's own
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's own
             os.set_inheritable(null, null == number)
             setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
-            stream.reconfigure(errors="replace")  # a table has arrows, which LANG=en_US.ISO-8859-1 cannot write
+            stream.reconfigure(errors="replace")  # tables have arrows, which LANG=en_US.ISO-8859-1 cannot encode
 
 
 def print_error(error: ZeroPluginError) -> None:
-    """The message on standard error, in colour on a terminal; lines are never broken, so paths can be copied."""
+    """Print the message on standard error, in colour on a terminal. Lines stay unbroken, so paths can be copied."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,6 +1,6 @@
-"""What commands print: lines, tables, and what checks came to.
+"""Output of the commands: lines, tables and findings of checks.
 
-A table fits the terminal; for a pipe it has aligned plain lines, which are never broken, so that they can be searched.
+A table fits the terminal. In a pipe, a table has aligned plain lines, which stay unbroken for searching.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Cell = str | tuple[str, str]  # a text, or a text and its style on a terminal
 
 
 def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
-    """Print a line, in a style on a terminal; it is broken only where it `wraps` there.
+    """Print a line, in a style on a terminal. Only a line that `wraps` is broken at the terminal's width.
 
-    Like all that is printed here it shows no character that steers a terminal: texts come from files of others.
+    Like all functions here, print no terminal control characters: texts may come from untrusted files.
     """
     text = printable(text)
     if not sys.stdout.isatty():
@@ -32,7 +32,7 @@ def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that is printed to; None where it is none."""
+    """Return the width of the terminal that stdout is, in columns; None if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
@@ -41,7 +41,7 @@ def terminal_width() -> int | None:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, texts as they are."""
+    """Print a value as JSON, without escaping non-ASCII texts."""
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
@@ -53,14 +53,14 @@ def print_rows(
     to_the_right: Collection[str] = (),
     unbroken: Collection[str] = (),
 ) -> None:
-    """Print rows in columns that are aligned.
+    """Print rows in aligned columns.
 
     Args:
-        rows: as many cells each.
-        head: names of the columns; none are printed by default.
-        widths: of the first columns; by default as the cells need them.
-        to_the_right: columns whose cells a terminal shows at their right side.
-        unbroken: columns whose cells a terminal shows in one line.
+        rows: the rows, with equally many cells each.
+        head: names of the columns; default: no head.
+        widths: widths of the first columns; default: the cells' width.
+        to_the_right: names of columns that a terminal aligns to the right.
+        unbroken: names of columns whose cells a terminal does not wrap.
     """
     rows = [
         [printable(cell) if isinstance(cell, str) else (printable(cell[0]), cell[1]) for cell in row] for row in rows
@@ -96,10 +96,10 @@ class Finding:
     """One line of the table of `zero-plugin doctor`, or of `zero-plugin test`.
 
     Attributes:
-        check: what was looked at.
-        level: `wrong` is what the configuration cannot run with; `warning` what will cost time, or may be needed later.
-        found: what is there, with its numbers.
-        fix: the command or the edit that fixes it; never empty where `level` is `warning` or `wrong`.
+        check: the subject of the check.
+        level: `wrong` if the configuration cannot run like this; `warning` if it will cost time, or may matter later.
+        found: the facts, with their numbers.
+        fix: the command or the edit that fixes the problem; never empty if `level` is `warning` or `wrong`.
     """
 
     check: str
@@ -112,7 +112,7 @@ _LEVEL_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "bold red",
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print a row for each, and below it what fixes it; that is never broken, so that it can be copied."""
+    """Print a row for each finding and its fix below. Fixes stay unbroken, so they can be copied."""
     levels = max((len(finding.level) for finding in findings), default=0)
     names = max((len(finding.check) for finding in findings), default=0)
     margin = " " * (levels if sys.stdout.isatty() else levels + 2 + names)

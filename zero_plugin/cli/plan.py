@@ -1,7 +1,7 @@
-"""`zero-plugin plan`: what every stage and offload costs in memory and time, and which is the fastest that fits.
+"""`zero-plugin plan`: compute memory and time of every stage and offload, and choose the fastest that fits.
 
-It prints those that nothing betters, best first, the chosen one marked and taken apart, and what does not fit; or all
-of them, or all numbers as JSON.
+Prints the Pareto-optimal setups, fastest first, with details of the chosen setup, then setups that do not fit. Other
+forms are a table of all setups, and all numbers as JSON.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from zero_plugin.plan.what_if import WhatIf, what_if
 
 _HEAD: Final = ("", "strategy", "batch", "device", "CPU memory", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
-_SHOWN: Final = 6  # strategies of the short table
-_TERMS: Final = 4  # of a memory
-_NAMED: Final = 2  # below it, of those that do not fit
-_ALWAYS: Final = ("", "ZeRO", "device", "samples/s", "speed")  # its columns that are there though all rows agree
-_WIDE: Final = 110  # columns of a terminal that the table fits into
+_SHOWN: Final = 6  # setups in the short table
+_TERMS: Final = 4  # in one memory's sum
+_NAMED: Final = 2  # setups named below it that do not fit
+_ALWAYS: Final = ("", "ZeRO", "device", "samples/s", "speed")  # shown even if all rows agree
+_WIDE: Final = 110  # terminal columns for the full table
 _PLACES: Final = {"none": "", "cpu": "CPU", "nvme": "NVMe"}
-# The flags that fix a field; any other field has its flag's name.
+# Flags with another name than the field that they fix.
 _FLAGS: Final = {key.setup: key.field for key in TRAINING if key.setup and key.field}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A plan with all that it was made from.
+    """A plan with its inputs.
 
     Attributes:
-        work, cluster, wanted: what was asked.
-        choice: what was found.
-        what_if: the changes with which something fits; None if they were not requested.
+        work, cluster, wanted: the inputs.
+        choice: the result.
+        what_if: changes that make a setup fit; None if not requested.
     """
 
     work: Workload
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """What is trained on what."""
+        """One line with the model and the machines."""
         cluster, length = self.cluster, self.work.activations.sample_length
         device = cluster.device_name or f"devices of {show_bytes(cluster.device_bytes)}, as fast as {UNNAMED}"
         parts = [f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters"]
@@ -75,25 +75,25 @@ class Report:
 
 
 def show_count(count: int) -> str:
-    """E.g. 6.74B."""
+    """Return a count with a unit, such as 6.74B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= 0.9995 * size:  # what would be shown as a thousand of the next unit
+        if count >= 0.9995 * size:  # the smaller unit would round this to 1000
             return f"{_number(count / size)}{unit}"
     return str(count)
 
 
 def _number(value: float) -> str:
-    """Three digits, all of them from a thousand on."""
+    """Format with three significant digits; from 1000 on, with all integer digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def print_report(report: Report, written: Sequence[Path], *, every: bool) -> None:
-    """Print it.
+    """Print a report.
 
     Args:
-        report: what to print.
+        report: the report to print.
         written: files that were written.
-        every: all strategies, in the order in which they were looked at, each with why it is not taken.
+        every: whether to print all setups in search order, each with the reason for its rejection.
     """
     print_line(report.headline, "bold", wraps=True)
     print_line(_memories(report.cluster, report.wanted.margin), wraps=True)
@@ -107,7 +107,7 @@ def print_report(report: Report, written: Sequence[Path], *, every: bool) -> Non
 
 
 def _print_best(report: Report) -> None:
-    """What fits and nothing betters, best first, in columns for what differs; below it what does not fit."""
+    """Print the Pareto-optimal setups, fastest first, then setups that do not fit. Show only columns that differ."""
     chosen = report.choice.chosen
     fitting = sorted((c for c in report.choice.table if not c.rejected), key=lambda c: c.seconds_per_sample)
     fitting.sort(key=lambda c: c is not chosen)
@@ -131,7 +131,7 @@ def _print_best(report: Report) -> None:
 
 
 def _is_as_good(one: Candidate, other: Candidate) -> bool:
-    """Whether it is as fast in no more memory, as far as three digits show."""
+    """Return whether `one` is as fast as `other` and needs no more memory, to three digits."""
     figures = [
         (c.seconds_per_sample, c.footprint.device_bytes, c.footprint.host_bytes, c.footprint.nvme_bytes)
         for c in (one, other)
@@ -140,9 +140,9 @@ def _is_as_good(one: Candidate, other: Candidate) -> bool:
 
 
 def _cells(candidate: Candidate, report: Report) -> dict[str, str]:
-    """One strategy's cells in the short table, by column; without a known GPU its speed is in that of the chosen."""
+    """Return a setup's cells in the short table. Without a known GPU, speed is relative to the chosen setup."""
     setup, needed, chosen = candidate.setup, candidate.footprint, report.choice.chosen
-    assert chosen is not None  # this one fits
+    assert chosen is not None  # this candidate fits, so a setup is chosen
     speed = {"speed": f"{chosen.seconds_per_sample / candidate.seconds_per_sample:.2f}"}
     if report.cluster.device_name:
         speed = {"samples/s": _samples_per_second(candidate, report)}
@@ -165,7 +165,7 @@ def _samples_per_second(candidate: Candidate, report: Report) -> str:
 
 
 def _not_fitting(report: Report) -> list[str]:
-    """What does not fit, with why; where nothing does, the two that are closest to it."""
+    """Return lines on setups that do not fit, with reasons. If none fits, name the two that are closest to fitting."""
     rejected, cluster = [candidate for candidate in report.choice.table if candidate.rejected], report.cluster
     short = sorted((c for c in rejected if c.short), key=lambda c: c.footprint.device_bytes)
     lines = []
@@ -184,7 +184,7 @@ def _not_fitting(report: Report) -> list[str]:
 
 
 def _print_all(report: Report) -> None:
-    """In a table on a terminal that is wide, in two lines each on another, in aligned plain lines elsewhere."""
+    """Print all setups: as a table on a wide terminal, in two lines each on a narrow one, as plain lines elsewhere."""
     rows = [_row(candidate, report) for candidate in report.choice.table]
     styles = ["bold green" if row[0] else "dim" if row[-1] else "" for row in rows]
     if (width := terminal_width()) is not None and width < _WIDE:
@@ -198,7 +198,7 @@ def _print_all(report: Report) -> None:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """All numbers: bytes, seconds, elements."""
+    """Return all numbers: bytes, seconds, elements."""
     chosen, activations = report.choice.chosen, report.work.activations
     return {
         "model": {
@@ -232,7 +232,7 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
 
 
 def _memories(cluster: Cluster, margin: float) -> str:
-    """What each memory has, and what of it the plan may use."""
+    """Return the size of each memory, and how much of it the plan may use."""
     found = {"device": cluster.device_bytes, "CPU memory of a node": cluster.host_bytes, "NVMe": cluster.nvme_bytes}
     return "; ".join(f"{name}: {describe_budget(size, margin)}" for name, size in found.items() if size)
 
@@ -263,19 +263,19 @@ def _about_chosen(report: Report, *, every: bool) -> list[str]:
     if cluster.device_name or every:
         lines.append(f"  step: {seconds} = {chosen.time.seconds:.3g} s")
     else:
-        lines.append(f"  which GPU it is nobody says: the order is that of {UNNAMED}; --gpu names another")
+        lines.append(f"  GPU model unknown: the order is for {UNNAMED}; --gpu names another")
     sources = f"activations: {report.work.activations.source}"
     lines.append(f"  sizes: {report.work.model.source}; {sources}" if every else f"  {sources}")
     assumed = _assumptions(report)
     if every:
         lines += [f"  {name} {source}" for name, source in assumed.items()]
     elif assumed:
-        lines.append(f"  assumed, --all says why: {', '.join(assumed)}")
+        lines.append(f"  assumed (--all prints the reasons): {', '.join(assumed)}")
     return lines
 
 
 def _assumptions(report: Report) -> dict[str, str]:
-    """What was assumed of the machines, and why, where it makes a difference to a strategy that fits."""
+    """Return assumptions about the machines and their reasons, if they matter for a setup that fits."""
     cluster, fitting = report.cluster, [c for c in report.choice.table if not c.rejected]
     matters = {
         "network_bandwidth": cluster.nodes > 1,
@@ -291,7 +291,7 @@ def _about_what_if(report: Report) -> list[str]:
         return []
     lines = ["", "any one of these changes is enough:"] if report.what_if.changes else []
     lines += [f"  {_as_flag(change.what)}: {name_setup(change.chosen.setup)}" for change in report.what_if.changes]
-    lines += ["on each device less is taken by:"] if report.what_if.savings else []
+    lines += ["memory saved on each device by:"] if report.what_if.savings else []
     lines += [f"  {what}: {show_bytes(size)}" for what, size in report.what_if.savings]
     largest = report.what_if.largest_elements
     lines.append(f"the largest model of this shape that fits: {show_count(largest) if largest else 'none'}")
@@ -299,7 +299,7 @@ def _about_what_if(report: Report) -> list[str]:
 
 
 def _as_flag(change: str) -> str:
-    """A change of what is fixed as the flag to leave out."""
+    """Return a change as the flag to leave out, if the change frees a fixed field; otherwise unchanged."""
     field, fixed, value = change.partition(" free instead of ")
     if not fixed:
         return change
@@ -309,7 +309,7 @@ def _as_flag(change: str) -> str:
 
 
 def _terms(terms: Mapping[str, int], most: int | None) -> str:
-    """The largest first; what is more than so many, as one."""
+    """Return terms as a sum, the largest first. Terms beyond `most` are combined into one."""
     ordered = sorted(terms.items(), key=lambda term: -term[1])
     shown = ordered if most is None or len(ordered) <= most + 1 else ordered[:most]
     if rest := sum(size for _, size in ordered[len(shown) :]):
@@ -347,14 +347,14 @@ _Device = Literal["auto", "none", "cpu", "nvme"]
 
 
 _model, _machines = options_of("The model"), options_of("The machines")
-_training, _output = options_of("What is fixed"), options_of("Output")
+_training, _output = options_of("Fixed choices"), options_of("Output")
 _SOURCE: Final = (
     "A transformers model's folder or config.json, a folder of *.safetensors, a name on the Hugging Face hub, or "
     "module:function."
 )
 _TRACE: Final = "Trace the model's activations, which imports torch; otherwise use a formula for decoders."
 _RECOMPUTE: Final = "Recompute every block in the backward; default: the faster choice."
-_OVERLAP: Final = "Reduce beside the backward, at stages 2 and 3; default: the faster choice."
+_OVERLAP: Final = "Reduce gradients during the backward, at stages 2 and 3; default: the faster choice."
 _SHARED: Final = "Processes that share each sample, each with a part of every sequence."
 _WHAT_IF: Final = "Print what to change if nothing fits, and the largest model that fits."
 
@@ -423,17 +423,17 @@ class Options:
 
     @property
     def source(self) -> ModelSource:
-        """The model: where it is, or its sizes.
+        """The model, by its location or by its sizes.
 
         Raises:
-            ConfigError: `--params` is no count.
+            ConfigError: `--params` is not a count.
         """
         parameters = require_count("--params", self.params, "7B, 350M or 1500000000")
         return ModelSource(parameters=parameters, **self._named_as_in(ModelSource))
 
     @property
     def wanted(self) -> Wanted:
-        """What is fixed: the options that have the name of a field there, where they are not `auto`, and the stage."""
+        """The fixed fields: options with the name of a field of `Wanted` that are not `auto`, and the stage."""
         fixed = {name: value for name, value in self._named_as_in(Wanted).items() if value != "auto"}
         typed = self.zero_stage
         stage: Any = None if typed == "auto" else int(typed) if typed.isdecimal() else typed
@@ -444,7 +444,7 @@ class Options:
         return {field.name: getattr(self, field.name) for field in fields(record) if field.name in own}
 
     def find_cluster(self) -> Cluster:
-        """The machines that the options describe; this machine, if they name no GPU and it has one.
+        """Return the machines that the options describe, or this machine if it has a GPU and the options name none.
 
         Raises:
             ConfigError: an amount of memory is invalid, or the memory of a GPU is not known.
@@ -465,19 +465,19 @@ class Options:
 
 @with_options(Options)
 def plan(**typed: Any) -> None:
-    """Print what each strategy costs in memory and time to train MODEL, and choose the fastest that fits.
+    """Print the memory and time that each strategy needs to train MODEL, and choose the fastest that fits.
 
-    Nothing is trained and no weight is loaded; the machines may be others than this one. Exit code: 0 if a strategy
-    fits, 1 if none does, 2 for invalid input.
+    Nothing is trained and no weight is loaded. The machines may be others than this one. Exit code: 0 if a strategy
+    fits, 1 if none fits, 2 for invalid input.
     """
     options = typed_options(Options, typed)
     show_messages(quiet=options.quiet, prefix="")
     source = options.source
     if source.model is not None:
-        find_source(source)  # a wrong name is reported before anything else
+        find_source(source)  # first, to report a wrong name before the slow steps
     cluster, wanted = options.find_cluster(), options.wanted
     if options.picture is not None:
-        check_picture(options.picture)  # before the other file is written
+        check_picture(options.picture)  # early, before the config file is written
     with garbage_collection_paused():
         model, activations = open_model(source, options.sequence_length, wanted.precision)
     if (problem := unequal_heads(options.shared_by, model.heads)) is not None:
@@ -485,7 +485,7 @@ def plan(**typed: Any) -> None:
     activations = activations.of_a_part(options.shared_by)
     optimizer = optimizer_sizes(options.optimizer, fused=True)
     if not is_known(optimizer.name):
-        message = f"optimizer {optimizer.name} is not known: it is assumed to keep {optimizer.states} tensors, as Adam"
+        message = f"optimizer {optimizer.name} is unknown: assuming that it keeps {optimizer.states} tensors, as Adam"
         print(printable(message), file=sys.stderr)
     work = Workload(model, activations, optimizer)
     choice = make_plan(work, cluster, wanted)

@@ -1,4 +1,4 @@
-"""Asks a person: menus with arrow keys where the terminal can draw them, else numbered lists and lines of text."""
+"""Questions to the user: menus with arrow keys if the terminal can draw them, otherwise numbered lists and text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 def prompts_for_terminal() -> Prompts:
-    """Menus where standard input and output are a terminal that can move its cursor, else numbered lists."""
+    """Return menus if standard input and output are a terminal that can move its cursor, otherwise numbered lists."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return Prompts()
     try:
         from prompt_toolkit.output import create_output
 
         create_output()
-    except Exception:  # noqa: BLE001 - what a console of Windows without the support raises exists on Windows only
+    except Exception:  # noqa: BLE001 - the error class of an unsupported Windows console exists on Windows only
         return Prompts()
     return Menus()
 
 
 class Prompts:
-    """Asks by numbered lists and lines on standard output; the answers come from standard input, which may be a pipe.
+    """Questions as numbered lists and lines on standard output. Answers come from standard input, possibly a pipe.
 
-    Each question raises KeyboardInterrupt for Ctrl-C and EOFError where no answer can come any more.
+    Each question raises KeyboardInterrupt for Ctrl-C and EOFError at the end of the input.
     """
 
     def choose(self, question: str, options: Mapping[T, str], default: T) -> T:
-        """One of the keys of `options`; the values are their lines on the screen."""
+        """Ask for one of the keys of `options`. The values are their lines on the screen."""
         numbers = {value if isinstance(value, int) else n: value for n, value in enumerate(options, start=1)}
         by_text: dict[str, Any] = {str(value).lower(): value for value in options}
         by_text |= {str(number): value for number, value in numbers.items()}
@@ -49,18 +49,18 @@ class Prompts:
         return self.read("Number", parse, next(str(number) for number, value in numbers.items() if value == default))
 
     def read(self, question: str, parse: Callable[[str], T], default: str = "") -> T:
-        """What `parse` makes of a line; for an empty line, of `default`. Asked again with its ValueError's message."""
+        """Ask for a line and return it parsed; empty means `default`. Ask again if `parse` raises ValueError."""
         while True:
             line = input(f"{_with_default(question, default)} ").strip()
             if not sys.stdin.isatty():
-                print()  # no terminal has echoed the end of the answer's line
+                print()  # without a terminal, no line end of the answer is echoed
             try:
                 return parse(line or default)
             except ValueError as error:
                 print(printable(str(error)))
 
     def confirm(self, question: str, default: bool) -> bool:
-        """Yes or no."""
+        """Ask for yes or no."""
 
         def parse(line: str) -> bool:
             if line.lower() not in ("y", "yes", "n", "no"):
@@ -71,12 +71,12 @@ class Prompts:
 
 
 class Menus(Prompts):
-    """Asks by menus with arrow keys, drawn by questionary."""
+    """Questions as menus with arrow keys, drawn by questionary."""
 
     def choose(self, question: str, options: Mapping[T, str], default: T) -> T:  # noqa: D102
         import questionary
 
-        # Options that are numbers themselves, such as stages, are shown as such.
+        # Options that are numbers themselves, such as stages, show their number.
         choices = [
             questionary.Choice(f"{value}  {line}" if isinstance(value, int) else line, value=value)
             for value, line in options.items()

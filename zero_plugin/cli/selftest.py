@@ -1,6 +1,6 @@
-"""`zero-plugin test`: try on the config's own processes what a training needs, before it is trained.
+"""`zero-plugin test`: test the functions that a training needs, on the config's own processes.
 
-The processes run `selftest_worker.py`, which writes down what came of each check; the command prints it.
+The processes run `selftest_worker.py`, which writes the outcome of each check to a file. The command prints them.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from zero_plugin.machine.hardware import look_at_machine
 
 _WORKER: Final = Path(__file__).with_name("selftest_worker.py")
 _LINKS: Final = "Set NCCL_P2P_DISABLE=1: if it passes then, the links between the GPUs, or ACS in the BIOS, are wrong."
-# What runs, in this order, and what to do where it fails.
+# The checks in order, and what to do if one fails.
 STEPS: Final = {
-    "processes": "Read the error above; `zero-plugin doctor` looks at this machine and names what is missing.",
-    "barrier": "Set NCCL_DEBUG=INFO (on CPUs TORCH_DISTRIBUTED_DEBUG=DETAIL) and start again: it tells who waits.",
+    "processes": "Read the error above; `zero-plugin doctor` checks this machine and names what is missing.",
+    "barrier": "Set NCCL_DEBUG=INFO (on CPUs TORCH_DISTRIBUTED_DEBUG=DETAIL) and start again: it logs who waits.",
     "all_reduce": _LINKS,
     "all_gather": _LINKS,
     "broadcast": _LINKS,
     "shared samples": "Report it with the output of `zero-plugin env`, or write sequence_parallel_size: 1.",
     "data loader": "Report it with the output of `zero-plugin env`: every sample must come once.",
     "optimizer step": "Add --mixed_precision no, then --zero_stage 0, to see which part differs; report it.",
-    "checkpoint": "If the disk is at fault: zero-plugin test --folder FOLDER; else report it, with `zero-plugin env`.",
+    "checkpoint": "Try another disk: zero-plugin test --folder FOLDER; then report it, with `zero-plugin env`.",
     "host and device": "Look at `nvidia-smi -q -d ECC` and `dmesg` for a broken card or slot.",
-    "NVMe": "Run `zero-plugin doctor`: it measures the folder, and looks for libaio and the op that reads by it.",
+    "NVMe": "Run `zero-plugin doctor`: it measures the folder, and checks libaio and the op that uses libaio.",
 }
 
 
 class CheckError(Exception):
-    """A check ran and found something wrong; the text says what."""
+    """An error for a failed check. The text names the failure."""
 
 
 class LeftOut(Exception):  # noqa: N818 - nothing is wrong
-    """A check has nothing to do in this run; the text says why."""
+    """An exception for a check that has nothing to do in this run. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Finding):
-    """What came of a check on all processes.
+    """The outcome of a check on all processes.
 
     Attributes:
-        seconds: how long it took.
+        seconds: duration of the check.
     """
 
     seconds: float = 0.0
 
 
 def begun(check: str) -> Outcome:
-    """What stays of a check, a name of `STEPS`, if the processes end within it: nothing is found yet."""
+    """Return the outcome of a check that has begun (a name of `STEPS`). It stays if the processes die in the check."""
     return Outcome(check, "wrong", "", STEPS[check])
 
 
 def note(outcome: Outcome, file: Path) -> None:
-    """Append an outcome; what was written before a crash stays.
+    """Append an outcome to the file, which keeps earlier outcomes after a crash.
 
-    On another host than the command's the folder is not there: the outcome is then written to standard error.
+    On other hosts than the command's, the folder does not exist. The outcome then goes to standard error.
     """
     if not file.parent.is_dir():
         if outcome.found:
@@ -82,14 +82,15 @@ def note(outcome: Outcome, file: Path) -> None:
 
 
 def read_outcomes(file: Path) -> list[Outcome]:
-    """The last word on each check, in the order of their beginnings; empty where no worker came to its first."""
+    """Return the last outcome of each check, in the order of their start; empty if no worker reached a check."""
     if not file.exists():
         return []
     outcomes = [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
     return list({outcome.check: outcome for outcome in outcomes}.values())
 
 
-# The rest is about the user's loop (its batches, schedule and clipping) or writes elsewhere (monitors, profilers).
+# Other keys concern the user's training loop (batches, schedule, clipping) or write to other places (monitors,
+# profilers).
 _KEPT: Final = (
     *("zero_optimization", "bf16", "fp16", "aio", "data_types", "torch_autocast", "communication_data_type"),
     *("prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "sequence_parallel_size"),
@@ -98,10 +99,10 @@ _LEFT_OUT: Final = ("dynamo_config", "main_training_function", "max_restarts", "
 
 
 def document_of_test(document: Document) -> Document:
-    """What of a document the self-test's own loop runs by.
+    """Return the part of a document that the self-test's own loop uses.
 
-    Of the optimizer only the type stays, where it is an Adam: the check compares a step, and a sign (Lion) or a first
-    step divided by its own size (Adagrad) would hide a wrong gradient.
+    Of the optimizer section, only an Adam's type stays. The check compares a step, and other optimizers would hide a
+    wrong gradient: Lion uses only its sign, and Adagrad divides the first step by the gradient's own size.
     """
     training = document.deepspeed.where(lambda path, _: path[0] in _KEPT)
     kind = document.deepspeed.get("optimizer", "type")
@@ -126,8 +127,8 @@ def selftest(
 ) -> None:
     """Test collectives, one optimizer step, offload, a checkpoint and a data loader with a config.
 
-    It takes the flags of `launch`, and well under a minute, unless DeepSpeed has to build ops first. Exit code: 1 if
-    something fails. With several machines, start it on each of them.
+    The command accepts the flags of `launch`. It takes well under a minute, unless DeepSpeed has to build ops first.
+    Exit code: 1 if a check fails. With several machines, start the command on each.
     """
     flags = typed_flags(ctx)
     endpoint = flags.get("rdzv_endpoint")
@@ -151,18 +152,18 @@ def selftest(
         code = run_workers(spec)
         found = read_outcomes(outcomes)
     if not found and spec.hosts is not None:
-        print("this machine is none of the hosts; their results are above", file=sys.stderr)
+        print("this machine is not one of the hosts; their results are above", file=sys.stderr)
         raise typer.Exit(1 if code else 0)
     _show(found or [begun("processes")], code, as_json=as_json)
 
 
 def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
-    """Print the table or JSON, and exit with 1 where something failed.
+    """Print the table or JSON, and exit with 1 if a check failed.
 
     Raises:
         Exit: always.
     """
-    within = f"the processes ended within it, with exit code {code}; their own words are above"
+    within = f"the processes ended during this check, with exit code {code}; their output is above"
     outcomes = [outcome if outcome.found else replace(outcome, found=within) for outcome in outcomes]
     passed = not code and all(outcome.level != "wrong" for outcome in outcomes)
     if as_json:

@@ -1,7 +1,7 @@
-"""One process of `zero-plugin test`: runs every check, and one of each machine writes down what came of them.
+"""One process of `zero-plugin test`. It runs every check; one process of each machine writes the outcomes to a file.
 
-Each collective's values are compared, and its bandwidth measured; a loader gives every sample once; copies go between
-CPU and device and to the NVMe folders; one step of a small model is compared with the same step in one process.
+The checks compare each collective's values and measure its bandwidth, and count the samples of a data loader. They copy
+between CPU and device and to the NVMe folders. They compare one step of a small model with a step in one process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from zero_plugin.strategies.torch_optimizers import build_optimizer
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The small model as it was prepared, with the batch of this process."""
+    """The prepared small model, with the batch of this process."""
 
     model: Any
     optimizer: Any
@@ -58,10 +58,10 @@ class Run:
     """One self-test on one process.
 
     Attributes:
-        accelerator: as the configuration says.
-        folder: for the checkpoint; None where no folder of all machines is known.
-        trained: what `optimizer step` leaves for `checkpoint`; None before, and on every process once a check has
-            failed on any.
+        accelerator: built from the configuration.
+        folder: folder for the checkpoint; None if no folder shared by all machines is known.
+        trained: the result of `optimizer step`, for `checkpoint`. None before, and on every process after a failed
+            check on any process.
     """
 
     accelerator: Accelerator
@@ -70,35 +70,35 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         return self.accelerator.device
 
     @property
     def carried(self) -> torch.device:
-        """Where the process group takes tensors from: the device, or the CPU beside XLA's own all-reduce."""
+        """The device of tensors for the process group: the CPU on XLA, which has its own all-reduce."""
         return torch.device("cpu") if self.device.type == "xla" else self.device
 
     @property
     def groups(self) -> int:
-        """How many processes have samples of their own; those that share them count once."""
+        """The number of processes with different samples. Processes that share samples count once."""
         return self.processes // sequence_parallel_size(self.accelerator.document)
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return int(self.accelerator.num_processes)
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds, once the block is left."""
+    """The seconds that a block took, valid after the block."""
 
     seconds: float = 0.0
 
 
 @contextmanager
 def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
-    """Measure a block with all that it started on the device."""
+    """Measure a block, including the work that it started on the device."""
     watch = Stopwatch()
     _synchronize(device)
     began = time.perf_counter()
@@ -108,7 +108,7 @@ def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
 
 
 def speed(size: float, seconds: float) -> str:
-    """Bytes in seconds as GB/s."""
+    """Format bytes per seconds as GB/s."""
     return f"{size / seconds / 1e9:.3g} GB/s"
 
 
@@ -118,12 +118,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 _BARRIERS = 20
-_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # of the whole result
+_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # of a collective's complete result
 _REPEATED = 3
 
 
 def check_barrier(run: Run) -> str:
-    """All processes meet, and how long that takes."""
+    """Run barriers on all processes, and measure their duration."""
     _need_several(run)
     dist.barrier()
     with stopwatch(run.device) as watch:
@@ -133,7 +133,7 @@ def check_barrier(run: Run) -> str:
 
 
 def check_all_reduce(run: Run) -> str:
-    """Sums of known values; bandwidth as NCCL's tests define it: what each process must send, 2 (n-1)/n of the size."""
+    """Compare sums of known values. Measure bandwidth as NCCL's tests do: each process sends 2 (n-1)/n of the size."""
     _need_several(run)
     ramp, count = _ramp(run), run.processes
     own, wanted = ramp * (run.accelerator.process_index + 1), ramp * (count * (count + 1) // 2)
@@ -141,7 +141,7 @@ def check_all_reduce(run: Run) -> str:
 
 
 def check_all_gather(run: Run) -> str:
-    """Each process's values at its place; bandwidth of what each must receive, (n-1)/n of the result."""
+    """Compare gathered values. Measure bandwidth: each process receives (n-1)/n of the result."""
     _need_several(run)
     count = run.processes
     part = _ramp(run).chunk(count)[0].contiguous()
@@ -154,7 +154,7 @@ def check_all_gather(run: Run) -> str:
 
 
 def check_broadcast(run: Run) -> str:
-    """The last process's values on all; bandwidth of what each receives."""
+    """Compare the last process's values on all processes. Measure bandwidth: each process receives all values."""
     _need_several(run)
     ramp, last = _ramp(run), run.processes - 1
     own = ramp if run.accelerator.process_index == last else torch.zeros_like(ramp)
@@ -167,13 +167,17 @@ def _need_several(run: Run) -> None:
 
 
 def _ramp(run: Run) -> Tensor:
-    """Whole numbers small enough for fp32 to add up exactly."""
+    """Return integers that are small enough for exact sums in fp32."""
     count = _BYTES[run.carried.type] // 4
     return torch.arange(count, device=run.carried).remainder_(997).float()
 
 
 def _measure(run: Run, collective: Callable[[Tensor], Any], own: Tensor, wanted: Tensor, share: float) -> str:
-    """Make `wanted` of `own` in place, some times; bandwidth of a share of the result, in the shortest of them."""
+    """Run a collective on copies of `own` several times, and compare each result with `wanted`.
+
+    Returns:
+        The bandwidth of the fastest run, in which each process transfers `share` of the result.
+    """
     buffer, seconds = torch.empty_like(own), []
     for _ in range(_REPEATED):
         buffer.copy_(own)
@@ -184,20 +188,20 @@ def _measure(run: Run, collective: Callable[[Tensor], Any], own: Tensor, wanted:
             first = int((buffer != wanted).nonzero()[0])
             raise CheckError(
                 f"{wrong:,} of {buffer.numel():,} values are wrong, the first at {first:,}: "
-                f"{buffer[first].item():g} where {wanted[first].item():g} should be"
+                f"{buffer[first].item():g} instead of {wanted[first].item():g}"
             )
     size = buffer.numel() * buffer.element_size()
-    return f"values right; {speed(size * share, min(seconds))} per process ({show_bytes(size)})"
+    return f"values correct; {speed(size * share, min(seconds))} per process ({show_bytes(size)})"
 
 
 _HEADS, _TOKENS, _HEAD_WIDTH = 4, 64, 8  # of each process
 
 
 def check_shared_samples(run: Run) -> str:
-    """Attention over sequences of which each process has a part, compared with that of complete ones."""
+    """Compare attention over sequences that processes share with attention over complete sequences."""
     size = run.processes // run.groups
     if size == 1:
-        raise LeftOut("each process has samples of its own: sequence_parallel_size is 1")
+        raise LeftOut("processes do not share samples: sequence_parallel_size is 1")
     generator = torch.Generator().manual_seed(0)
     shape = (1, _HEADS * size, _TOKENS * size, _HEAD_WIDTH)
     query, key, value = (torch.randn(shape, generator=generator).to(run.device) for _ in range(3))
@@ -206,16 +210,16 @@ def check_shared_samples(run: Run) -> str:
         found = gather(attention(cut(query, 2), cut(key, 2), cut(value, 2)), 2)
     apart = float((found - wanted).abs().max())
     if not apart <= _TOLERANCE["no"]:
-        raise CheckError(f"attention over parts of sequences differs by {apart:.2g} from that over complete ones")
-    return f"attention over parts as over complete sequences ({size} processes, {watch.seconds * 1e3:.0f} ms)"
+        raise CheckError(f"attention over parts of sequences differs by {apart:.2g} from complete sequences")
+    return f"attention equal over parts and complete sequences ({size} processes, {watch.seconds * 1e3:.0f} ms)"
 
 
-_SAMPLES = 1003  # no multiple of any usual number of processes
+_SAMPLES = 1003  # not a multiple of any usual number of processes
 _BATCH = 4
 
 
 def check_data_loader(run: Run) -> str:
-    """Go through a shuffled epoch, and collect as for a metric."""
+    """Iterate over a shuffled epoch, gather the samples as for a metric, and count them."""
     samples: Any = range(_SAMPLES)
     loader = run.accelerator.prepare(DataLoader(samples, batch_size=_BATCH, shuffle=True))
     seen, batches = [], 0
@@ -226,7 +230,7 @@ def check_data_loader(run: Run) -> str:
     missing = [sample for sample in range(_SAMPLES) if not counted[sample]]
     twice = [sample for sample, count in counted.items() if count > 1]
     if missing or twice:
-        raise CheckError(f"of {_SAMPLES} samples {len(missing)} are missing and {len(twice)} come more than once")
+        raise CheckError(f"of {_SAMPLES} samples, {len(missing)} are missing and {len(twice)} come more than once")
     return f"{_SAMPLES} samples, each once; {batches} batches on every process"
 
 
@@ -235,12 +239,12 @@ _SWAPPED = 64 * 2**20
 
 
 def check_host_and_device(run: Run) -> str:
-    """Copy from CPU memory to the device and back; for a GPU, from pinned memory."""
+    """Copy from CPU memory to the device and back. For a GPU, use pinned memory."""
     if run.device.type == "cpu":
-        raise LeftOut("the run is on the CPU, where all is in CPU memory")
+        raise LeftOut("the run is on the CPU: there is no other device to copy to")
     size = _COPIED[run.device.type]
     host = torch.arange(size // 4, dtype=torch.int32)
-    if run.device.type == "xla":  # which notes a copy down, and makes it when somebody looks
+    if run.device.type == "xla":  # XLA records a copy, and runs it when the result is read: only both can be measured
         with stopwatch(run.device) as both:
             back = host.to(run.device).cpu()
         rates = f"to the device and back {speed(2 * size, both.seconds)}"
@@ -253,12 +257,12 @@ def check_host_and_device(run: Run) -> str:
             back.copy_(there, non_blocking=True)
         rates = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
     if not torch.equal(host, back):
-        raise CheckError("what comes back from the device is not what was sent")
-    return f"{rates}, all processes at once"
+        raise CheckError("values differ after a copy to the device and back")
+    return f"{rates}, all processes at the same time"
 
 
 def check_nvme(run: Run) -> str:
-    """Write and read a file by DeepSpeed's own asynchronous I/O, as its offload does."""
+    """Write and read a file with DeepSpeed's asynchronous I/O, like its offload."""
     training = run.accelerator.document.deepspeed
     folders = nvme_folders(training)
     if not folders:
@@ -274,24 +278,24 @@ def check_nvme(run: Run) -> str:
             aio = training.section("aio").nested()
             trip = measure_nvme(file, _SWAPPED, {key: value for key, value in aio.items() if value != "auto"})
         if not trip.equal:
-            raise CheckError(f"what is read from {folder} is not what was written")
+            raise CheckError(f"{folder}: the data read differs from the data written")
         wrote, read = speed(_SWAPPED, trip.write_seconds), speed(_SWAPPED, trip.read_seconds)
-        said.append(f"{folder}: writes {wrote}, reads {read}, per process and all at once")
+        said.append(f"{folder}: writes {wrote}, reads {read}, per process and all at the same time")
     return "; ".join(said)
 
 
 _WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 does not partition smaller ones
 _OUTPUTS = 8
 _ROWS = 8  # per process
-# Adam's first step is lr * g / (|g| + eps): with an eps as large as the gradients, it shows a gradient that is wrong by
-# a factor, and no sign flips by a rounding.
+# Adam's first step is lr * g / (|g| + eps). With an eps as large as the gradients, the step shows a gradient that is
+# wrong by a factor, and rounding flips no sign.
 _ARGUMENTS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 0.05, "weight_decay": 0.0}
-_TOLERANCE = {"no": 1e-3, "bf16": 0.1, "fp16": 0.1}  # of the step's length
-_MOST_ATTEMPTS = 25  # fp16 begins with a loss scale that may have to be halved
+_TOLERANCE = {"no": 1e-3, "bf16": 0.1, "fp16": 0.1}  # relative to the step's length
+_MOST_ATTEMPTS = 25  # the initial loss scale of fp16 may have to be halved several times
 
 
 class _Perceptron(nn.Sequential):
-    """It computes each sample by itself, and so does every process of those that share samples."""
+    """A model that computes each sample independently, so processes may share samples."""
 
     supports_sequence_parallel = True
 
@@ -301,7 +305,7 @@ class _Perceptron(nn.Sequential):
 
 
 def check_optimizer_step(run: Run) -> str:
-    """Train one step on the global batch; on the main process, take it again in fp32 with plain torch, and compare."""
+    """Train one step on the global batch. On the main process, repeat it in fp32 with plain torch and compare."""
     accelerator = run.accelerator
     set_seed(0)
     model = _Perceptron()
@@ -334,18 +338,18 @@ def check_optimizer_step(run: Run) -> str:
     allowed = _TOLERANCE[_resolved(run).precision]
     if not apart <= allowed:
         raise CheckError(
-            f"the step differs by {apart:.2g} of its length from that of one process with plain torch "
+            f"the step differs by {apart:.2g} of its length from the step of one process with plain torch "
             f"(allowed: {allowed:g})"
         )
-    return f"as in one process, but for {apart:.1g} of its length ({watch.seconds * 1e3:.0f} ms)"
+    return f"as in one process, except for {apart:.1g} of its length ({watch.seconds * 1e3:.0f} ms)"
 
 
 def check_checkpoint(run: Run) -> str:
-    """Save; step; load: the weights are those saved, and the same step leads to where it led before."""
+    """Save, step, load and step again. The loaded weights equal the saved ones, and both steps have the same result."""
     if run.trained is None:
-        raise LeftOut("it takes the model of the optimizer step, which failed")
+        raise LeftOut("needs the model of the optimizer step, which failed")
     if run.folder is None:
-        raise LeftOut("the machines need a folder that all of them see: --folder FOLDER")
+        raise LeftOut("the machines need a shared folder: --folder FOLDER")
     accelerator, trained = run.accelerator, run.trained
     saved = accelerator.get_state_dict(trained.model)
     with stopwatch(run.device) as saving:
@@ -364,7 +368,7 @@ def check_checkpoint(run: Run) -> str:
     apart = _distance(again, after, saved)
     if not apart <= _TOLERANCE[_resolved(run).precision]:
         raise CheckError(
-            f"the step after load_state differs by {apart:.2g} of its length from the one before: the optimizer's "
+            f"the step after load_state differs by {apart:.2g} of its length from the step before: the optimizer "
             "states were not restored"
         )
     size = sum(file.stat().st_size for file in run.folder.rglob("*") if file.is_file())
@@ -396,7 +400,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """How far two steps from one start end from each other, in lengths of the wanted one."""
+    """Return the distance between the ends of two steps from one start, relative to the wanted step's length."""
 
     def length(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
         return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in start))
@@ -417,19 +421,19 @@ _CHECKS: dict[str, Callable[[Run], str]] = {
     "NVMe": check_nvme,
 }
 assert ["processes", *_CHECKS] == list(STEPS)
-_PATIENCE = timedelta(seconds=60)  # of one collective; building an op first is in none
+_PATIENCE = timedelta(seconds=60)  # limit of one collective; ops are built outside of collectives
 
 
 def main() -> None:
-    """`worker.py OUTCOMES FOLDER`: the file to write, and a folder that all processes see, or "" for none."""
+    """Run all checks. Arguments: the file for outcomes, and a folder shared by all processes, or "" for none."""
     outcomes, folder = sys.argv[1:]
-    os.dup2(2, 1)  # what libraries print is no part of the command's own output
+    os.dup2(2, 1)  # keep the output of libraries out of the command's own output
     began = time.perf_counter()
-    writes = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"  # one process per machine: the command runs on each machine
     if writes:
         note(begun("processes"), Path(outcomes))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
-    writes = accelerator.is_local_main_process  # on a TPU no variable says so
+    writes = accelerator.is_local_main_process  # again, because a TPU has no LOCAL_RANK before
     run = Run(accelerator, Path(folder) if folder else None)
     if writes:
         seconds = time.perf_counter() - began
@@ -446,7 +450,7 @@ def main() -> None:
 
 
 def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
-    """A check on all processes: it is ok if it is on each, and wrong if it is on any."""
+    """Run a check on all processes. The outcome is ok if all are ok, and wrong if any is wrong."""
     began = time.perf_counter()
     try:
         own = Outcome(name, "ok", check(run))
@@ -454,17 +458,17 @@ def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
         own = Outcome(name, "left out", str(reason))
     except CheckError as failure:
         own = replace(begun(name), found=str(failure))
-    except (MachineError, LaunchError) as error:  # they say themselves what to do
+    except (MachineError, LaunchError) as error:  # their messages include the fix
         what, _, advice = str(error).partition("\n")
         own = Outcome(name, "wrong", what, advice or STEPS[name])
-    except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
+    except Exception as error:  # noqa: BLE001 - any error of a library is the check's finding
         traceback.print_exc()
         own = replace(begun(name), found=f"{type(error).__name__}: {error}")
     everyones = [Outcome(**outcome) for outcome in gather_values(asdict(own))]
     outcome = next((o for level in ("wrong", "left out") for o in everyones if o.level == level), everyones[0])
     found = outcome.found
     if outcome.level == "wrong":
-        run.trained = None  # on every process, so that all leave out what needs it
+        run.trained = None  # on every process: all of them must skip the checks that need the model
         wrong = [rank for rank, other in enumerate(everyones) if other.level == "wrong"]
         alike = [rank for rank in wrong if everyones[rank].found == found]
         if run.processes > 1:
@@ -475,7 +479,7 @@ def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
 
 
 def _describe(run: Run) -> str:
-    """How many processes of what kind, and how they train."""
+    """Describe the number and kind of processes, and how they train."""
     accelerator = run.accelerator
     settings = [str(accelerator.mixed_precision).replace("no", "fp32")]
     if accelerator.distributed_type is DistributedType.DEEPSPEED:

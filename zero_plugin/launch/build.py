@@ -1,7 +1,7 @@
-"""Decides a launch: from the checked document, the program and this machine to the complete spec.
+"""Build the complete launch spec from the checked document, the program and this machine.
 
-Where a model is named, what only a plan can fill is settled before; inside a job of SLURM or MPI, what the job knows of
-the machines is filled in.
+Two steps may change the document first. If a model is named, a plan fills open fields. Inside a SLURM or MPI job, the
+job's number of machines, rank and address are filled in.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def build_spec(
         document: checked.
         program: what every worker runs.
         machine: what the workers will see.
-        environ: this process's environment; a variable that the user set there is kept.
-        rendezvous_endpoint: `host:port` where machines meet, in place of the main process's address.
+        environ: this process's environment. The user's variables are kept.
+        rendezvous_endpoint: `host:port` where machines meet, instead of the main process's address.
 
     Raises:
-        ConfigError: everything about the launch that cannot run here, at once.
+        ConfigError: all problems that keep the launch from running here, in one error.
     """
     document = choose_tpu(document, machine)
     settings = launch_settings(document)
@@ -113,7 +113,7 @@ def _local_processes(settings: LaunchSettings, gpus: int) -> tuple[int, str]:
 
 
 def _has_bf16(document: Document, accelerator: Literal["cpu", "cuda"]) -> bool:
-    """Whether the workers compute in bf16: found out for `mixed_precision: auto` alone, since that imports torch."""
+    """Return whether the workers compute in bf16. Only `mixed_precision: auto` needs the probe, which imports torch."""
     if document.launch.value("mixed_precision") is not AUTO:
         return True
     from zero_plugin.plan.run_plan import probe_machine
@@ -129,12 +129,12 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     address = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
         return Rendezvous("static", address, "zero_plugin", options | {"rank": settings.machine_rank})
-    # To find out whether this machine hosts the rendezvous, torch compares the address only with those that its host
-    # name resolves to. It would also give the other machines that name.
+    # torch decides whether this machine hosts the rendezvous by comparing the address only with the addresses that the
+    # host name resolves to. torch would also give the host name to the other machines.
     host, port = network.host_of(address), address.rpartition(":")[2]
     chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
     if chosen and network.is_own_address(host) and not network.is_loopback(host) and hardware.port_is_free(int(port)):
-        options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
+        options["is_host"] = "true"  # if the port is taken, another launcher on this machine is the host
     elif chosen and not network.is_loopback(host) and not network.own_name_resolves():
         options["is_host"] = "false"  # torch's comparison would raise
     return Rendezvous(
@@ -154,20 +154,20 @@ def _environment(
         why = "the run is on the CPU" if machine.gpus else "this machine has no GPU"
         added["DS_ACCELERATOR"] = Setting("cpu", f"for DeepSpeed: {why}")
     if on_cpu and machine.gpus and request.on_deepspeed:
-        added["CUDA_VISIBLE_DEVICES"] = Setting("", "ZeRO on the CPU: Accelerate would take a GPU that it sees")
+        added["CUDA_VISIBLE_DEVICES"] = Setting("", "ZeRO on the CPU: Accelerate would use any visible GPU")
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
         added["CUDA_VISIBLE_DEVICES"] = Setting(ids, request.where("gpu_ids"))
     host = network.host_of(rendezvous.endpoint)
     reason = f"the network interface through which this machine reaches {host}"
     if rendezvous.backend == LOOPBACK:
-        reason = "the run is on this machine alone: nothing listens where others could reach it"
+        reason = "the run is on this machine only: other machines cannot reach any of its ports"
     variables = network.network_variables(host, nccl=not on_cpu)
     return added | {name: Setting(value, reason) for name, value in variables.items() if name not in environ}
 
 
 def _visible_ids(wanted: str, seen: str | None) -> str:
-    """`gpu_ids`, which count the GPUs that this process sees, as the driver names them: the others are other jobs'."""
+    """Convert `gpu_ids`, which count this process's visible GPUs, to the driver's names. Other GPUs are other jobs'."""
     if not seen:
         return wanted
     names = [name.strip() for name in seen.split(",")]
@@ -175,16 +175,18 @@ def _visible_ids(wanted: str, seen: str | None) -> str:
 
 
 def with_plan(document: Document, facts: Facts, model: str | None, sequence_length: int | None) -> Facts:
-    """The facts with a plan, where one is waited for, a model is named, and there is a GPU here or memory is stated.
+    """Add a plan to the facts if the document waits for one and a model is named.
+
+    A plan also needs a GPU here or a stated `gpu_memory`. Without these conditions the facts are returned unchanged.
 
     Args:
         document: checked.
-        facts: what is known of the run.
+        facts: what is known about the run.
         model: see `ModelSource.model`.
         sequence_length: tokens of one sample; None: `usual_length`.
 
     Raises:
-        ConfigError: there is no such model, or nothing fits.
+        ConfigError: the model does not exist, or no setup fits.
     """
     on_gpu = facts.machine.accelerator == "cuda" and hardware.has_gpu_driver()
     if model is None or not (on_gpu or launch_settings(document).gpu_memory is not None):
@@ -195,16 +197,16 @@ def with_plan(document: Document, facts: Facts, model: str | None, sequence_leng
 def plan_launch(
     document: Document, model: str, sequence_length: int | None, gpus: int
 ) -> tuple[Document, Sequence[str]]:
-    """The document with the plan's choices in the place of open fields, and a sentence on each.
+    """Fill the document's open fields with a plan's choices. Return the document, and a sentence on each choice.
 
     Args:
         document: checked.
         model: see `ModelSource`.
         sequence_length: tokens of one sample; None: `usual_length`.
-        gpus: of this machine, that the workers would see.
+        gpus: GPUs of this machine that the workers would see.
 
     Raises:
-        ConfigError: there is no such model, or nothing fits.
+        ConfigError: the model does not exist, or no setup fits.
     """
     from zero_plugin.plan.run_plan import lay_plan
 
@@ -215,13 +217,13 @@ def plan_launch(
     machine = MachineFacts("cuda" if on_gpu else "cpu", processes // shared, fp16=on_gpu, shared_by=shared)
     facts = _plan(document, Facts(machine=machine, complete=False), model, sequence_length)
     if not facts.planned:
-        return document, [f"--model {model}: nothing is open that a plan would fill"]
+        return document, [f"--model {model}: a plan has no open field to fill"]
     logged = resolve(document, facts).logged
     return lay_plan(document, facts.planned), [line for line in logged if "by the plan" in line]
 
 
 def _plan(document: Document, facts: Facts, model: str, sequence_length: int | None) -> Facts:
-    """The facts with a plan, where ZeRO is requested and waits for one."""
+    """Add a plan to the facts if ZeRO is requested and waits for one."""
     from zero_plugin.plan.model_source import ModelSource
     from zero_plugin.plan.run_plan import plan_before_run, waits_for_plan
 
@@ -234,12 +236,12 @@ def _plan(document: Document, facts: Facts, model: str, sequence_length: int | N
 
 
 def _find_cluster(document: Document, settings: LaunchSettings, processes: int) -> Cluster:
-    """The machines of a launch: with the memory that is stated, else all like this one, which is measured.
+    """Return the machines of a launch, with the stated memory. Without it, measure this machine and assume all alike.
 
     Args:
-        document: for the folder of NVMe offload.
-        settings: its launch part.
-        processes: on all machines.
+        document: names the folder of NVMe offload.
+        settings: the document's launch part.
+        processes: on all machines together.
     """
     from zero_plugin.plan.machines import state_cluster
     from zero_plugin.plan.run_plan import nvme_folder
@@ -261,27 +263,27 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
 
 
 _JOB: Final = "the job"
-_OF_THE_JOB: Final = ("machine_rank", "num_processes")  # a file is for all machines, and for other jobs too
+_OF_THE_JOB: Final = ("machine_rank", "num_processes")  # a file serves all machines, and other jobs too
 
 
 def fill_from_job(
     document: Document, environ: Mapping[str, str], rendezvous_endpoint: str | None = None
 ) -> tuple[Document, list[str]]:
-    """Take number of machines, this one's rank and where they meet from the job around this launcher.
+    """Take the number of machines, this machine's rank and the meeting address from the job around this launcher.
 
-    A flag wins over the job; so does a file, but for its `machine_rank`, which all machines read alike, and for its
-    `num_processes` where the job states another.
+    Flags override the job. A file overrides the job too, except for two keys. `machine_rank` comes from the job because
+    all machines read the same file. `num_processes` comes from the job if the job states another number.
 
     Args:
         document: checked.
         environ: this process's environment.
-        rendezvous_endpoint: `--rdzv_endpoint`, where it was given: the machines then meet there.
+        rendezvous_endpoint: `--rdzv_endpoint` if given. The machines then meet there.
 
     Returns:
-        The document, and what is worth knowing of it.
+        The document, and a note for each key of the file that the job overrides.
 
     Raises:
-        ConfigError: the job would start several runs of one, or waits for machines on which nothing was started.
+        ConfigError: the job would start several runs instead of one, or started the launcher on some machines only.
     """
     job = find_allocation(environ)
     typed = document.launch.get("num_machines")
@@ -315,7 +317,7 @@ def fill_from_job(
         if entry is None or entry.value in (None, AUTO) or gives_way:
             filled[key,] = Entry(value, Origin("rule", source, f"of {_JOB}"))
         if gives_way and entry is not None and entry.value not in (None, AUTO, value):
-            notes.append(f"{key}: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
+            notes.append(f"{key}: using {value} from {source} instead of {entry.value} at {entry.origin.where}")
     before = {(problem.where, problem.key, problem.message) for problem in contradictions(document)}
     kept = tuple(note for note in document.notes if (note.where, note.key, note.message) not in before)
     document = replace(document.lay(filled), notes=kept)
@@ -332,8 +334,8 @@ def _problems(document: Document, job: Allocation) -> Iterator[Problem]:
         yield Problem(where, "", f"this job has {machines}, and the launcher was started on one of them only", fix)
     elif job.launchers_here > 1:
         fix = (
-            "Start one on each machine (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node), which then starts the "
-            "processes; or start the script itself that often, without zero-plugin launch. For separate runs add "
+            "Start one launcher per machine (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node), which starts the "
+            "processes; or start the script itself this often, without zero-plugin launch. For separate runs add "
             "--num_machines 1."
         )
         yield Problem(where, "", f"{_JOB} started {job.launchers_here} launchers on this machine", fix)

@@ -1,6 +1,6 @@
-"""The command lines of a worker and of a launch, and the variables that scripts of other layers read.
+"""Command lines of a worker and of a launch, and the environment variables that other layers read.
 
-By these variables scripts built on Accelerate or transformers' Trainer learn what the configuration says.
+Scripts built on Accelerate or transformers' Trainer read the configuration from these variables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Request, Setting
 from zero_plugin.machine.hardware import number_ranges
 
-# What the environment may hold of an earlier launch, and what turns it off: how a run is split is never left open.
+# Variables that an earlier launch may have left in the environment, and the value that turns each one off. The
+# configuration alone decides how a run is partitioned, so an inherited value must not stay.
 _OFF: Final[Mapping[str, str]] = {
     **{
         f"ACCELERATE_USE_{what}": "false"
@@ -34,17 +35,17 @@ _OFF: Final[Mapping[str, str]] = {
 
 
 def foreign_variables(request: Request, resolved: Resolved, *, on_cpu: bool) -> dict[str, Setting]:
-    """What Accelerate 1.15 and transformers 5.23 read, as far as the configuration says it; what it leaves open stays.
+    """Build the variables that Accelerate 1.15 and transformers 5.23 read, for all keys that the configuration sets.
 
     Args:
         request: what was requested.
-        resolved: the same, resolved as far as it can be before a run.
+        resolved: the request, resolved as far as possible before a run.
         on_cpu: whether the run is on the CPU.
     """
     found = dict(_of_any_run(request, resolved))
     if request.on_deepspeed:
         found.update(_of_zero(request, resolved))
-    elif on_cpu:  # beside ZeRO, Accelerate would take it for a run without
+    elif on_cpu:  # not with ZeRO: Accelerate would then run without ZeRO
         found[keys.LAUNCH["use_cpu"].variable] = Setting("true", "the run is on the CPU")
     for name, off in _OFF.items():
         if name not in found and request.environ.get(name, off).lower() not in ("", "0", off):
@@ -53,9 +54,9 @@ def foreign_variables(request: Request, resolved: Resolved, *, on_cpu: bool) -> 
 
 
 def overridden(added: Mapping[str, Setting], environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each of Accelerate's variables that the environment holds otherwise than the configuration."""
+    """Return a sentence for each of Accelerate's variables that differs between environment and configuration."""
     return [
-        f"{name}={environ[name]}, from your environment, gives way to {setting.value or 'nothing'}: {setting.reason}"
+        f"Overriding {name}={environ[name]} from your environment with {setting.value or 'nothing'}: {setting.reason}"
         for name, setting in added.items()
         if name.startswith("ACCELERATE_") and environ.get(name, setting.value) != setting.value
     ]
@@ -68,7 +69,7 @@ def _of_any_run(request: Request, resolved: Resolved) -> Iterator[tuple[str, Set
         yield keys.LAUNCH["mixed_precision"].variable, Setting(resolved.precision, str(entry.origin))
     yield from _typed(document, keys.ACCUMULATION)
     shared = document.deepspeed.get(*keys.SEQUENCE.path)
-    if shared is not None and sequence_parallel_size(document) > 1:  # by its own way, which needs a loop of its own
+    if shared is not None and sequence_parallel_size(document) > 1:  # Accelerate's own way, with a loop of its own
         yield "ACCELERATE_USE_PARALLELISM_CONFIG", Setting("true", str(shared.origin))
         yield keys.SEQUENCE.variable, Setting(_text(shared.value), str(shared.origin))
     for name, entry in asked_compiler(document.launch).items():
@@ -81,7 +82,8 @@ def _of_zero(request: Request, resolved: Resolved) -> Iterator[tuple[str, Settin
     document, settings = request.document, request.settings
     yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration requests ZeRO")
     stage = resolved.tree.entries[keys.STAGE.path]
-    if any(path in resolved.missing for path in keys.PLACEMENT):  # such a script stops at that value, and must
+    if any(path in resolved.missing for path in keys.PLACEMENT):
+        # A script built on Accelerate stops at the value `auto`. It must: the plan is still missing.
         why = "the plan waits for the model: a script that is built on Accelerate needs --model at the launch"
         yield keys.STAGE.variable, Setting("auto", why)
         return
@@ -103,7 +105,7 @@ def _of_zero(request: Request, resolved: Resolved) -> Iterator[tuple[str, Settin
 
 
 def _typed(document: Document, key: keys.Key) -> Iterator[tuple[str, Setting]]:
-    """A training key that holds a value; what is open is the script's."""
+    """Yield a training key's variable if the key has a value. The script decides open keys."""
     entry = document.deepspeed.get(*key.path)
     if entry is not None and entry.value is not None and entry.value is not AUTO:
         yield key.variable, Setting(_text(entry.value), str(entry.origin))
@@ -118,20 +120,20 @@ def _launch_origin(document: Document, key: str) -> str:
     return "its default" if entry is None else str(entry.origin)
 
 
-# torch has the workers of an elastic restart meet in the store of those before them, where they read the addresses of
-# processes that are gone. This has it make another one.
+# After an elastic restart, torch lets the new workers reuse the previous workers' store. They would read addresses of
+# ended processes there. This variable makes torch create a new store.
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
 
 def program_arguments(program: Program) -> list[str]:
-    """The program and its arguments, as the worker file takes them."""
+    """Return the program and its arguments in the worker file's format."""
     return [*_PREFIX[program.kind], program.name, *program.arguments]
 
 
 def worker_command(spec: LaunchSpec, python: str = sys.executable) -> list[str]:
-    """What each worker process executes; output is unbuffered, as torchrun's workers have it."""
+    """Return the command of each worker process. Output is unbuffered, as with torchrun."""
     return [python, "-u", *_worker_arguments(spec)]
 
 
@@ -145,7 +147,7 @@ def _worker_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def torchrun_command(spec: LaunchSpec) -> list[str]:
-    """A torchrun command that starts the same workers, given the same environment."""
+    """Return a torchrun command that starts the same workers, given the same environment."""
     rendezvous, settings = spec.rendezvous, spec.settings
     least = f"{settings.min_machines}:" if settings.min_machines is not None else ""
     conf = ",".join(f"{key}={value}" for key, value in rendezvous.options.items() if key != "rank")
@@ -173,7 +175,7 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
 
 
 def shell_script(spec: LaunchSpec) -> str:
-    """The launch as shell lines: every added variable with its reason, then the command. Running it runs the job."""
+    """Return the launch as a runnable shell script: every added variable with its reason, then the command."""
     lines = [_comment(f"configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}")]
     if spec.hosts is not None:
         return "\n".join([*lines, *_hosts_script(spec, spec.hosts)])
@@ -193,12 +195,12 @@ def shell_script(spec: LaunchSpec) -> str:
         ]
     if spec.settings.max_restarts and spec.machines > 1:
         lines += [
-            "# else the workers of a restart would meet in the store of those before them",
+            "# without this, restarted workers would meet in the store of the previous workers",
             f"export {NEW_STORE}=1",
         ]
     if spec.replicas is None and spec.machines == 1:
         lines.append("# torchrun, with a rendezvous that no other machine reaches")
-    # the worker of a TPU starts by itself, without restarts
+    # a TPU's worker starts without torchrun, so there are no restarts
     command = torchrun_command(spec) if spec.replicas is None else worker_command(spec, "python")
     return "\n".join([*lines, " ".join(map(_quoted, command))])
 
@@ -208,7 +210,7 @@ def _comment(text: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """The word as a shell reads it; one that would steer a terminal is spelled as bash's `$'…'`."""
+    """Quote a word for a shell. A word with terminal control characters becomes bash's `$'…'`."""
     quoted = shlex.quote(word)
     if printable(quoted) == quoted:
         return quoted
@@ -217,14 +219,14 @@ def _quoted(word: str) -> str:
 
 
 def describe_cores(spec: LaunchSpec) -> str:
-    """What each process is bound to, and why."""
+    """Describe the cores that each process is bound to, and why."""
     return f"cores of each process: {' / '.join(map(number_ranges, spec.cores)) or 'all'} ({spec.cores_reason})"
 
 
 def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
-    """The shell script that `--dry_run` prints: the command of DeepSpeed's launcher.
+    """Return the lines of the `--dry_run` script after its first: comments, then the command of DeepSpeed's launcher.
 
-    The last argument of that command is encoded, so comments before it list the program and the environment variables.
+    The last argument of that command is encoded, so the comments list the program and the environment variables.
     """
     slots = ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts.hosts)
     return [

@@ -1,6 +1,7 @@
-"""Runs a spec on torchrun's engine, in this process, until every worker is gone.
+"""Run a spec on torchrun's engine, in this process, until every worker has ended.
 
-Workers end within seconds when one has failed, and in their own time at SIGTERM; what they started ends too.
+After a failure the other workers end within seconds. After SIGTERM they have the grace period. Processes that the
+workers started end with them.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ from zero_plugin.machine.op_builds import RunningBuilds
 
 _logger = logging.getLogger(__name__)
 
-AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
+AFTER_FAILURE_S: Final = 5  # time for the other workers of a failed run to end; torch's default is 30
 _LOOK_S: Final = 0.05
-_PLACES_S: Final = 2.0  # for workers to write where they are
+_PLACES_S: Final = 2.0  # time for workers to write their stacks
 
 
 @contextmanager
 def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Any]], None]) -> Iterator[dict[int, str]]:
-    """While it is entered, torchrun ends its workers in two ways, in place of its one.
+    """Replace how torchrun ends workers while the context is entered.
 
-    After a failure of one, the others get SIGTERM, and SIGKILL some seconds later. When the launcher gets a signal, the
-    worker processes get it, and SIGKILL after `grace_s`; what they have started themselves (processes that load data)
-    gets nothing meanwhile, so that a worker that saves a checkpoint then still has its data. A compiler that builds an
-    op for them ends with them, and the build's lock is removed.
+    After a worker fails, the others get SIGTERM, and SIGKILL some seconds later. When the launcher receives a signal,
+    it forwards the signal to the workers, and sends SIGKILL after `grace_s`. Processes that the workers started (data
+    loader workers) get no signal meanwhile, so a worker that saves a checkpoint still has its data. Compilers that
+    build ops for the workers end with them, and the launcher removes the build locks.
 
     Args:
-        grace_s: see above.
-        on_failure: is called after a failure, when no worker is left, with torchrun's records of those that had
-            failed by themselves.
+        grace_s: seconds between the forwarded signal and SIGKILL.
+        on_failure: called after a failure, when no worker is left, with torchrun's records of the workers that
+            failed on their own.
 
     Yields:
-        By rank, what a worker did that others may have waited for when one failed; filled while it is entered.
+        By rank, what a worker did at the first failure that other ranks may have waited for. Filled during the context.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -97,7 +98,8 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Any]], Non
                 time.sleep(_LOOK_S)
             builds.record_builds([process.pid for process in alive if process.poll() is None])
             close(workers, signal.SIGKILL, AFTER_FAILURE_S)
-        # What processes that have ended well left running was meant to stay.
+        # After a stop signal only workers that were still alive lose their children: a worker that ended successfully
+        # left its own running on purpose.
         for process in processes.values() if death_sig is None else alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each worker leads a group of its own
@@ -105,15 +107,15 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Any]], Non
         if failed:
             on_failure(failed)
 
-    with replaced(SubprocessContext, "close", end):  # there is no public way to have what that does
+    with replaced(SubprocessContext, "close", end):  # torch has no public hook for ending workers
         yield idle
 
 
 class _TimedLines:
-    """A stream that writes the time before each line that torchrun shows of a worker, unless the line begins with one.
+    """A stream that puts the time before each worker line that torchrun shows, unless the line has a time already.
 
     Args:
-        stream: where it writes.
+        stream: the stream to write to.
         role: torchrun's name for the workers.
     """
 
@@ -122,7 +124,7 @@ class _TimedLines:
         self._untimed = re.compile(rf"\[{re.escape(role)}\d+\]:(?!\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d)")
 
     def write(self, text: str) -> int:
-        """Write `text`, which is one line where torchrun writes it."""
+        """Write `text`. torchrun writes one worker line per call."""
         if self._untimed.match(text):
             text = f"{logging.Formatter().formatTime(logging.makeLogRecord({}))} {text}"
         return int(self._stream.write(text))
@@ -133,13 +135,13 @@ class _TimedLines:
 
 @contextmanager
 def timed_lines(role: str) -> Iterator[None]:
-    """While it is entered, what the workers write through this process has the time before each line."""
+    """Put the time before each line that the workers write through this process, while the context is entered."""
     with redirect_stdout(_TimedLines(sys.stdout, role)), redirect_stderr(_TimedLines(sys.stderr, role)):
         yield
 
 
 def _why_idle(pid: int, code: int | None) -> str:
-    """What keeps a process from running, by the kernel's word; "" for nothing, and for one that has failed."""
+    """Return why a process is not running, from its exit code or the kernel's state; "" if it runs or has failed."""
     if code is not None:
         return {0: HAD_ENDED, -signal.SIGTERM: TERMINATED}.get(code, "")
     state = (process_stat(pid) or [""])[0]
@@ -148,15 +150,15 @@ def _why_idle(pid: int, code: int | None) -> str:
 
 
 def _places(running: Mapping[int, tuple[Any, Mapping[str, str]]]) -> dict[int, str]:
-    """By rank, where workers are that let others wait, which each writes at a signal.
+    """Signal running workers to write their stacks. Return, by rank, where workers are that keep others waiting.
 
     Args:
-        running: each one's process and environment.
+        running: each rank's process and environment.
     """
     files = {}
     for rank, (process, environment) in running.items():
         file = Path(environment[ERROR_FILE]).parents[1] / f"{RUNNING_AT}.{rank}"
-        if SHOWS_PLACE is not None and file.exists():  # else it does not listen
+        if SHOWS_PLACE is not None and file.exists():  # without the file, the signal has no handler and would kill
             process.send_signal(SHOWS_PLACE)
             files[rank] = file
     deadline = time.monotonic() + _PLACES_S
@@ -166,7 +168,7 @@ def _places(running: Mapping[int, tuple[Any, Mapping[str, str]]]) -> dict[int, s
     return {rank: place for rank, place in found.items() if place}
 
 
-# Loggers whose warnings repeat what the report says.
+# Loggers whose warnings repeat the report.
 _NOISE = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -177,15 +179,15 @@ _NOISE = (
 def run_workers(spec: LaunchSpec) -> int:
     """Start the workers, wait for them and return the exit code for the shell.
 
-    Args:
-        spec: what runs, and where; workers on the machines of a hostfile are DeepSpeed's launcher's.
+    The code is 0, the exit code of the first failing rank, or 128 + n if signal n ended the launcher or that rank.
+    When this returns, no worker is left on this machine.
 
-    The code is 0, the first failing rank's, or 128 + n where signal n ended the launcher or that rank. When this
-    returns, no worker is left on this machine.
+    Args:
+        spec: what runs, and where. DeepSpeed's launcher starts the workers on the machines of a hostfile.
 
     Raises:
-        LaunchError: the machines of the run did not meet, or lost each other.
-        MachineError: what reaches the machines of a hostfile is not installed.
+        LaunchError: the machines of the run did not meet, or lost their connection.
+        MachineError: the program that reaches the machines of a hostfile is not installed.
     """
     if spec.hosts is not None:
         return run_on_hosts(spec.hosts)
@@ -193,7 +195,7 @@ def run_workers(spec: LaunchSpec) -> int:
     os.environ[CUT_VARIABLE] = "1"
     max_restarts, restarts = spec.settings.max_restarts, 0
     if spec.machines > 1 and max_restarts:
-        os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
+        os.environ[NEW_STORE] = "1"  # from the start: all machines must agree, and not all of them see a failure
 
     def log_restart(failures: Mapping[int, Any]) -> None:
         nonlocal restarts
@@ -210,12 +212,13 @@ def run_workers(spec: LaunchSpec) -> int:
 
 
 def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
-    """Meet the other machines, run the workers on torchrun's engine, and log what came of them; an exit code."""
+    """Meet the other machines, run the workers on torchrun's engine and log the outcome. Return the exit code."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_plugin.launch.rendezvous import Contact, meet_machines
 
-    config, store = torchrun_config(spec, folder, **_signals_handled()), None  # from now on signals end this process
+    # From here until torchrun handles signals, a signal ends this process: see `_signals_handled`.
+    config, store = torchrun_config(spec, folder, **_signals_handled()), None
     with Contact(spec.rendezvous, spec.machines, spec.settings.min_machines) as contact:
         try:
             store = meet_machines(spec.rendezvous, spec.machines)
@@ -229,17 +232,17 @@ def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle
             contact.lost = str(error)
             return 1
         finally:
-            del store  # the others may need it until torchrun has left their common exit
+            del store  # only now: other machines may need this store until torchrun has passed its common exit barrier
             if contact.lost:
                 contact.leave()
 
 
 def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
-    """Run the workers; on one machine again with smaller micro-batches, as long as memory runs out; an exit code."""
+    """Run the workers and return the exit code. On one machine, retry with smaller micro-batches if memory runs out."""
     while failures := run_torchrun(spec, config, folder, *worker_command(spec)):
         first = find_first_failure(failures, folder, idle)
         out_of_memory = take_out_of_memory_report(folder)
-        # Launchers of several machines begin again together, or not at all: that is --max_restarts.
+        # Launchers of several machines can only restart together, which --max_restarts does.
         if spec.machines == 1 and (smaller := _cut_micro_batch(out_of_memory)):
             _logger.warning("%s; all workers start again%s", describe_end(first), smaller)
             continue
@@ -253,25 +256,25 @@ def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWat
 
 
 class LostConnectionError(LaunchError):
-    """The machines of a run have lost each other."""
+    """An error for machines of a run that lost their connection."""
 
 
 def run_torchrun(
     spec: LaunchSpec, config: Any, folder: Path, entrypoint: str | Callable[..., Any], *arguments: Any
 ) -> Mapping[int, Any]:
-    """Run the workers on torchrun's engine until every one is gone; torchrun's record of each failed one, by rank.
+    """Run the workers on torchrun's engine until all have ended. Return torchrun's record of each failure, by rank.
 
     Args:
-        spec: where they meet.
-        config: of `torchrun_config`.
-        folder: of `torchrun_ready`.
-        entrypoint: what each executes; or a function, which copies of this process call.
-        arguments: of either.
+        spec: names the rendezvous.
+        config: from `torchrun_config`.
+        folder: from `torchrun_ready`.
+        entrypoint: the program that each worker executes, or a function that copies of this process call.
+        arguments: the entrypoint's arguments.
 
     Raises:
         LaunchError: the machines did not meet.
-        LostConnectionError: they lost each other.
-        SignalException: torch's; this process got a signal that ends it, and has ended its workers.
+        LostConnectionError: the machines lost their connection.
+        SignalException: torch's. This process received an ending signal, and has ended its workers.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -295,13 +298,13 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
     """Prepare torchrun's engine in this process, for a launch from a shell or from a notebook.
 
     Yields:
-        A folder of this run alone, for the ranks' error files and, where the user keeps them, logs.
+        This run's own folder, for the ranks' error files and for logs that the user keeps.
 
     Raises:
-        LaunchError: it cannot be made.
+        LaunchError: the folder cannot be created.
     """
     with garbage_collection_paused():
-        import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
+        import torch.distributed.launcher.api  # noqa: F401 - creates the loggers and sets their levels
 
     from zero_plugin.launch import rendezvous
 
@@ -321,12 +324,12 @@ def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
 
 
 def torchrun_config(spec: LaunchSpec, folder: Path, **more: Any) -> Any:
-    """The spec as torchrun's engine takes it.
+    """Convert the spec to torchrun's launch configuration.
 
     Args:
-        spec: how many workers, and where they meet.
-        folder: of `torchrun_ready`.
-        more: fields of torch's launch configuration that the spec says nothing of.
+        spec: the number of workers and the rendezvous.
+        folder: from `torchrun_ready`.
+        more: fields of torch's launch configuration that the spec does not have.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
@@ -349,19 +352,19 @@ def torchrun_config(spec: LaunchSpec, folder: Path, **more: Any) -> Any:
 
 
 def _cut_micro_batch(report: OutOfMemoryReport | None) -> str:
-    """Let the workers started from now on have smaller micro-batches; how, or "" where they may not."""
+    """Give smaller micro-batches to workers started from now on. Return a description, "" if that is not allowed."""
     if report is None or not report.cut:
         return ""
     os.environ[CUT_VARIABLE] = str(report.cut)
     return (
-        f" with micro-batch {report.micro_batch}, which makes {report.cut} of each of the loader's batches, and as "
-        f"many times the accumulation. {report.headline}"
+        f" with micro-batch {report.micro_batch}: each of the loader's batches is split into {report.cut}, and "
+        f"accumulation grows by the same factor. {report.headline}"
     )
 
 
 @contextmanager
 def configuration_file(spec: LaunchSpec) -> Iterator[None]:
-    """The DeepSpeed JSON as a file that lasts as long as the workers, and its name in their environment."""
+    """Write the DeepSpeed JSON to a file that exists as long as the workers, and put its name in their environment."""
     if spec.deepspeed_config is None:
         yield
         return
@@ -373,28 +376,28 @@ def configuration_file(spec: LaunchSpec) -> Iterator[None]:
 
 
 def _why_not_met(rendezvous: Rendezvous, machines: int, error: Exception) -> str:
-    """Why the machines did not find each other, and what to do."""
+    """Explain why the machines did not meet, and what to do."""
     if type(error).__name__ == "RendezvousTimeoutError":
         limit = rendezvous.options.get("join_timeout", rendezvous.options.get("timeout", 600))
         return (
-            f"not all of the {machines} machines came together at {rendezvous.endpoint} within {limit} s. Nothing was "
-            "started here.\nStart the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
+            f"not all of the {machines} machines met at {rendezvous.endpoint} within {limit} s. Nothing was started "
+            "here.\nStart the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
         )
     cause = next((str(e) for e in (error.__cause__, error.__context__, error) if e is not None and str(e)), "")
     return (
         f"the machines did not meet at {rendezvous.endpoint}: {cause}\n"
-        "The launcher on the machine that has this address must run, and its port be free and open to the others."
+        "The launcher on the machine with this address must be running. Its port must be free, and open to the others."
     )
 
 
 def _signals_handled() -> dict[str, Any]:
-    """Let signals end this process at once while no worker exists, and torchrun handle them then.
+    """Let signals end this process immediately while no worker exists. torchrun handles them once workers exist.
 
-    While torch waits for other machines no Python code runs, so that Ctrl-C would be heard after minutes. Under nohup
-    SIGHUP stays ignored: torchrun by itself would end the run when the terminal closes.
+    No Python code runs while torch waits for other machines, so Python would handle Ctrl-C only after minutes. Under
+    nohup, SIGHUP stays ignored: torchrun alone would end the run when the terminal closes.
 
     Returns:
-        The argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too.
+        The argument for torch's launch configuration. torch before 2.10 has none, and handles SIGHUP even under nohup.
     """
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -407,7 +410,7 @@ def _signals_handled() -> dict[str, Any]:
 
 
 def _set_log_level(*, debug: bool) -> None:
-    """Have torchrun say more of what it does where `debug`."""
+    """Set the levels of torchrun's loggers: INFO with `debug`, otherwise silence those that repeat the report."""
     if debug:
         logging.basicConfig(level=logging.INFO)
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE

@@ -1,6 +1,6 @@
-"""From launch flags and the file they name to the one checked document; a first launch config.
+"""Merge launch flags and the config file into one checked document, and write a first launch config.
 
-The first launch config is the one that suits this machine, without a question.
+The first launch config suits this machine and asks no questions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _logger = logging.getLogger(__name__)
 
-# What a switch says about the device, and how the processes work together; `_on_cpu` adds to `--cpu`.
+# Keys that each switch sets: the device, and how the processes work together. `_on_cpu` does the rest for `--cpu`.
 _SWITCHES: Final = {name: flag.sets for name, flag in FLAGS.items() if flag.sets}
 _FILE_FLAG: Final = f"--{CONFIG_FILE.name}"
 
@@ -35,15 +35,15 @@ _FILE_FLAG: Final = f"--{CONFIG_FILE.name}"
 def document_from_flags(
     flags: Mapping[str, str | bool], assignments: Iterable[str] = (), content: bytes | None = None
 ) -> Document:
-    """Read the file, lay the flags over it, and check the result.
+    """Read the config file, let the flags override it, and check the result.
 
     Args:
-        flags: what was typed, by the flag's name with underscores.
-        assignments: further keys and values, as `--set` takes them.
-        content: what the config file holds, where that is known; the flag is then only its name.
+        flags: the typed values, by the flag's name with underscores.
+        assignments: further keys and values in the format of `--set`.
+        content: the config file's content if known. The flag then only gives the file's name.
 
     Raises:
-        ConfigError: every problem of the file, of the flags, and between them.
+        ConfigError: all problems of the file, of the flags, and between them.
     """
     if "config_file" not in flags and (found := find_config_file(os.environ)) is not None:
         try:
@@ -55,14 +55,14 @@ def document_from_flags(
         file = str(flags["config_file"])
         document = read_document(named_file(file) if content is None else file, content)
     zero_flags = [name for name in (*ZERO_FIELDS, CONFIG_FILE.name) if name in flags]
-    if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
+    if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON alone
         zero_flags.append("config_file")
     if CONFIG_FILE.name in flags:
         document = _with_training(document, read_document(str(flags[CONFIG_FILE.name])))
     problems = list(_contradictions(flags, document))
     document = overlay_flags(document, {**_said(flags), **read_assignments(assignments, "--set")})
     if zero_flags and not document.launch.value("distributed_type"):
-        what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
+        what = "a DeepSpeed config alone" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
         requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
         document = document.lay({("distributed_type",): requested})
     if "cpu" in flags:
@@ -77,19 +77,19 @@ def document_from_flags(
 
 
 def _with_reason(problems: Sequence[Problem], file: Path) -> list[Problem]:
-    """Problems of a file that nobody typed on this command line; the first of its own says why it was read."""
+    """Add to the first problem of an automatically found file why that file was read."""
     why = "It was read because no --config_file is given; name one, or write a new one with `zero-plugin config`."
     first = next((problem for problem in problems if problem.where.startswith(str(file))), None)
     return [replace(problem, fix=f"{problem.fix} {why}") if problem is first else problem for problem in problems]
 
 
 def _with_training(document: Document, training: Document) -> Document:
-    """`document` with the complete training part of another: two configurations are never mixed key by key."""
+    """Replace the training part of `document` by another's as a whole. Two configurations are never mixed by key."""
     sections = {path: where for path, where in document.sections.items() if path[0] != "deepspeed"}
     notes, problems = [*document.notes, *training.notes], [*document.problems, *training.problems]
     if len(document.deepspeed):
         old, new = document.sources[0], training.sources[0]
-        message = f"{new} replaces all that {old} says of training"
+        message = f"{new} replaces the complete training part of {old}"
         notes.append(Problem(_FILE_FLAG, "", message, "", severity="note"))
     if len(training.launch):
         message = f"{training.sources[0]} is a launch config, not a DeepSpeed configuration"
@@ -105,9 +105,9 @@ def _with_training(document: Document, training: Document) -> Document:
 
 
 def _on_cpu(document: Document) -> Document:
-    """`--cpu` chooses the device only: data parallelism of another device is that of the CPU; ZeRO stays, and is noted.
+    """Apply `--cpu`, which chooses the device only. Data parallelism moves to the CPU; ZeRO stays, with a note.
 
-    A type that nothing has written stays open, since the script may request ZeRO.
+    An unset distributed type stays open, because the script may request ZeRO.
     """
     kind = document.launch.value("distributed_type")
     if kind not in (None, AUTO, "DEEPSPEED"):
@@ -127,19 +127,19 @@ def _said(flags: Mapping[str, str | bool]) -> Said:
             new = {(COMPILER_KEYS[0], name): _read(text)}
         elif name in KEYS:
             new = {path_of((name,)): _read(text)}
-        else:  # it chooses a file, or says what runs
+        else:  # a flag that names a file, or the program to run
             continue
         said |= {path: (f"--{name}", value) for path, value in new.items()}
     return said
 
 
 def _read(text: str | bool) -> Any:
-    """A flag's text as a file would read it."""
+    """Convert a flag's text to a value, as in a config file."""
     return read_scalar(text) if isinstance(text, str) and text else text
 
 
 def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iterator[Problem]:
-    """Flags that exclude each other, and flags for ZeRO beside the choice of a run without it."""
+    """Yield problems for flags that exclude each other, and for ZeRO flags in a run without ZeRO."""
     keep_one = "Keep one of the two."
     if "sequence_length" in flags and "model" not in flags:
         yield Problem("--sequence_length", "", "has no effect without --model", "Add --model, or leave it out.")
@@ -169,9 +169,9 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
 
 
 def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
-    """A launch config in Accelerate's layout: ZeRO-2 over several GPUs, all devices of a TPU, else one process.
+    """Build a launch config in Accelerate's layout: ZeRO-2 on several GPUs, all devices of a TPU, or one process.
 
-    ZeRO-2 rather than DDP, because it sends what DDP sends and keeps less; one process has nothing to split.
+    ZeRO-2 instead of DDP, because ZeRO-2 sends as much data and keeps less. One process has nothing to partition.
     """
     if machine.tpu and not machine.gpus:
         return {"distributed_type": "XLA", "mixed_precision": mixed_precision}
@@ -187,10 +187,10 @@ def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
 
 
 def best_precision(machine: Machine) -> str:
-    """bf16 where there is a TPU, or GPUs that compute in it, else no."""
+    """Return `bf16` for a TPU or for GPUs that compute in bf16, otherwise `no`."""
     if not machine.gpus:
         return "bf16" if machine.tpu else "no"
-    from zero_plugin.plan.run_plan import probe_machine  # imports torch, which counting the GPUs has done already
+    from zero_plugin.plan.run_plan import probe_machine  # imports torch, as counting the GPUs did before
 
     return "bf16" if probe_machine("cuda").bf16 else "no"
 
@@ -198,17 +198,17 @@ def best_precision(machine: Machine) -> str:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write a launch config for this machine, as `accelerate.utils.write_basic_config` does; a file is never replaced.
+    """Write a launch config for this machine, like `accelerate.utils.write_basic_config`. Never replace a file.
 
     Args:
         mixed_precision: `no`, `fp16`, `bf16` or `auto`.
-        save_location: the file; by default the one that `zero-plugin launch` reads when it is given none.
+        save_location: the file; default: the file that `zero-plugin launch` reads without `--config_file`.
 
     Returns:
-        The file's path; False, with a warning, if there is one already.
+        The file's path; False, with a warning, if the file exists already.
 
     Raises:
-        ConfigError: such a precision is not legal.
+        ConfigError: the precision is not legal.
         MachineError: the file cannot be written.
     """
     file = default_config_file(os.environ) if save_location is None else Path(save_location)

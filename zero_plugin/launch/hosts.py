@@ -1,7 +1,7 @@
-"""A launch on the machines of a hostfile, by DeepSpeed's launcher: the hostfile, the exact command, and its run.
+"""A launch on the machines of a hostfile by DeepSpeed's launcher: the hostfile, the exact command, and its run.
 
-What DeepSpeed's launcher lacks is done here: all problems of the hostfile and the filters are found at once, each
-machine is reached before anything starts, and nothing is left on any afterwards.
+This module adds what DeepSpeed's launcher lacks. It reports all problems of the hostfile and the filters together,
+contacts every machine before anything starts, and leaves no process on any machine afterwards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from zero_plugin.machine.network import is_own_address
 
 _logger = logging.getLogger(__name__)
 
-_CHOOSE_HOSTS: Final = ("pdsh", "slurm", "nossh")  # the others start on all of the hostfile
+_CHOOSE_HOSTS: Final = ("pdsh", "slurm", "nossh")  # other launchers start on all hosts of the hostfile
 _ONLY_TORCHRUN: Final = (
     *("max_restarts", "min_machines", "grace_period", "log_dir"),
     *("tee", "role", "monitor_interval", "rdzv_backend", "rdzv_conf"),
@@ -68,17 +68,17 @@ _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWERS_WITHIN_S: Final = 30
 _STOPS_WITHIN_S: Final = 10.0
 _AT_ONCE: Final = 32
-_SIGNAL_CODES: Final = range(256 - 31, 255)  # DeepSpeed passes a rank's -9 on as 247; 255 is ssh's own
+_SIGNAL_CODES: Final = range(256 - 31, 255)  # DeepSpeed turns a rank's -9 into 247; 255 is ssh's own error code
 
 
 # ---- the hostfile ----------------------------------------------------------------------------------------------------
 
 
 def read_hostfile(file: str) -> tuple[list[Host], list[Problem]]:
-    """The hosts of a file in the form `host slots=N`, in their order, and everything that is wrong with it.
+    """Read the hosts of a file with lines `host slots=N`. Return the hosts in file order, and all problems.
 
     Args:
-        file: its path; `#` starts a comment.
+        file: the path. In the file, `#` starts a comment.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -98,7 +98,7 @@ def read_hostfile(file: str) -> tuple[list[Host], list[Problem]]:
         elif found[2].strip("0") == "":
             problems.append(Problem(where, "", f"{found[1]} has no slots", "Write 1 or more, or delete the line."))
         elif found[1] in hosts:
-            message = f"{found[1]} is there already, at {hosts[found[1]].where}"
+            message = f"{found[1]} is listed already, at {hosts[found[1]].where}"
             problems.append(Problem(where, "", message, "Write each host once, with all its slots."))
         else:
             hosts[found[1]] = Host(found[1], tuple(range(int(found[2]))), where)
@@ -110,12 +110,12 @@ def read_hostfile(file: str) -> tuple[list[Host], list[Problem]]:
 def filter_hosts(
     hosts: list[Host], text: str, *, exclude: bool, where: str, key: str
 ) -> tuple[list[Host], list[Problem]]:
-    """What `host@host:SLOT,SLOT` leaves of `hosts`, in their order, and what is wrong with it.
+    """Apply a filter `host@host:SLOT,SLOT` to `hosts`. Return the remaining hosts in their order, and all problems.
 
     Args:
-        hosts: as the hostfile has them.
-        text: the filter; a host without slots means all of its slots.
-        exclude: whether the filter names what to leave out.
+        hosts: the hosts of the hostfile.
+        text: the filter. A host without slots means all its slots.
+        exclude: whether the filter names slots to leave out.
         where, key: where the filter is written, and its key.
     """
     named: dict[str, set[int]] = {}
@@ -143,7 +143,7 @@ def filter_hosts(
 
 
 def _parts(text: str) -> Iterator[tuple[str, str, set[int] | None]]:
-    """Each part of a filter: as typed, its host, its slots (none for all; None for what is no list of numbers)."""
+    """Yield each part of a filter: as typed, its host, its slots (empty: all; None: not a list of numbers)."""
     for part in text.replace(" ", "").split("@"):
         name, colon, numbers = part.partition(":")
         typed = numbers.split(",") if colon else []
@@ -154,7 +154,7 @@ def _parts(text: str) -> Iterator[tuple[str, str, set[int] | None]]:
 
 
 def requested_launcher(settings: LaunchSettings) -> str:
-    """`standard` for torchrun on every machine, else the name that DeepSpeed's launcher takes."""
+    """Return `standard` for torchrun on every machine, otherwise a launcher name for DeepSpeed's launcher."""
     hostfile = settings.deepspeed_hostfile not in _NONE
     launcher = settings.deepspeed_multinode_launcher or ("pdsh" if hostfile else "standard")
     return launcher if hostfile or settings.num_machines > 1 else "standard"
@@ -164,10 +164,10 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
     """Decide everything about a launch on the machines of a hostfile.
 
     Args:
-        request: whose hostfile it is.
+        request: the launch. Its settings name the hostfile.
 
     Raises:
-        ConfigError: everything about the hostfile, the filters and the launch that cannot run, at once.
+        ConfigError: all problems of the hostfile, the filters and the launch, in one error.
     """
     document, settings, program = request.document, request.settings, request.program
     launcher, on_cpu = requested_launcher(settings), asks_for_cpu(settings)
@@ -185,7 +185,7 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
     sent, kept = choose_variables(request.environ)
     environment = {
         **request.common_environment(sum(len(host.slots) for host in hosts)),
-        # Of the environment here, the hosts get what is sent.
+        # `sent`, not the complete environment: the hosts see only the variables that are sent.
         **foreign_variables(replace(request, environ=sent), resolved, on_cpu=on_cpu),
     }
     if on_cpu:
@@ -234,24 +234,24 @@ def _chosen_hosts(request: Request, launcher: str) -> tuple[list[Host], list[Pro
         if text in _NONE or problems:
             continue
         if launcher not in _CHOOSE_HOSTS:
-            fix = "Delete it, and name in the hostfile what is to be used."
+            fix = "Delete it, and list only the hosts to use in the hostfile."
             problems.append(request.problem(key, f"{launcher} uses all of the hostfile", fix, show(text)))
             continue
         hosts, problems = filter_hosts(hosts, text, exclude=kind == "exclusion", where=request.where(key), key=key)
-        # srun counts tasks: it cannot take slot 1 without slot 0, nor fewer tasks on one host than on another.
+        # srun counts tasks. srun cannot use slot 1 without slot 0, nor different numbers of tasks per host.
         if launcher == "slurm" and hosts and not _are_even(hosts):
             message = "slurm takes the slots 0 to N - 1 of each host, with one N for all"
             fix = "Leave slot numbers out of the filter; and filter out hosts with another number of slots."
             problems.append(request.problem(key, message, fix))
     if launcher == "slurm" and hosts and not problems and settings.num_processes is None and not _are_even(hosts):
-        message = "slurm starts as many processes on each host, but the hosts have different numbers of slots"
-        fix = "Give all hosts as many slots, or filter out those that differ."
+        message = "slurm starts equally many processes on each host, but the hosts have different numbers of slots"
+        fix = "Give all hosts the same number of slots, or filter out hosts with another number."
         problems.append(request.problem("deepspeed_hostfile", message, fix, show(file)))
     return hosts, problems
 
 
 def _are_even(hosts: Sequence[Host]) -> bool:
-    """Whether all hosts have the same slots, from 0 on."""
+    """Return whether all hosts have the same slots, counted from 0."""
     return len({host.slots for host in hosts} | {tuple(range(len(hosts[0].slots)))}) == 1
 
 
@@ -263,10 +263,10 @@ def _problems(request: Request, launcher: str) -> Iterator[Problem]:
             fix = "Delete it, or write deepspeed_multinode_launcher: standard."
             yield request.problem(key, no_effect, fix, show(getattr(settings, key)))
     if request.endpoint:
-        yield Problem("--rdzv_endpoint", "", no_effect, "Give --main_process_ip and --main_process_port in its place.")
+        yield Problem("--rdzv_endpoint", "", no_effect, "Give --main_process_ip and --main_process_port instead.")
     if settings.gpu_ids != "all":
         fix = "Delete it; deepspeed_inclusion_filter chooses slots, as in host-1@host-2:0,2."
-        yield request.problem("gpu_ids", "says nothing of other machines", fix, settings.gpu_ids)
+        yield request.problem("gpu_ids", "does not apply to other machines", fix, settings.gpu_ids)
     broken = next((path for path in (sys.executable, remote_worker.__file__) if _BREAKS_PDSH.intersection(path)), None)
     if launcher == "pdsh" and broken is not None:
         fix = "Install Python and this package at a path without spaces, or use another launcher."
@@ -289,7 +289,7 @@ def _problems(request: Request, launcher: str) -> Iterator[Problem]:
 
 
 def _counts(request: Request, launcher: str, hosts: list[Host]) -> Iterator[Problem]:
-    """Numbers that are written twice, here and in the hostfile."""
+    """Yield problems with numbers that the configuration and the hostfile both give, and that disagree."""
     settings = request.settings
     count, slots = len(hosts), sum(len(host.slots) for host in hosts)
     typed = request.document.launch.value("num_machines")
@@ -302,12 +302,12 @@ def _counts(request: Request, launcher: str, hosts: list[Host]) -> Iterator[Prob
     wanted = settings.num_processes
     if wanted not in (None, slots) and _fewer_slots(settings, launcher, hosts) is None:
         message = f"{wanted}, but the hostfile and its filters leave {slots} slots on {count} hosts"
-        fix = f"Write {slots}, or delete it; fewer can be had by fewer slots in the hostfile."
+        fix = f"Write {slots}, or delete it. For fewer processes, write fewer slots in the hostfile."
         yield request.problem("num_processes", message, fix)
 
 
 def _fewer_slots(settings: LaunchSettings, launcher: str, hosts: list[Host]) -> int | None:
-    """How many slots of each host are used, where num_processes requests fewer than all; None for all, and for none."""
+    """Return the slots to use per host if num_processes requests fewer than all; None for all or if that is illegal."""
     wanted = settings.num_processes
     if wanted in (None, sum(len(host.slots) for host in hosts)) or launcher not in _CHOOSE_HOSTS:
         return None
@@ -318,13 +318,14 @@ def _fewer_slots(settings: LaunchSettings, launcher: str, hosts: list[Host]) -> 
 
 
 def _runner(settings: LaunchSettings, launcher: str, each: int | None, address: str, port: int) -> list[str]:
-    """DeepSpeed's launcher and its options."""
+    """Return the command of DeepSpeed's launcher with its options."""
     hostfile = str(Path(settings.deepspeed_hostfile or "").absolute())
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile]
     if launcher == "nossh":
         command += ["--no_ssh", "--node_rank", str(settings.machine_rank)]
     else:
-        # One host left by a filter would else be taken for this machine; each host has been tried by ssh before.
+        # --force_multi: if a filter leaves one host, DeepSpeed would otherwise take this machine for that host.
+        # --no_ssh_check: `_reach` has tried every host.
         command += ["--launcher", launcher, "--force_multi", "--no_ssh_check"]
     command += ["--no_local_rank"]
     if settings.deepspeed_inclusion_filter not in _NONE:
@@ -333,7 +334,7 @@ def _runner(settings: LaunchSettings, launcher: str, each: int | None, address: 
         command += ["--exclude", str(settings.deepspeed_exclusion_filter).replace(" ", "")]
     elif each is not None:
         command += ["--num_gpus", str(each)]
-    if settings.main_process_ip or launcher != "pdsh":  # else DeepSpeed asks the first host for its address
+    if settings.main_process_ip or launcher != "pdsh":  # with pdsh, DeepSpeed asks the first host for its address
         command += ["--master_addr", address]
     return [*command, "--master_port", str(port), *([] if settings.debug else ["--log_level", "error"])]
 
@@ -354,7 +355,7 @@ def run_on_hosts(hosts: Hosts) -> int:
 
     Raises:
         MachineError: a program that reaches the machines is not installed here.
-        LaunchError: a machine cannot be reached; nothing was started on any.
+        LaunchError: a machine cannot be reached. Nothing was started on any machine.
     """
     tools, advice = _TOOLS.get(hosts.launcher, ((), ""))
     if lacking := [tool for tool in tools if shutil.which(tool) is None]:
@@ -365,7 +366,7 @@ def run_on_hosts(hosts: Hosts) -> int:
     _reach(hosts)
     for sentence in _notes(hosts):
         _logger.info(sentence)
-    # DeepSpeed sends what MLFLOW_ and NCCL_ start with, secret or not, on the command line of a remote shell.
+    # DeepSpeed sends all variables that start with MLFLOW_ or NCCL_ on a remote shell's command line, even secret ones.
     hidden = hosts.kept if hosts.launcher != "nossh" else ()
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     with _raised_signals():
@@ -390,16 +391,16 @@ def _notes(hosts: Hosts) -> Iterator[str]:
     if hosts.launcher not in LAUNCHERS:
         yield f"{hosts.launcher} is passed on to DeepSpeed's launcher; this package has not been tested with it"
     if hosts.kept and hosts.launcher != "nossh":
-        yield f"not sent to the other machines, since they look secret: {', '.join(hosts.kept)}; set them there"
+        yield f"not sent to the other machines, because they look secret: {', '.join(hosts.kept)}; set them there"
     if Path(".deepspeed_env").exists():
         yield "./.deepspeed_env is not read; DeepSpeed reads ~/.deepspeed_env"
 
 
 def _reach(hosts: Hosts) -> None:
-    """Try every machine by ssh, where that is what will start it.
+    """Try to reach every machine that the launcher will start by ssh.
 
     Raises:
-        LaunchError: some cannot be reached.
+        LaunchError: some machines cannot be reached.
     """
     if hosts.launcher in ("nossh", "slurm") or "SLURM_JOB_ID" in os.environ:
         return
@@ -415,7 +416,7 @@ def _reach(hosts: Hosts) -> None:
 
 
 def _run_there(host: Host, command: str) -> str:
-    """Run a command on a machine by ssh; why that failed, "" if it did not."""
+    """Run a command on a machine by ssh. Return why the command failed, "" if it succeeded."""
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     try:
         done = subprocess.run(  # noqa: S603 - the hosts are the user's own
@@ -433,22 +434,22 @@ def _run_there(host: Host, command: str) -> str:
 
 
 def _stop(runner: subprocess.Popen[bytes], hosts: Hosts) -> None:
-    """End what DeepSpeed's launcher started: here by signals, elsewhere by the word that marks this launch.
+    """End the processes that DeepSpeed's launcher started: here by signals, elsewhere by this launch's marker word.
 
-    Its own way by pdsh would end every launch of this user on these machines.
+    DeepSpeed's own way with pdsh would end every launch of this user on these machines.
     """
     if hosts.launcher != "pdsh" and not _ended(runner, signal.SIGTERM):
         _ended(runner, signal.SIGKILL)
     if hosts.launcher == "pdsh":
         _ended(runner, signal.SIGKILL)
-        # The bracket keeps the pattern from finding the shell that looks for it.
+        # The bracket keeps the pattern from matching the shell that runs pkill.
         pattern = f"[{hosts.run[0]}]{hosts.run[1:]}"
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda host: _run_there(host, f"pkill -TERM -f '{pattern}'"), hosts.hosts))
 
 
 def _ended(runner: subprocess.Popen[bytes], number: signal.Signals) -> bool:
-    """Send a signal to all that the runner started on this machine; whether all had ended after some seconds."""
+    """Signal all processes that the runner started here. Return whether all have ended within some seconds."""
     deadline = time.monotonic() + _STOPS_WITHIN_S
     sent = False
     while time.monotonic() < deadline:
@@ -465,11 +466,11 @@ def _ended(runner: subprocess.Popen[bytes], number: signal.Signals) -> bool:
 
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """Signals that end a launcher are raised in it, so that it ends its workers; under nohup SIGHUP stays ignored."""
+    """Raise ending signals as an exception, so the launcher can end its workers. Under nohup, SIGHUP stays ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the system's signature
         for other in ENDING_SIGNALS:
-            signal.signal(other, signal.SIG_IGN)  # a second one must not break off the stopping
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the stopping
         raise _StoppedError(number)
 
     with own_signals():

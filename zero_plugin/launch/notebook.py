@@ -1,7 +1,7 @@
-"""Launches a function of a notebook, or of any running program, in forked copies of this process.
+"""Launch a function of a notebook, or of any running program, in forked copies of this process.
 
 The copies run on torchrun's engine, or on the devices of a TPU. Nothing is pickled, and no copy is left when a launch
-ends. Before, a trial copy says whether CUDA and several threads work in one.
+ends. Before the launch, a trial copy shows whether CUDA and several threads work in a copy.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
 _logger = logging.getLogger(__name__)
 
-_ANY_PORT: Final = "29500"  # Accelerate's default: nobody requested it, and on one machine nobody has to know it
+_ANY_PORT: Final = "29500"  # Accelerate's default: not requested by the user, so one machine may take any free port
 _CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
-_TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
-# The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
+_TRIAL_SECONDS: Final = 2.0  # a copy answers within milliseconds, or hangs forever
+# The engine checks for GPUs. This variable makes torch ask the driver: after asking CUDA, copies could not use CUDA.
 _DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
+_LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # variables that the engine leaves in the environment
 _FAILURE: Final = "failure"  # file with the traceback of the copy that failed first
-_called: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what copies inherit; torch_xla would pickle it
+# The function and its arguments, which copies inherit. torch_xla would pickle arguments of its own call.
+_called: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
 def notebook_launcher(
@@ -76,28 +77,28 @@ def notebook_launcher(
 ) -> None:
     """Run `function(*args)` in several processes, each a copy of this one, and return when all have ended.
 
-    What the function finds here, it has there: names of the notebook, modules, data. What it changes stays there. One
-    process is no copy: the function then runs here. `Accelerator()` belongs inside the function. On a TPU, each of its
-    devices has a copy.
+    The function sees everything that exists here: the notebook's names, modules, data. Its changes stay in the copies.
+    Create `Accelerator()` inside the function. With one process, the function runs here, without a copy. On a TPU,
+    each device has a copy.
 
     Args:
-        function: the training; also one that is defined in a cell.
-        args: its positional arguments, any iterable.
-        num_processes: on this machine; by default what `config` says, else one for each GPU or TPU device, else one.
-        mixed_precision: `fp16` or `bf16`; `no` leaves it to `config` and to the function.
-        use_port: where several machines meet, on `master_addr`; on one machine a free port is taken.
+        function: the training function. It may be defined in a cell.
+        args: the function's positional arguments, any iterable.
+        num_processes: on this machine; default: from `config`, or one for each GPU or TPU device, or one.
+        mixed_precision: `fp16` or `bf16`; `no` leaves the choice to `config` and to the function.
+        use_port: port on `master_addr` where several machines meet. One machine takes a free port.
         master_addr: address of machine 0.
         node_rank: this machine's number.
-        num_nodes: machines; the same call runs on each, with its own `node_rank`.
+        num_nodes: number of machines. Make the same call on each, with its own `node_rank`.
         rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: the rendezvous of several machines, in torchrun's terms.
-        max_restarts: how often all processes are started again after a failure.
-        monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: torchrun's prefix of lines that it copies.
+        max_restarts: how often all processes start again after a failure.
+        monitor_interval: seconds between two checks of the processes.
+        log_line_prefix_template: torchrun's prefix for lines that torchrun copies.
         config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content, for every `Accelerator()`.
 
     Raises:
-        ConfigError: everything about the configuration or the launch that cannot run here.
-        LaunchError: this process cannot be copied any more, or a process has failed; then with its traceback.
+        ConfigError: all problems of the configuration or the launch that keep it from running here.
+        LaunchError: copies of this process cannot work any more, or a process failed (with its traceback).
     """
     values: dict[str, tuple[str, Any]] = {}
     if num_processes is not None:
@@ -135,12 +136,12 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     """Run `function(*args)` in several processes on the CPU, each a copy of this one.
 
     Args:
-        function: what to run.
-        args: its positional arguments, any iterable.
-        num_processes: how many.
+        function: the function to run.
+        args: the function's positional arguments, any iterable.
+        num_processes: number of processes.
 
     Raises:
-        LaunchError: this process cannot be copied any more, or a process has failed; then with its traceback.
+        LaunchError: copies of this process cannot work any more, or a process failed (with its traceback).
     """
     values = {
         "num_processes": (f"num_processes={num_processes}", num_processes),
@@ -152,7 +153,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 
 def _document(config: Any, values: Mapping[str, tuple[str, Any]], call: str) -> Document:
-    """The configuration, and over it what was passed to the launcher: by key, the argument as text and its value."""
+    """Read the configuration, overridden by the launcher's arguments (by key: the argument as text, and its value)."""
     document = document_from_code(config, f"{call}(config=…)")
     document = overlay_code(document, {(key,): (f"{call}({text})", value) for key, (text, value) in values.items()})
     return replace(document, notes=check_document(document))
@@ -179,7 +180,7 @@ def _build(function: Callable[..., Any], document: Document, endpoint: str | Non
 
 @contextlib.contextmanager
 def _launch_variables(spec: LaunchSpec) -> Iterator[None]:
-    """The launch's environment variables, here and in what is forked from here, until the launch ends."""
+    """Set the launch's environment variables, here and in forked copies, until the launch ends."""
     values = {name: setting.value for name, setting in spec.environment.items()}
     with variables_while(values, [CONFIG_FILE.variable]), engine.configuration_file(spec):
         yield
@@ -190,16 +191,17 @@ def _run_forked(
 ) -> None:
     """Run `function(*args)` in `spec.local_processes` copies of this process.
 
-    When this returns or raises, no copy is left. Environment variables of the spec are set before.
+    When this returns or raises, no copy is left. The caller sets the spec's environment variables before.
 
     Args:
-        spec: how many, and where they meet.
-        function: what to run; it needs no name that another process could import.
-        args: its arguments; nothing is pickled.
+        spec: the number of copies, and the rendezvous.
+        function: the function to run. It needs no importable name.
+        args: the function's arguments. Nothing is pickled.
         line_prefix: torchrun's `log_line_prefix_template`.
 
     Raises:
-        LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
+        LaunchError: copies of this process cannot work any more, a copy failed, or the machines of the run did not
+            meet.
     """
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
     threads = _find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
@@ -210,7 +212,7 @@ def _run_forked(
         for context in (*undisturbed, variables_while(_DRIVER_ASKED, _LEFT)):
             stack.enter_context(context)
         config = engine.torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
-        config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
+        config.numa_options = None  # torch's default would use CUDA in the copies before they have a device
         try:
             failures = engine.run_torchrun(spec, config, folder, _work, function, args, threads, spec.cores)
         except SignalException as error:
@@ -218,23 +220,23 @@ def _run_forked(
                 raise KeyboardInterrupt from None
             raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
         if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
-            raise KeyboardInterrupt  # the signal reached them, and was lost here
+            raise KeyboardInterrupt  # the copies received the signal, and this process lost it
         if failures:
             raise LaunchError(_describe(failures, folder))
 
 
 def _run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: int | None) -> None:
-    """Run `function(*args)` on the devices of a TPU; on one device it runs here.
+    """Run `function(*args)` on the devices of a TPU. With one device, run the function in this process.
 
     When this returns or raises, no copy is left.
 
     Args:
-        function: what to run; it needs no name that another process could import.
-        args: its arguments; nothing is pickled.
-        count: how many devices there must be; None takes all.
+        function: the function to run. It needs no importable name.
+        args: the function's arguments. Nothing is pickled.
+        count: required number of devices; None takes all.
 
     Raises:
-        LaunchError: this process cannot be copied any more; a copy has failed.
+        LaunchError: copies of this process cannot work any more, or a copy failed.
         MachineError: torch_xla or the runtime does not work here.
     """
     global _called
@@ -244,7 +246,7 @@ def _run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: 
         return
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise LaunchError(
-            "this process has used an XLA device already, and its copies could not.\n"
+            "this process has used an XLA device already, and copies of this process could not use one.\n"
             "Restart the kernel, and keep what uses a device inside the launched function."
         )
     threads = _find_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), on_gpus=False)
@@ -257,15 +259,15 @@ def _run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: 
         except BrokenProcessPool:
             failure = Path(folder) / _FAILURE
             raise LaunchError(failure.read_text() if failure.exists() else ENDED_SILENTLY) from None
-        except (RuntimeError, OSError) as error:  # the runtime's, since the function's end its copy
+        except (RuntimeError, OSError) as error:  # from the runtime: an error of the function only ends its copy
             raise explain_start(error) from error
         finally:
             _called = None
 
 
 def _run_on_device(rank: int, folder: str, threads: int) -> None:
-    """One device's part; where it fails, its process ends at once, and torch_xla then ends the others."""
-    assert _called is not None, "the copy was made after it was set"
+    """Run one device's part. On failure end this process immediately; torch_xla then ends the others."""
+    assert _called is not None, "the copy was forked after `_called` was set"
     function, args = _called
     _begin_copy(threads)
 
@@ -278,7 +280,7 @@ def _run_on_device(rank: int, folder: str, threads: int) -> None:
 
 @contextlib.contextmanager
 def _copies_end_with_ctrl_c() -> Iterator[None]:
-    """torch_xla would wait for them, and they train on in threads that hear of no signal."""
+    """Kill the copies on Ctrl-C. torch_xla would wait for them, but their training threads receive no signal."""
     others = set(multiprocessing.active_children())
 
     def end(*_: Any) -> None:
@@ -296,11 +298,11 @@ def _copies_end_with_ctrl_c() -> Iterator[None]:
 
 
 def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
-    """How many threads torch may compute with in a copy of this process.
+    """Return how many threads torch may compute with in a copy of this process.
 
     Args:
-        wanted: how many it should.
-        on_gpus: whether the copy may use CUDA; torch_xla asks CUDA for its devices when it is imported.
+        wanted: the configured number of threads.
+        on_gpus: whether the copy may use CUDA. False on a TPU: importing torch_xla asks CUDA for its devices.
 
     Raises:
         LaunchError: a copy could not train.
@@ -310,9 +312,9 @@ def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
         return wanted
     if torch.distributed.is_initialized() and not _end_left_over():
         raise LaunchError(
-            "this process has an Accelerator or a process group already, and copies of it cannot share that.\n"
-            "Make the Accelerator inside the launched function. End this one first with accelerator.end_training(), or "
-            "restart the kernel."
+            "this process has an Accelerator or a process group already, and copies of this process cannot share it.\n"
+            "Create the Accelerator inside the launched function. First end this one with accelerator.end_training(), "
+            "or restart the kernel."
         )
     if on_gpus and torch.cuda.is_initialized():
         raise LaunchError(_on_cuda("has computed on a GPU"))
@@ -328,14 +330,14 @@ def _find_threads(wanted: int, *, on_gpus: bool = True) -> int:
     trial.kill()
     trial.join()
     _logger.warning(
-        "torch has computed here with several threads, which hang in a copy of this process; each process computes "
-        "with one. Restart the kernel and launch before anything computes, to have more."
+        "torch has computed here with several threads, which hang in a copy of this process. Each process computes "
+        "with one thread. For more threads, restart the kernel and launch before any computation."
     )
     return 1
 
 
 def _end_left_over() -> bool:
-    """End what earlier runs of this process have left, if no `Accelerator` is in use. Return whether it has ended.
+    """End the process group that an earlier run left, if no `Accelerator` is in use. Return whether it has ended.
 
     An `Accelerator` in use is refused: the launched function may refer to it, and would train alone in each copy.
     """
@@ -349,13 +351,13 @@ def _end_left_over() -> bool:
 def _on_cuda(what: str) -> str:
     return (
         f"this process {what} already, and CUDA does not work in a copy of a process that did.\n"
-        "Restart the kernel, and keep what uses a GPU inside the launched function; so do libraries that look for GPUs "
-        "when they are imported."
+        "Restart the kernel, and use GPUs only inside the launched function. Import there too every library that looks "
+        "for GPUs at import."
     )
 
 
 def _try_copy(on_gpus: bool) -> None:
-    """In a copy: does CUDA work, and do several threads?"""
+    """Try CUDA and several threads in a copy. Exit with 0 if both work; a hang shows that threads do not."""
     import torch
 
     if on_gpus and torch.cuda._is_in_bad_fork():
@@ -366,11 +368,11 @@ def _try_copy(on_gpus: bool) -> None:
 
 
 def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
-    """A signal that comes while torch makes the copies counts when they are made.
+    """Delay signals that arrive while torch forks the copies until all copies exist.
 
-    torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
-    logging locked for ever, since it is logging's lock that Python holds there. A copy forgets what it receives before
-    Python has begun in it, so that it is blocked there until `_work`.
+    torch raises a signal as an exception. Python's fork hooks would swallow the exception and leave logging locked
+    forever, because the hooks hold logging's lock. A copy would also lose signals that arrive before Python runs in
+    it, so signals stay blocked in a copy until `_work`.
     """
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
@@ -379,7 +381,7 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
     def fork_undisturbed(workers: Any) -> None:
         received: list[int] = []
         with own_signals() as may_handle:
-            for number in ENDING_SIGNALS if may_handle else ():  # torch handles no signals in another thread
+            for number in ENDING_SIGNALS if may_handle else ():  # outside the main thread torch handles no signals
                 signal.signal(number, lambda number, _: received.append(number))
             before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
             try:
@@ -395,7 +397,7 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
 
 
 def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
-    """While it is entered, copies end as soon after a failure as other workers do."""
+    """Make copies end as soon after a failure as other workers, while the context is entered."""
     from torch.multiprocessing.spawn import ProcessContext
 
     wait = ProcessContext._join_procs_with_timeout
@@ -408,7 +410,7 @@ def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _meant_to_fork() -> Iterator[None]:
-    """Python warns from 3.12 on that a copy of a process with threads may hang; whether it does was tried."""
+    """Silence Python's warning (from 3.12) that a copy of a process with threads may hang. The trial copy checks it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         yield
@@ -418,7 +420,7 @@ def _meant_to_fork() -> Iterator[None]:
 
 
 def _begin_copy(threads: int) -> None:
-    """Drop what a copy must not keep of the launcher: its run, its threads, and a life beyond its own."""
+    """Drop the launcher's run and threads in a copy, and end the copy when the launcher dies."""
     die_with_launcher()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
@@ -427,7 +429,7 @@ def _begin_copy(threads: int) -> None:
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
-    """Run the function as a process of its own would: nothing of the launcher's continues, and its end is an end."""
+    """Run the function like a separate process: with no launcher state, and with its exit hooks at the end."""
     _begin_copy(threads)
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
@@ -435,7 +437,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
     os.environ["FORK_LAUNCHED"] = "1"
     if cores:
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
-    atexit._clear()  # the launcher's, which multiprocessing would not call here either
+    atexit._clear()  # the launcher's hooks: multiprocessing would not call them in a copy either
     attempt = Path(os.environ[ERROR_FILE]).parents[1]
     try:
         function(*args)
@@ -446,7 +448,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
             raise
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
+        raise SystemExit(INTERRUPTED) from None  # torch would treat it as success, and wait for the result
     except Exception as error:
         _leave_failure(error, os.environ["RANK"], attempt)
         raise
@@ -455,7 +457,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
 
 
 def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:
-    """Write down for the launcher what happened, with this process's traceback, unless another failed before."""
+    """Write the failure and this process's traceback for the launcher, unless another process failed before."""
     own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, own_frames)
     if (memory := sys.modules.get("zero_plugin.loop.out_of_memory")) is not None:
@@ -464,7 +466,7 @@ def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:
 
 
 def _describe(failures: Any, folder: Path) -> str:
-    """What happened, with the traceback of the process that failed first."""
+    """Describe the failure, with the traceback of the process that failed first."""
     rank, failure = next(iter(failures.items()))
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.partition("_")[2]))
     if failure.exitcode < 0 or not attempts or not (file := attempts[-1] / _FAILURE).exists():

@@ -1,7 +1,7 @@
-"""Starts one process on a machine of a hostfile, where DeepSpeed's launcher, mpirun or srun has reached it.
+"""Start one process on a machine of a hostfile. DeepSpeed's launcher, mpirun or srun runs this file there.
 
-Started by its path, as `remote_worker.py RUN CONFIG`: RUN marks the processes of one launch, CONFIG is all that a
-process needs, encoded as one word that no shell on the way can misread.
+The command is `remote_worker.py RUN CONFIG`. RUN marks the processes of one launch. CONFIG is everything that a process
+needs, encoded as one word without characters that a shell interprets.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, h
 from zero_plugin.machine.network import network_variables
 from zero_plugin.machine.process_place import find_place
 
-# Variables that a run depends on, by how their names start. All else of the environment stays on this machine.
+# Prefixes of the variables that a run depends on. All other variables stay on this machine.
 _SENT: Final = (
     *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "KMP_", "MKL_", "CUDA_", "UCX_", "DS_", "ACCELERATE_"),
     *("ZERO_PLUGIN_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_", "WANDB_", "MLFLOW_", "XDG_CACHE_HOME"),
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED"),
 )
-# DeepSpeed's launcher sets the first on each machine, and reads the file of the second here.
+# DeepSpeed's launcher sets the first on each machine, and reads the second's file on this machine.
 _NOT_SENT: Final = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 _SECRET: Final = frozenset(
     ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "CREDENTIAL", "CREDENTIALS", "AUTH")
@@ -41,14 +41,14 @@ _SECRET: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One launch, for a process of it on any machine.
+    """The configuration of one launch, for its processes on all machines.
 
     Attributes:
-        folder: where the program runs.
-        arguments: the program and its arguments, as the worker file takes them.
+        folder: working folder of the program.
+        arguments: the program and its arguments, in the worker file's format.
         environment: variables to set.
         deepspeed_config: for scripts that read a DeepSpeed JSON; None without ZeRO.
-        main_address, main_port: the rendezvous, if what starts the processes does not set it.
+        main_address, main_port: the rendezvous, if the program that starts the processes does not set it.
         bind: whether each process is bound to cores.
     """
 
@@ -62,30 +62,30 @@ class WorkerConfig:
 
 
 def encode_config(config: WorkerConfig) -> str:
-    """The configuration in letters, digits, `-`, `_` and `=`."""
+    """Encode the configuration as letters, digits, `-`, `_` and `=`."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(asdict(config)).encode(), 9)).decode()
 
 
 def decode_config(word: str) -> WorkerConfig:
-    """The configuration that `encode_config` made into this word."""
+    """Decode a word of `encode_config`."""
     return WorkerConfig(**json.loads(zlib.decompress(base64.urlsafe_b64decode(word))))
 
 
 def choose_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The variables to send, by an allow-list, and the names of those on it that are not sent as they hold secrets."""
+    """Choose the variables to send, by an allow-list. Return them, and the names left out because they look secret."""
     wanted = [name for name in sorted(environ) if name.startswith(_SENT) and name not in _NOT_SENT]
     kept = tuple(name for name in wanted if _SECRET.intersection(name.upper().split("_")))
     return {name: environ[name] for name in wanted if name not in kept}, kept
 
 
 def main() -> None:
-    """Run the program of the encoded configuration on the command line, as this machine's process number LOCAL_RANK."""
+    """Run the program of the encoded configuration as process LOCAL_RANK of this machine."""
     config = decode_config(sys.argv[2])
     try:
         os.chdir(config.folder)
     except OSError as error:
         raise SystemExit(
-            f"{socket.gethostname()}: the launch was typed in {config.folder}, and here that is {error.strerror!r}.\n"
+            f"{socket.gethostname()}: cannot open {config.folder}, the folder of the launch ({error.strerror}).\n"
             "Every machine of the hostfile needs the same folders, for example on a shared file system."
         ) from None
     os.environ.update(config.environment)
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _machine_variables(processes: int, *, on_gpus: bool) -> Mapping[str, str]:
-    """The variables that differ between machines: the number of threads, DeepSpeed's device, the network interface."""
+    """Return the variables that differ between machines: number of threads, DeepSpeed's device, network interface."""
     variables = {"OMP_NUM_THREADS": str(max(1, count_cores() // processes)), "LOCAL_WORLD_SIZE": str(processes)}
     if not on_gpus:
         variables["DS_ACCELERATOR"] = "cpu"

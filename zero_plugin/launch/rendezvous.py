@@ -1,13 +1,13 @@
-"""Where the launchers of a run meet: a rendezvous of one machine, and what several machines check before torchrun's.
+"""The rendezvous of a run's launchers: one for a single machine, and checks before torchrun's for several machines.
 
-torch's own rendezvous would let others in: the store of `c10d` listens on every interface, and who writes a pickle
-into it has the launcher run code; that of `static` listens on every interface too, and is not renewed for a restart. A
-launch on one machine has a store that listens on loopback alone, and nothing in it is a pickle.
+torch's own rendezvous would let others in. The `c10d` store listens on every interface, and a pickle written into the
+store makes the launcher run code. The `static` store listens on every interface too, and a restart does not renew it.
+For a launch on one machine, this module's store listens on loopback only and contains no pickle.
 
-On several machines the launchers meet before torchrun's rendezvous (the pre-rendezvous), so that missing machines,
-duplicate ranks and strangers are named; later they watch that machine 0 can be reached.
+On several machines the launchers first meet in a pre-rendezvous, which names missing machines, duplicate ranks and
+foreign services. Later the launchers watch whether machine 0 can be reached.
 
-`python -m zero_plugin.launch.rendezvous ARGUMENT…` is torchrun with the rendezvous of one machine beside its own.
+`python -m zero_plugin.launch.rendezvous ARGUMENT…` is torchrun with the rendezvous of one machine added.
 """
 
 from __future__ import annotations
@@ -50,32 +50,31 @@ from zero_plugin.machine.network import (
 
 _logger = logging.getLogger(__name__)
 
-_LIMIT_S: Final = 600.0  # torch's own for a static rendezvous
-_ANSWERS_WITHIN_S: Final = 60.0  # torch's own for one answer of the store
+_LIMIT_S: Final = 600.0  # torch's default for a static rendezvous
+_ANSWERS_WITHIN_S: Final = 60.0  # torch's default for one answer of the store
 _LOGS_AFTER_S: Final = 10.0
 _LOOK_S: Final = 0.1
 _CONNECT_S: Final = 3.0
-_FAREWELL_S: Final = 5.0  # the store ends with machine 0: the others have so long to read there why
+_FAREWELL_S: Final = 5.0  # the store ends with machine 0: time for the others to read the reason from the store
 _MET: Final = "met"
 _EXPOSED: Final = (
-    "rdzv_backend: c10d: the rendezvous at %s listens on every network of its machine, and who can reach it can have "
-    "the launchers run code. Let in the machines of the run alone."
+    "rdzv_backend: c10d: the rendezvous at %s listens on every network of its machine. Any program that can reach it "
+    "can make the launchers run code. Allow access only from the machines of the run."
 )
 _CONTACT_LOOK_S: Final = 2.0
 _STOPS_WITHIN_S: Final = 10.0
-# A machine that refuses is there: its launcher has ended, which torchrun notices, or need not.
+# A machine that refuses a connection can be reached. Its launcher has ended, which is torchrun's to notice.
 _THERE: Final = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 class OneMachineRendezvous(StaticTCPRendezvous):
-    """A rendezvous of one launcher, with itself: torch's static one, but for its stores.
+    """The rendezvous of a single launcher: torch's static rendezvous with other stores.
 
-    What torchrun's agent writes for other agents stays in the memory of this process. Its workers get a TCP store,
-    which is another one with each start of them: in one store for all, those of a restart would read the addresses of
-    processes that are gone.
+    The data that torchrun's agent writes for other agents stays in this process's memory. The workers get a TCP store,
+    a new one for each start. In one store for all starts, restarted workers would read addresses of ended processes.
 
     Args:
-        parameters: torchrun's, of which `endpoint` says where the store listens; port 0 takes a free one.
+        parameters: torchrun's. The store listens at their `endpoint`; port 0 takes a free port.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -83,22 +82,22 @@ class OneMachineRendezvous(StaticTCPRendezvous):
         super().__init__(host, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=int(_LIMIT_S))
 
     def get_backend(self) -> str:
-        """The name that torchrun knows it by."""
+        """Return torchrun's name for this rendezvous."""
         return LOOPBACK
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A new store, and the only place that there is.
+        """Create a new store, and take the only place in the rendezvous.
 
         Raises:
-            LaunchError: the port has been taken.
+            LaunchError: another process has taken the port.
         """
-        self._store = None  # its port may be the one that was named
+        self._store = None  # first: the old store may hold the configured port
         try:
             listening = listening_socket(self.master_addr, self.master_port)
         except OSError as error:
             raise LaunchError(
                 f"the launcher cannot listen at {self.master_addr}:{self.master_port}: {error.strerror}.\n"
-                "Leave --main_process_port out: a free port is then taken."
+                "Leave --main_process_port out: the launcher then takes a free port."
             ) from error
         port = listening.getsockname()[1]
         self._store = TCPStore(
@@ -107,30 +106,30 @@ class OneMachineRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
-        """Leave the port; always done when this returns."""
+        """Free the port. Always succeeds."""
         self._store = None
         return True
 
 
 def register() -> None:
-    """Let torchrun's engine, in this process, know the rendezvous."""
+    """Register the rendezvous with torchrun's engine in this process."""
     rendezvous_handler_registry.register(LOOPBACK, OneMachineRendezvous)
 
 
 def meet_machines(rendezvous: Rendezvous, machines: int) -> Any:
-    """Wait until every machine of a static rendezvous is there, each under a number of its own; try one of c10d.
+    """Wait for all machines of a static rendezvous, each with its own number. For c10d, only check the endpoint.
 
     Args:
-        rendezvous: where they meet; of a static one, the option `rank` is this machine's number, `timeout` the limit in
-            seconds. `read_timeout` is how many seconds one answer may take.
-        machines: how many there must be; one meets nobody.
+        rendezvous: the rendezvous. If static, the option `rank` is this machine's number, and `timeout` the limit in
+            seconds. `read_timeout` is the limit for one answer, in seconds.
+        machines: the required number of machines. With one, there is nothing to wait for.
 
     Returns:
-        A store; machine 0's listens on torchrun's own port, and is to be kept as long as the run lasts.
+        A store, or None. Machine 0's store listens on torchrun's own port. Keep the store as long as the run lasts.
 
     Raises:
-        LaunchError: a machine did not come in time, another has the same number, or counts other machines; or
-            something else than a rendezvous listens there.
+        LaunchError: a machine did not come in time, two machines have the same number or a different `num_machines`,
+            or another service listens at the endpoint.
     """
     if machines > 1 and rendezvous.backend == "static":
         return _meet(rendezvous, machines)
@@ -159,7 +158,7 @@ def _meet(rendezvous: Rendezvous, machines: int) -> Any:
                 )
             if now > log_at:
                 _logger.info("machine %d of %d waits at %s: %s%s", rank, machines, rendezvous.endpoint, missing, hint)
-                log_at = deadline  # once is enough
+                log_at = deadline  # log only once
             time.sleep(_LOOK_S)
 
     try:
@@ -172,11 +171,11 @@ def _meet(rendezvous: Rendezvous, machines: int) -> Any:
         store.add("came", 1)
         _show(store, rank, machines, f"{socket.gethostname()} ({address_towards(host)}, process {os.getpid()})")
         wait(lambda: _who_is_missing(store, machines, "machine", "did not come"))
-        store.set(f"here/{rank}", "")  # one that was killed meanwhile has left its number
+        store.set(f"here/{rank}", "")  # a second round, because the number of a killed machine stays in the store
         wait(lambda: _who_is_missing(store, machines, "here", "came, but does not answer any more"))
         if (outcome := _decide(store, _MET)) != _MET:
             raise LaunchError(outcome)
-    except (DistError, RuntimeError, OSError) as error:  # RuntimeError: what answered is no store; OSError: the port
+    except (DistError, RuntimeError, OSError) as error:  # RuntimeError: not a store answered; OSError: the port
         raise LaunchError(
             f"machine {rank} could not meet the others at {rendezvous.endpoint}: {error}{hint}"
         ) from error
@@ -189,20 +188,20 @@ def _meet(rendezvous: Rendezvous, machines: int) -> Any:
 
 
 def _hint(host: str) -> str:
-    """What may keep the other machines from reaching machine 0, which this is."""
+    """Describe what may keep other machines from reaching this machine, which is machine 0; "" if nothing is known."""
     if not is_own_address(host):
         return f"\nThis is machine 0, but {host} is no address of it: is --machine_rank right?"
     address = own_address(host)
     if address in (None, host):
         return ""
-    return f"\nMachine 0 listens at {address} alone: is that what {host} leads to on the other machines?"
+    return f"\nMachine 0 listens at {address} only: does {host} lead to that address on the other machines?"
 
 
 def _listen(host: str, port: int, limit: timedelta) -> Any:
-    """Machine 0's store, on the network that leads to `host`; on all of them where only the other machines know it.
+    """Create machine 0's store on the network that leads to `host`, or on all networks if that address is uncertain.
 
-    torchrun's static rendezvous, later in this process, finds it by its port. For all networks torch would wait without
-    a word for an answer of `host`, which may be another machine's.
+    torchrun's static rendezvous, later in this process, finds the store by its port. On all networks the store gets
+    the loopback address: with `host`, torch would wait silently for an answer from what may be another machine.
     """
     address = own_address(host)
     if address is None:
@@ -212,12 +211,12 @@ def _listen(host: str, port: int, limit: timedelta) -> Any:
 
 
 def _try_store(rendezvous: Rendezvous) -> None:
-    """Ask what listens where the machines meet whether it is a rendezvous; return if it is, or if nothing listens yet.
+    """Check that the endpoint is a rendezvous, or that nothing listens there yet.
 
-    torch itself would wait for the answer without end.
+    torch itself would wait for the answer without a time limit.
 
     Raises:
-        LaunchError: something else listens there.
+        LaunchError: another service listens there.
     """
     host, port = host_of(rendezvous.endpoint), rendezvous.endpoint.rpartition(":")[2]
     if not port.isdigit() or _why_no_answer(host, int(port)):
@@ -234,22 +233,22 @@ def _try_store(rendezvous: Rendezvous) -> None:
     if not run_in_threads(limit_s, ask) or refused:
         why = str(refused[0]) if refused else f"no answer within {limit_s:.0f} s"
         raise LaunchError(
-            f"what listens at {rendezvous.endpoint} is no rendezvous of torchrun's ({why}).\n"
+            f"the service at {rendezvous.endpoint} is not torchrun's rendezvous ({why}).\n"
             "Give all machines another port (--main_process_port, --rdzv_endpoint)."
         )
 
 
 def _why_no_answer(host: str, port: int) -> str:
-    """Why machine 0 cannot be reached; "" if it answers."""
+    """Return why machine 0 cannot be reached, "" if machine 0 answers."""
     error = try_to_connect(host, port, _CONNECT_S)
     return f"machine 0 does not answer ({error.strerror or error})" if error is not None else ""
 
 
 def _show(store: Any, rank: int, machines: int, me: str) -> None:
-    """Leave this machine's number for the others to see.
+    """Publish this machine's number for the others.
 
     Raises:
-        LaunchError: another machine has the same number, or counts other machines.
+        LaunchError: another machine has the same number, or another `num_machines`.
     """
     counted = store.compare_set("machines", "", f"{machines} on machine {rank}").decode()
     if int(counted.partition(" ")[0]) != machines:
@@ -257,21 +256,21 @@ def _show(store: Any, rank: int, machines: int, me: str) -> None:
             f"the machines count differently: {counted}, {machines} on machine {rank}.\n"
             "Give all of them the same --num_machines."
         )
-    mine = f"{me}\n{uuid.uuid4().hex}"  # containers may share a name and the numbers of their processes
+    mine = f"{me}\n{uuid.uuid4().hex}"  # containers may share host names and process ids
     first = store.compare_set(f"machine/{rank}", "", mine).decode()
     if first != mine:
         raise LaunchError(
             f"two machines have the number {rank}: {first.splitlines()[0]} and {me}.\n"
-            f"Give each its own --machine_rank, 0 to {machines - 1}. (One that was started anew is taken back only by "
+            f"Give each its own --machine_rank, 0 to {machines - 1}. (A restarted machine can join again only with "
             "--rdzv_backend c10d.)"
         )
 
 
 def _who_is_missing(store: Any, machines: int, what: str, how: str) -> str:
-    """Which machines have not left `what`, and `how` to call that; "" if all have.
+    """Name the machines without the key `what` in the store, followed by `how`; "" if all machines have the key.
 
     Raises:
-        LaunchError: what another machine found wrong.
+        LaunchError: another machine reported a problem.
     """
     if store.check(["outcome"]) and (outcome := store.get("outcome").decode()) != _MET:
         raise LaunchError(outcome)
@@ -280,15 +279,15 @@ def _who_is_missing(store: Any, machines: int, what: str, how: str) -> str:
 
 
 def _decide(store: Any, outcome: str) -> str:
-    """End the pre-rendezvous so, unless another machine has ended it; how it has ended, for all.
+    """End the pre-rendezvous with an outcome, unless another machine has done so. Return the outcome for all machines.
 
-    A machine that continued while another does not would wait for it silently, in torch.
+    A single outcome is needed: a machine that continues would wait silently, in torch, for a machine that gave up.
     """
     return str(store.compare_set("outcome", "", outcome).decode())
 
 
 def _leave(store: Any, why: str, *, last: bool) -> None:
-    """Tell the others why this machine does not stay; the `last`, which has the store, waits until they have heard."""
+    """Publish why this machine leaves. The `last` machine, which holds the store, waits until the others have left."""
     _decide(store, why)
     store.add("left", 1)
     deadline = time.monotonic() + _FAREWELL_S
@@ -297,21 +296,21 @@ def _leave(store: Any, why: str, *, last: bool) -> None:
 
 
 def store_command(port: str) -> str:
-    """A shell's command that keeps, at `port` of the host where it is typed, what the machines of a run agree on."""
+    """Return a shell command that hosts a store for the machines of a run, at `port` of the host that runs it."""
     store = f"TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False)"
     return f'python -c "import signal; from torch.distributed import TCPStore; store = {store}; signal.pause()"'
 
 
 class Contact:
-    """While it is entered, the connection to where the machines meet is tried; when it is lost, the workers end.
+    """A watch over the connection to the rendezvous, while the context is entered. A lost connection ends the workers.
 
     Attributes:
-        lost: what happened, "" as long as nothing did.
+        lost: description of the loss, "" without one.
 
     Args:
-        rendezvous: where they meet; its option `read_timeout` is how long machine 0 may be silent, in seconds.
-        machines: with one there is nothing to watch, nor on machine 0.
-        least: with how many of them the run continues; None for all.
+        rendezvous: the rendezvous. Its option `read_timeout` is how long machine 0 may be silent, in seconds.
+        machines: number of machines. With one, or on machine 0, there is nothing to watch.
+        least: the smallest number of machines that the run continues with; None for all.
     """
 
     def __init__(self, rendezvous: Rendezvous, machines: int, least: int | None = None) -> None:
@@ -323,9 +322,9 @@ class Contact:
         self._fix = ""
         if least is not None and least < machines:
             self._fix = (
-                f"\nThe run can lose any machine but the one that --rdzv_endpoint names ({self._host}), whose launcher "
-                "keeps what they agree on.\nTo outlive that one too, start a process that keeps it, before the "
-                f"launchers, on a host that stays, and name that:\n    {store_command(self._port)}"
+                f"\nThe run can lose any machine except the one in --rdzv_endpoint ({self._host}), whose launcher "
+                "hosts the rendezvous store.\nTo survive that loss too, start a store before the launchers, on a host "
+                f"that stays, and name that host in --rdzv_endpoint:\n    {store_command(self._port)}"
             )
 
     def __enter__(self) -> Contact:
@@ -337,7 +336,7 @@ class Contact:
         self._ended.set()
 
     def leave(self) -> None:
-        """Say what happened and end this process: threads of torch's that wait for machine 0 would keep it for ever."""
+        """Print the loss and end this process. torch's threads that wait for machine 0 would keep it alive forever."""
         end_process(f"{self.lost}{self._fix}")
 
     def _watch(self) -> None:
@@ -353,18 +352,18 @@ class Contact:
         if self._ended.is_set():
             return
         self.lost = (
-            f"the connection to {self._host}, where the machines have met, is lost for {self._limit_s:.0f} s ({why}); "
+            f"the connection to {self._host}, where the machines met, has been lost for {self._limit_s:.0f} s ({why}); "
             "all workers here are stopped"
         )
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self.leave()  # there are no workers yet, and the signal would end this process silently
+            self.leave()  # no worker exists yet, and the signal would end this process silently
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun stops the workers
         if not self._ended.wait(_STOPS_WITHIN_S):
-            self.leave()  # the workers end with this process
+            self.leave()  # torchrun did not stop: the workers end with this process
 
 
 def main() -> None:
-    """Run torchrun."""
+    """Run torchrun with the rendezvous of one machine registered."""
     from torch.distributed.run import main as torchrun
 
     register()

@@ -1,4 +1,4 @@
-"""Who failed first in a failed run, and why: where, how, what that means and what to do."""
+"""The report on a failed run: which rank failed first, where and how, what that means and what to do."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.launch.worker import FAILURE_OF, FIRST_FAILURE, LOST_PEER
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes, number_ranges, total_cpu_memory
 
-# A process ended by these dies without a message, and the other ranks then fail because it is gone.
+# These signals end a process without a message. The other ranks then fail because that process has ended.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
+# 128 + n: signal n ended a child of the process.
+_SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}
 _ABORTED: Final = (-signal.SIGABRT, 128 + signal.SIGABRT)
 TERMINATED: Final = "was ended by signal 15 (SIGTERM)"  # before the launcher sent one
 STOPPED: Final = "did not run at that time: it was stopped"
 _MOST_IDLE: Final = 4
-_ENDED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # by the launcher, where it is none of the sudden ends
-_SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
+_ENDED: Final = (-signal.SIGTERM, -signal.SIGKILL)  # ended by the launcher, except for the sudden ends
+_SAME_MOMENT_S: Final = 2  # later than this after the first failure, a SIGKILL is the launcher's own
 HAD_ENDED: Final = "did not run at that time: it had ended, with exit code 0"
 _LIBRARIES: Final = (
     "<frozen ",
@@ -38,7 +39,7 @@ _LIBRARIES: Final = (
 )
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
-_WORTH_NAMING: Final = 2**28  # bytes that another process has at least
+_WORTH_NAMING: Final = 2**28  # bytes: smaller processes are not listed
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
 _NATIVE: Final = (
     "An error in compiled code (torch, an extension, a driver), not in Python; the Python lines where it happened are "
@@ -47,14 +48,15 @@ _NATIVE: Final = (
 _MEANINGS: Final[Mapping[int, str]] = {
     signal.SIGSEGV: _NATIVE,
     signal.SIGFPE: _NATIVE,
-    signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above.\n"
-    "DeepSpeed does so when a disk is full to which it offloads (`file bytes`), NCCL when an operation waits longer\n"
-    "than the process group's time-out, gloo when processes call a collective with tensors of different sizes\n"
-    "(`op.preamble.length <= op.nbytes`). The last two happen where processes take different branches of a model at\n"
-    "ZeRO stage 2 or 3: then take the same branch on every rank, add the loss of an unused branch times 0, or use\n"
-    "stage 1.",
-    signal.SIGILL: "The processor does not know an instruction: something was compiled for another one. Delete the "
-    "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
+    signal.SIGABRT: "The process ended itself: compiled code found an error, which it printed above.\n"
+    "* DeepSpeed does so when the disk that it offloads to is full (`file bytes`).\n"
+    "* NCCL does so when an operation waits longer than the process group's time-out.\n"
+    "* gloo does so when processes call a collective with tensors of different sizes\n"
+    "  (`op.preamble.length <= op.nbytes`).\n"
+    "The last two happen when processes take different branches of a model at ZeRO stage 2 or 3. Take the same branch\n"
+    "on every rank, add the loss of an unused branch times 0, or use stage 1.",
+    signal.SIGILL: "The processor does not know an instruction: some code was compiled for another processor. Delete "
+    "the built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
 }
 _GPU_MEMORY: Final = (
     "GPU memory ran out. To reduce its use, the cheapest first: a smaller batch per process with as many more\n"
@@ -62,12 +64,12 @@ _GPU_MEMORY: Final = (
     "at stage 3 offload_param_device: cpu."
 )
 _NO_ANSWER: Final = (
-    "It waited for another process, which has failed, hangs, or cannot be reached any more: look at what the\n"
-    "launchers of other machines say, and at the network between."
+    "The rank waited for another process, which has failed, hangs, or cannot be reached any more. Look at the output\n"
+    "of the launchers of other machines, and at the network between the machines."
 )
 _LESS_CPU_MEMORY: Final = (
-    "To reduce its use: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
-    "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
+    "To reduce its use: fewer processes per machine, offload to NVMe instead of the CPU, fewer data loader workers,\n"
+    "`pin_memory: false` in the offload sections. Errors that other ranks printed are consequences of this one."
 )
 
 
@@ -76,10 +78,10 @@ class FirstFailure:
     """The failure that caused the others.
 
     Attributes:
-        rank: among all processes.
-        exitcode: of its process; negative: the signal that ended it.
-        kind: class of the exception, "" where there was none.
-        also: the ranks that failed later by the same exception, and have not printed it again.
+        rank: the rank among all processes.
+        exitcode: the process's exit code; negative: the signal that ended the process.
+        kind: class of the exception, "" without one.
+        also: the ranks that failed later with the same exception, and have not printed it again.
     """
 
     rank: int
@@ -91,12 +93,12 @@ class FirstFailure:
 def find_first_failure(
     failures: Mapping[int, Any], folder: Path, idle: Mapping[int, str] | None = None
 ) -> FirstFailure:
-    """Which failure on this machine caused the others.
+    """Find the failure on this machine that caused the others.
 
     Args:
         failures: by rank, torchrun's record of each failed worker of this machine (`ProcessFailure`).
-        folder: where torchrun kept the error files; the first rank to fail in Python left its mark there.
-        idle: what ranks did that others may have waited for.
+        folder: torchrun's folder of error files. The first rank to fail in Python left a mark there.
+        idle: activity of ranks that others may have waited for.
     """
     terminated = {rank for rank, what in (idle or {}).items() if what == TERMINATED}
     earliest = min(failure.timestamp for failure in failures.values())
@@ -105,15 +107,15 @@ def find_first_failure(
             return FirstFailure(rank, failure.exitcode)
     marks = sorted(folder.glob(f"*/attempt_*/{FIRST_FAILURE}"), key=lambda mark: mark.stat().st_mtime_ns)
     if marks:
-        # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
+        # The mark, not the exit code: torchrun may have stopped that rank during its own exit.
         marked, code, *details = marks[-1].read_text().split()
         kind = details[0] if details else ""
         of_rank = {int(file.suffix[1:]): file.read_text() for file in marks[-1].parent.glob(f"{FAILURE_OF}.*")}
-        if kind == LOST_PEER:  # it comes from one that has ended without a word: an abort, or an exit of its own
+        if kind == LOST_PEER:  # the cause is a rank that ended without a mark: by an abort, or by its own exit
             for rank, failure in failures.items():
                 if rank in terminated or (rank not in {int(marked), *of_rank} and failure.exitcode not in _ENDED):
                     return FirstFailure(rank, failure.exitcode)
-        # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
+        # Replicas on a TPU have ranks of their own within the single worker, which ends with their code.
         if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
             digest = details[-1] if details else ""
             also = sorted(rank for rank, of in of_rank.items() if digest and of == digest and rank != int(marked))
@@ -137,15 +139,15 @@ def describe_failure(
     out_of_memory: OutOfMemoryReport | None = None,
     idle: Mapping[int, str] | None = None,
 ) -> str:
-    """A few lines for people: who failed first, where, how, what that means and what to do.
+    """Describe in a few lines which rank failed first, where and how, what that means and what to do.
 
     Args:
         first: the failure.
-        machines: of the run; with several, a failure on another one may have come before.
-        memory: what was seen of CPU memory while the workers ran.
-        processes: the process id of each rank that failed, to find its part of that.
-        out_of_memory: what a worker that ran out of memory has left.
-        idle: what ranks did that others may have waited for; see `describe_idle`.
+        machines: number of machines. With several, another machine may have failed earlier.
+        memory: measurements of CPU memory while the workers ran.
+        processes: the process id of each failed rank, to find its share of the memory.
+        out_of_memory: the report of a worker that ran out of memory.
+        idle: activity of ranks that others may have waited for; see `describe_idle`.
     """
     where = f", on {socket.gethostname()}" if machines == 1 else ""
     output = "" if first.exitcode < 0 or first.kind == KeyboardInterrupt.__name__ else "; its output is above"
@@ -170,10 +172,13 @@ def describe_failure(
 
 
 def describe_end(first: FirstFailure, machines: int = 1) -> str:
-    """Who failed first and how, in half a sentence; of several machines each knows its own ranks alone."""
+    """Describe the first failure in half a sentence. With several machines, each one only knows its own ranks."""
     among = "" if machines == 1 else f" of those on {socket.gethostname()}"
     if first.kind == LOST_PEER:
-        return f"rank {first.rank}{among} waited for another in vain, and failed with exit code {first.exitcode}"
+        return (
+            f"rank {first.rank}{among} waited for another rank without success, and failed with exit code "
+            f"{first.exitcode}"
+        )
     if first.kind == KeyboardInterrupt.__name__:
         return f"rank {first.rank}{among} was interrupted (SIGINT)"
     if first.exitcode >= 0:
@@ -187,15 +192,15 @@ def _signal(number: int) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as a person writes them: `Rank 1`, `Ranks 0, 2-5`."""
+    """Return ranks as prose: `Rank 1`, `Ranks 0, 2-5`."""
     shown = number_ranges(ranks).replace(",", ", ")
     return f"Rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def describe_idle(idle: Mapping[int, str], first: FirstFailure) -> list[str]:
-    """A line for some ranks that others may have waited for when one failed, by what they did.
+    """Return a line for each of a few ranks that others may have waited for at the failure.
 
-    That one had ended well, or was running, matters only where the first failure is that of a rank which has waited.
+    A rank that had ended successfully, or was running, matters only if the first rank to fail was waiting.
     """
     waited = first.kind == LOST_PEER or first.exitcode in _ABORTED
     lines = [f"rank {rank} {what}." for rank, what in sorted(idle.items()) if waited or what.startswith(STOPPED)]
@@ -205,7 +210,7 @@ def describe_idle(idle: Mapping[int, str], first: FirstFailure) -> list[str]:
 
 @functools.cache
 def _waiting_places() -> tuple[str, ...]:
-    """The files, by their beginnings, in whose innermost frame a process waits for others, and lets none wait."""
+    """Return path prefixes of the files that wait for other ranks. A process with its innermost frame there waits."""
     own = Path(__file__).parents[1]
     found = {"zero_plugin": own}
     for name in ("torch", "deepspeed"):
@@ -217,10 +222,10 @@ def _waiting_places() -> tuple[str, ...]:
 
 
 def running_at(stack: str) -> str:
-    """Where in the script a rank is that lets others wait, by its stack; "" for one that waits itself.
+    """Return where in the script a rank is running, from its stack; "" if the rank itself waits for others.
 
     Args:
-        stack: as Python's faulthandler writes it, the innermost frame first.
+        stack: in the format of Python's faulthandler, the innermost frame first.
     """
     frames = _FRAME.findall(stack)
     users = [one for one in frames if not any(part in one[0] for part in _LIBRARIES)]
@@ -231,7 +236,7 @@ def running_at(stack: str) -> str:
 
 
 def shell_code(exitcode: int) -> int:
-    """A worker's exit code as a shell shows it: 128 + n for signal n."""
+    """Convert a worker's exit code to a shell's: 128 + n for signal n."""
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
@@ -239,21 +244,21 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
     total = f" ({show_bytes(total_cpu_memory())} here, for all processes together)"
     kills = None if memory is None else memory.kills
     if kills:
-        lines = [f"The kernel did it, because CPU memory ran out{total}: it counts {kills} more such kills."]
+        lines = [f"The kernel did it, because CPU memory ran out{total}: the kernel counts {kills} more such kills."]
     elif kills == 0:
-        lines = [f"Not because CPU memory ran out{total}: the kernel counts no such kill. Another process sent it,"]
-        lines.append("a person, a scheduler, or a watchdog.")
+        lines = [f"Not because CPU memory ran out{total}: the kernel counts no such kill. The signal came from"]
+        lines.append("another process, a person, a scheduler, or a watchdog.")
     else:
-        lines = [f"On Linux that is nearly always the kernel, because CPU memory ran out{total}; `dmesg` tells."]
+        lines = [f"On Linux that is nearly always the kernel, because CPU memory ran out{total}. Check with `dmesg`."]
     if memory is not None and memory.available is not None:
         shares = sorted((-memory.resident.get(pid, 0), rank) for rank, pid in processes.items())
         largest = "".join(f"; rank {rank} had {show_bytes(-share)}" for share, rank in shares[:4] if share)
-        lines.append(f"At the last look {show_bytes(memory.available)} could be had{largest}.")
+        lines.append(f"At the last measurement {show_bytes(memory.available)} was available{largest}.")
     others = [
         f"{name} ({pid}) has {show_bytes(size)}" for size, pid, name in largest_processes(3) if size >= _WORTH_NAMING
     ]
     if others and kills != 0:
-        lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
+        lines.append(f"The largest processes that are still running: {', '.join(others)}.")
     return "\n".join(lines if kills == 0 else [*lines, _LESS_CPU_MEMORY])
 
 
@@ -266,6 +271,6 @@ def _explain_bus_error() -> str:
         room = f" ({show_bytes(space.free)} of {show_bytes(space.total)} are free now)"
     return (
         f"Nearly always {_SHARED_MEMORY} is full{room}: data loader workers and NCCL pass tensors there.\n"
-        "Make it larger (docker run --shm-size=16g, or --ipc=host), or use fewer data loader workers. Else a file that "
-        "is mapped into memory was cut short."
+        "Make it larger (docker run --shm-size=16g, or --ipc=host), or use fewer data loader workers. Otherwise a file "
+        "that is mapped into memory was truncated."
     )

@@ -1,4 +1,4 @@
-"""What a launch is: what is requested, what speaks against it on this machine, and the decided spec."""
+"""The data of a launch: the request, the problems that prevent it on this machine, and the complete spec."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from zero_plugin.distributed.messages import QUIET_VARIABLE, TIMES_VARIABLE, VER
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, port_is_free
 
-LOOPBACK: Final = "loopback"  # the rendezvous of one machine, which is this package's own
-STATIC_PORT: Final = 29500  # torch.distributed's own default: all machines must know it before they can talk
-_MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
+LOOPBACK: Final = "loopback"  # the rendezvous of one machine, this package's own
+STATIC_PORT: Final = 29500  # torch.distributed's default: all machines must know the port before they can communicate
+_MOST_PROCESSES: Final = 1024  # a typing error must not exhaust the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every worker runs.
+    """The program that every worker runs.
 
     Attributes:
-        kind: "script" as `python NAME`, "module" as `python -m NAME`, "executable" as `NAME` itself;
-            "function" of the program that launches.
+        kind: "script" runs `python NAME`, "module" runs `python -m NAME`, "executable" runs `NAME`;
+            "function" is a function of the launching program.
         name: path, module or executable, as typed.
-        arguments: its own arguments, untouched.
+        arguments: the program's arguments, unchanged.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the machines of a run meet, in torchrun's terms.
+    """The meeting point of a run's machines, in torchrun's terms.
 
     Attributes:
-        backend: `LOOPBACK` on one machine; "c10d" or "static", or another that torchrun knows.
-        endpoint: `host:port`; port 0 lets the store take a free one.
-        run_id: tells runs that share an endpoint apart.
+        backend: `LOOPBACK` on one machine; "c10d", "static", or another backend of torchrun's.
+        endpoint: `host:port`; with port 0 the store takes a free port.
+        run_id: distinguishes runs that share an endpoint.
         options: backend options; with "static", `rank` is this machine's number.
-        local_address: by what name workers reach this machine; None lets torchrun look it up.
+        local_address: the name by which workers reach this machine; None: torchrun looks it up.
     """
 
     backend: str
@@ -70,7 +70,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine: its name for ssh, the slots (GPUs, or processes on a CPU) to use, and where it is written."""
+    """One machine: its name for ssh, the slots (GPUs, or processes on a CPU) to use, and its place in the hostfile."""
 
     name: str
     slots: tuple[int, ...]
@@ -79,15 +79,15 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The machines that DeepSpeed's launcher starts, all from one of them (`nossh`: each by itself).
+    """The machines that DeepSpeed's launcher starts, all from one machine (`nossh`: each starts itself).
 
     Attributes:
-        launcher: DeepSpeed's name for what reaches them: `pdsh`, `openmpi`, `slurm`, `nossh`, …
-        hosts: those that take part, in the order of their ranks.
-        command: DeepSpeed's launcher with all that the processes need, to be run in the root folder.
+        launcher: DeepSpeed's name for the program that reaches the machines: `pdsh`, `openmpi`, `slurm`, `nossh`, …
+        hosts: the participating machines, in the order of their ranks.
+        command: DeepSpeed's launcher with everything that the processes need. Run it in the root folder.
         run: a word in the command line of every process of this launch.
-        sent: variables of this process's environment that the processes get, by name.
-        kept: secret variables that they do not get.
+        sent: names of this process's environment variables that the processes get.
+        kept: names of secret variables that the processes do not get.
     """
 
     launcher: str
@@ -100,11 +100,11 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What torch_xla starts within the one worker of a machine: a process or thread for each device.
+    """The processes or threads that torch_xla starts within a machine's single worker, one for each device.
 
     Attributes:
-        function: of the program, called for each device; "" where the program is a function itself.
-        count: replicas that are wanted on all machines together; None takes every device.
+        function: the program's function to call for each device; "" if the program is a function itself.
+        count: requested replicas on all machines together; None takes every device.
     """
 
     function: str
@@ -113,21 +113,21 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """One launch on this machine, complete: nothing is looked up or decided after it exists.
+    """One complete launch on this machine. Nothing is looked up or decided afterwards.
 
     Attributes:
-        document: the configuration that is handed to the workers.
-        settings: its launch part; what it says of supervision, logs and restarts is followed as it is.
+        document: the configuration for the workers.
+        settings: the document's launch part. Supervision, logs and restarts follow it directly.
         local_processes: workers that this machine starts.
-        local_processes_reason: why as many, empty where the user configured it.
-        machines: machines in the run, this one included.
+        local_processes_reason: the reason for that number, empty if the user configured it.
+        machines: machines in the run, including this one.
         environment: variables added for the workers, by name.
         deepspeed_config: for scripts that read a DeepSpeed JSON, a file while the run lasts; None without ZeRO.
-        cores: the cores that each local rank is bound to; empty binds none.
-        cores_reason: why these, or why none although it was requested.
-        hosts: what DeepSpeed's launcher starts in place of torchrun; None on one machine, or where torchrun is started
-            on each. Then `local_processes` are those of the first host.
-        replicas: what runs on the devices of a TPU; None elsewhere. Then `local_processes` is 1.
+        cores: the cores that each local rank is bound to; empty for no binding.
+        cores_reason: the reason for these cores, or for no binding although one was requested.
+        hosts: the machines that DeepSpeed's launcher starts instead of torchrun; `local_processes` then counts the
+            first host's. None on one machine, or if torchrun starts on each machine.
+        replicas: the replicas on a TPU's devices; `local_processes` is then 1. None without a TPU.
     """
 
     program: Program
@@ -146,20 +146,20 @@ class LaunchSpec:
 
     @property
     def streams(self) -> str:
-        """What torchrun's `--tee` is given: all streams of all workers where there is a log folder, unless typed."""
+        """The value of torchrun's `--tee`: as configured, otherwise all streams if a log folder is configured."""
         return self.settings.tee or ("3" if self.settings.log_dir else "0")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One launch, as it was requested.
+    """One launch, as requested.
 
     Attributes:
         document: checked.
-        settings: its launch part.
+        settings: the document's launch part.
         program: what every worker runs.
-        environ: this process's environment; a variable that the user set there is kept.
-        endpoint: `host:port` where machines meet, in place of the main process's address; None where it was not given.
+        environ: this process's environment. The user's variables are kept.
+        endpoint: `host:port` where machines meet, instead of the main process's address; None if not given.
     """
 
     document: Document
@@ -174,19 +174,19 @@ class Request:
         return asks_for_deepspeed(self.document, self.settings)
 
     def where(self, key: str) -> str:
-        """Where a launch key was written, as a person would say it."""
+        """Return the place where a launch key was written, in readable form."""
         entry = self.document.launch.get(key)
         return str(entry.origin) if entry else "launch"
 
     def problem(self, key: str, message: str, fix: str, value: str = "") -> Problem:
-        """What is wrong with a launch key, at the place where it was written."""
+        """Build a problem with a launch key, located where the key was written."""
         return Problem(self.where(key), key, message, fix, value)
 
     def common_environment(self, processes: int | None = None) -> dict[str, Setting]:
-        """The variables that workers of every kind of launch get: the configuration, and how many threads it sets.
+        """Return the variables for workers of every kind of launch: the configuration, and its settings as variables.
 
         Args:
-            processes: workers on all machines, where that is known.
+            processes: workers on all machines, if known.
         """
         handed_over = to_environment(self.document, processes)
         added = {ENVIRONMENT_VARIABLE: Setting(handed_over, "the configuration, for the workers")}
@@ -206,16 +206,16 @@ class Request:
         processes: int,
         bf16: bool = True,
     ) -> Resolved:
-        """What the document resolves to before a run, unless something speaks against the launch.
+        """Resolve the document before a run, or raise all problems of the launch.
 
         Args:
-            problems: what was found already.
-            accelerator: what the workers will run on.
+            problems: the problems found so far.
+            accelerator: the device type of the workers.
             processes: workers on all machines.
             bf16: whether the device computes in bf16.
 
         Raises:
-            ConfigError: `problems`, and those of the configuration on these workers, at once.
+            ConfigError: `problems` and the configuration's problems on these workers, in one error.
         """
         found = list(problems)
         try:
@@ -233,14 +233,14 @@ class Request:
         return resolved
 
 
-# ---- what speaks against it ------------------------------------------------------------------------------------------
+# ---- problems --------------------------------------------------------------------------------------------------------
 
 
 def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Problem]:
-    """Everything that speaks against this launch on this machine.
+    """Yield all problems that prevent this launch on this machine.
 
     Args:
-        request: what is to be launched.
+        request: the launch.
         machine: what the workers will see.
         gpus: GPUs of this machine that the run may use; 0 for a run on the CPU.
     """
@@ -252,7 +252,7 @@ def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Pro
     yield from _gpus(request, machine)
     yield from _processes(request, gpus)
     if request.program.kind == "function" and settings.min_machines not in (None, settings.num_machines):
-        message = "processes that are copies of a notebook do not continue without a machine"
+        message = "a run of notebook copies cannot continue after losing a machine"
         yield request.problem("min_machines", message, "Delete it, or start a script with `zero-plugin launch`.")
     yield from _rendezvous(request)
     yield from find_log_problems(request)
@@ -260,11 +260,11 @@ def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Pro
 
 
 def find_program_problems(program: Program) -> Iterator[Problem]:
-    """A working folder that is gone, a script that is no file, or a program that is not found."""
+    """Yield a problem for a removed working folder, a script that is not a file, or a program that is not found."""
     try:
         Path.cwd()
     except FileNotFoundError:  # libraries that torch loads would end the worker
-        yield Problem("command line", "", "the working folder has been removed", "Change into one that is there: cd.")
+        yield Problem("command line", "", "the working folder has been removed", "Change into an existing one: cd.")
     if program.kind == "script" and not Path(program.name).is_file():
         yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
     if program.kind == "executable" and shutil.which(program.name) is None:
@@ -275,7 +275,7 @@ def _gpus(request: Request, machine: Machine) -> Iterator[Problem]:
     kind, ids = request.document.launch.get("distributed_type"), request.settings.gpu_ids
     none_here = "there is no GPU here that torch can use"
     if not machine.gpus and kind is not None and kind.value == "MULTI_GPU" and kind.origin.kind == "flag":
-        yield request.problem("distributed_type", none_here, "Give --cpu in its place.")
+        yield request.problem("distributed_type", none_here, "Give --cpu instead.")
     if ids == "all" or asks_for_cpu(request.settings):
         return
     names, known = ids.split(","), [str(number) for number in range(machine.gpus)]
@@ -302,7 +302,7 @@ def _processes(request: Request, gpus: int) -> Iterator[Problem]:
 
 
 def find_log_problems(request: Request) -> Iterator[Problem]:
-    """A folder for logs that cannot be made or written."""
+    """Yield a problem if the log folder cannot be created or written."""
     if request.settings.log_dir is not None and (blocked := obstacle(request.settings.log_dir)) is not None:
         message = f"{blocked} is no folder that can be written"
         yield request.problem("log_dir", message, "Name a folder that can be made or written.")
@@ -322,19 +322,19 @@ def _nvme_folders(request: Request) -> Iterator[Problem]:
 
 
 def obstacle(folder: str | Path) -> Path | None:
-    """What exists of `folder` already, if nothing can be made below that."""
+    """Return the path that blocks creating `folder`: its closest existing parent. None if that is writable."""
     path = Path(folder)
     existing = next((parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)), Path())
     return None if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else existing
 
 
 def _rendezvous(request: Request) -> Iterator[Problem]:
-    """Where the machines meet, which must be known to all, and its port, which must be free on machine 0."""
+    """Yield problems with the meeting point. All machines must know it, and its port must be free on machine 0."""
     settings = request.settings
     if settings.num_machines == 1:
         port = settings.main_process_port
         if port and not port_is_free(port):
-            fix = "Leave it out: a free one is then taken."
+            fix = "Leave it out: the launcher then takes a free port."
             yield request.problem("main_process_port", f"port {port} is taken on this machine", fix)
         return
     static = settings.rdzv_backend == "static"
@@ -342,7 +342,7 @@ def _rendezvous(request: Request) -> Iterator[Problem]:
         fix = "Give --main_process_ip, machine 0's address, the same on each machine."
         yield request.problem("main_process_ip", "missing for several machines", fix)
     if not request.endpoint and settings.main_process_port == 0:
-        fix = "Give one port to all machines; 29500 is taken where none is given."
+        fix = "Give one port to all machines. The default is 29500."
         yield request.problem("main_process_port", "0, but all machines must know it", fix)
     if static and request.document.launch.value("machine_rank") in (None, AUTO):
         fix = f"Give --machine_rank, this machine's number, 0 to {settings.num_machines - 1}."

@@ -1,4 +1,4 @@
-"""A launch on the devices of a TPU: the decision, and what one worker of each machine runs by torch_xla."""
+"""A launch on the devices of a TPU: building its spec, and running torch_xla in each machine's single worker."""
 
 from __future__ import annotations
 
@@ -47,40 +47,40 @@ from zero_plugin.machine.hardware import Machine
 from zero_plugin.machine.network import OWN_ADDRESS
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, explain_start, find_version_problem, import_torch_xla
 
-_CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # how many devices PJRT makes of the CPU
+_CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # number of devices that PJRT simulates on the CPU
 _WITHOUT_EFFECT: Final = {
     "gpu_ids": "Leave it out; TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",
     "enable_cpu_affinity": "Leave it out.",
     "min_machines": "Leave it out: the TPU's runtime needs all its machines.",
     **dict.fromkeys(
         ("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend", "rdzv_conf"),
-        "Leave it out: the TPU's runtime finds the other machines, and num_processes is what it has to find.",
+        "Leave it out: the TPU's runtime finds the other machines. num_processes is the number of devices to find.",
     ),
     "deepspeed_hostfile": f"Leave it out, and {ON_EVERY_MACHINE}.",
 }
-# What torchrun tells its worker of the group that this is alone in.
+# Variables in which torchrun describes the worker's group. The worker is alone in that group.
 _OF_TORCHRUN: Final = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    "TORCHELASTIC_RUN_ID",  # seeing it, torch_xla.launch would start nothing
+    "TORCHELASTIC_RUN_ID",  # if this is set, torch_xla.launch starts nothing
 )
 _AGENT_STORE: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 ENDED_SILENTLY: Final = (
-    "the process of a replica ended without a message of Python: the kernel may have killed it for want of CPU memory "
-    "(`dmesg` tells), or XLA ended it, whose own message is above."
+    "the process of a replica ended without a Python message. The kernel may have killed it because CPU memory ran out "
+    "(check with `dmesg`), or XLA ended it and printed its message above."
 )
 _importing = threading.Lock()
-_begun: list[int] = []  # replicas of this process
+_begun: list[int] = []  # ranks of the replicas that have begun in this process
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
 def choose_tpu(document: Document, machine: Machine) -> Document:
-    """The document with the TPU of this machine as its device, where it leaves the device open and there is no GPU.
+    """Make this machine's TPU the document's device if the device is open and the machine has no GPU.
 
     Raises:
-        ConfigError: it requests ZeRO, which a TPU does not run, and does not say whether to drop it.
+        ConfigError: the document requests ZeRO, which does not run on a TPU, without choosing a device.
     """
     settings = launch_settings(document)
     if not machine.tpu or machine.gpus or asks_for_cpu(settings):
@@ -97,14 +97,14 @@ def choose_tpu(document: Document, machine: Machine) -> Document:
 
 
 def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
-    """Decide everything about a launch on a TPU, or on the CPU by the same path where `PJRT_DEVICE` is `CPU`.
+    """Decide everything about a launch on a TPU, or on the CPU by the same path if `PJRT_DEVICE` is `CPU`.
 
     Args:
-        request: what is to be launched.
-        machine: this one, with its TPU.
+        request: the launch.
+        machine: this machine, with its TPU.
 
     Raises:
-        ConfigError: everything about the launch that cannot run here, at once.
+        ConfigError: all problems that keep the launch from running here, in one error.
     """
     settings = request.settings
     problems = [
@@ -121,8 +121,8 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
         request.document,
         settings,
         local_processes=1,
-        local_processes_reason="torch_xla starts what runs on the devices",
-        machines=1,  # one torchrun on each, which do not know each other: the TPU's runtime connects the devices
+        local_processes_reason="torch_xla starts the processes of the devices",
+        machines=1,  # each machine has its own torchrun, unaware of the others: the TPU's runtime connects the devices
         rendezvous=Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:0", uuid.uuid4().hex),
         environment={
             **_environment(request, machine),
@@ -133,7 +133,7 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
 
 
 def _count(request: Request) -> int | None:
-    """Devices that take part on all machines together; None leaves it to the runtime, which takes all."""
+    """Return the number of participating devices on all machines; None: the runtime takes all devices."""
     if request.settings.num_processes is None and _is_cpu(request.environ):
         return int(request.environ.get(_CPU_DEVICES) or "1")
     return request.settings.num_processes
@@ -181,14 +181,14 @@ def _keys_without_effect(request: Request) -> Iterator[Problem]:
             yield request.problem(key, "has no effect on a TPU", fix)
     compiler = asked_compiler(launch).get("backend")
     if compiler is not None and compiler.value != "no":
-        message = f"{compiler.value} does not compile for a TPU; torch_xla does so with every model by itself"
+        message = f"{compiler.value} does not compile for a TPU; torch_xla compiles every model automatically"
         yield Problem(compiler.origin.where, "dynamo_backend", message, "Leave it out.")
     if request.endpoint:
         yield Problem("--rdzv_endpoint", "", "has no effect on a TPU", "Leave it out.")
 
 
 def _function_problems(request: Request) -> Iterator[Problem]:
-    """A program without a function that torch_xla could call for each device."""
+    """Yield a problem if the program has no function that torch_xla can call for each device."""
     program, name = request.program, request.settings.main_training_function
     if program.kind == "executable":
         message = "a TPU launch calls a function of a Python script, and an executable has none"
@@ -197,8 +197,8 @@ def _function_problems(request: Request) -> Iterator[Problem]:
         return
     try:
         tree = ast.parse(Path(program.name).read_bytes())
-    except (SyntaxError, ValueError):  # the latter for a null byte, before Python 3.12
-        return  # the worker shows it, with the line
+    except (SyntaxError, ValueError):  # ValueError for a null byte, before Python 3.12
+        return  # the worker shows the error, with its line
     if not {name, "*"} & _bound_names(tree):
         message = f"{program.name} has no function {name}, which a TPU launch calls for each device"
         fix = "Put the training into it, or name another with --main_training_function."
@@ -206,7 +206,7 @@ def _function_problems(request: Request) -> Iterator[Problem]:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that running the module may bind; `*` for those that cannot be known."""
+    """Return the names that the module may bind when it runs; `*` if it may bind unknown names."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -222,11 +222,11 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 def run_replicas(function: str, count: str, program: list[str]) -> None:
-    """Call `function` of the program on every device, and return when all calls have.
+    """Call `function` of the program on every device, and return when all calls have returned.
 
     Args:
         function: a name in the program's module, called without arguments.
-        count: how many devices there must be, or `all`.
+        count: required number of devices, or `all`.
         program: the script and its arguments, or `-m`, the module and its arguments.
 
     Raises:
@@ -237,10 +237,10 @@ def run_replicas(function: str, count: str, program: list[str]) -> None:
     name, *arguments = program[is_module:]
     sys.argv[:] = [name, *arguments]
     leave_torchrun(count)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # as this process; the replicas' inherit no flag
+    os.environ["PYTHONUNBUFFERED"] = "1"  # like this process: the replicas' processes do not inherit its `-u` flag
     torch_xla = import_torch_xla()
     with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
-        os.environ.setdefault(ERROR_FILE, str(Path(folder) / "0" / "error.json"))  # torchrun has not started this
+        os.environ.setdefault(ERROR_FILE, str(Path(folder) / "0" / "error.json"))  # torchrun did not start this process
         replica = functools.partial(_run_replica, note=_NotesStops())
         passed_on: list[int] = [] if count == "1" else _pass_stops_on()
         try:
@@ -253,17 +253,17 @@ def run_replicas(function: str, count: str, program: list[str]) -> None:
             raise LaunchError(ENDED_SILENTLY) from None
         except (RuntimeError, OSError) as error:
             if _begun:
-                raise  # the script's own, on the one device
+                raise  # the script's own error, on the single device
             raise explain_start(error) from error
 
 
 def leave_torchrun(count: str) -> None:
-    """Take out of the environment what torchrun says of its worker; replicas learn their places from the XLA runtime.
+    """Remove torchrun's variables from the environment. Replicas get their ranks from the XLA runtime.
 
-    On one machine they may still meet at the launcher's store. With several, each machine's launcher has its own.
+    On one machine the replicas may still use the launcher's store. On several, each launcher has a store of its own.
 
     Args:
-        count: replicas that there must be, which `WORLD_SIZE` then says; or `all`.
+        count: required number of replicas, which becomes `WORLD_SIZE`; or `all`.
     """
     document = from_environment(os.environ)
     alone = document is None or launch_settings(document).num_machines == 1
@@ -274,21 +274,24 @@ def leave_torchrun(count: str) -> None:
 
 
 def _end_training() -> None:
-    """End every `Accelerator` and the process group of this replica, together with the others; a thread has no exit."""
+    """End every `Accelerator` and this replica's process group, together with the others. Threads run no exit hooks."""
     state = sys.modules.get("zero_plugin.loop.state")
     if state is not None and state.PartialState._shared_state:
         state.PartialState().destroy_process_group()
 
 
 class _NotesStops:
-    """Unpickled by the main thread of a replica's process, which alone can say what a signal does."""
+    """An object whose unpickling installs the stop handler.
+
+    The main thread of a replica's process unpickles it, and only a main thread can install signal handlers.
+    """
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return install_stop_handler, ()
 
 
 def _pass_stops_on() -> list[int]:
-    """Let SIGTERM go to the replicas, who may save before they end; the signals that have come."""
+    """Forward SIGTERM to the replicas, which may save before they end. Return a list that collects the signals."""
     passed_on: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -301,7 +304,7 @@ def _pass_stops_on() -> list[int]:
 
 
 def _run_replica(rank: int, function: str, name: str, is_module: bool, *, note: Any) -> None:  # noqa: ARG001
-    """One device's part."""
+    """Run one device's part."""
     _begun.append(rank)
     apart = parent_process() is not None
     if apart:
@@ -316,9 +319,9 @@ def run_to_end(call: Callable[[], object], report: Callable[[BaseException], int
 
     Args:
         call: the function.
-        report: called with the error where either fails; returns the exit code of this process.
-        at_once: whether it ends so: others wait for it in a collective, and torch_xla for them in their order. False
-            raises the error.
+        report: called with the error if the function or the end fails; returns the exit code of this process.
+        at_once: whether an error ends this process immediately. This is necessary with other replicas: they wait for
+            this one in a collective, and torch_xla waits for the replicas in order. False raises the error.
     """
     try:
         try:
@@ -348,13 +351,13 @@ def _find_function(function: str, name: str, is_module: bool) -> Callable[[], An
 
 
 def _import_script(script: Path) -> ModuleType:
-    """The script as the module of its name, so that what it defines can be found there by pickles."""
+    """Import the script as the module of its name, where pickles can find the script's definitions."""
     file, name = script.resolve(), script.stem
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == file:
         return known
     if known is not None:
-        raise LaunchError(f"a TPU launch imports {script} as {name}, and that is another module already. Rename it.")
+        raise LaunchError(f"a TPU launch imports {script} as {name}, but another module has that name. Rename it.")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, "the launcher has seen that it is a Python file"
     assert spec.loader is not None
