@@ -34,7 +34,7 @@ WORDS = {
     r"stands? in": "is in",
     r"at once": "immediately, together",
     r"such an?": "this",
-    r"else": "otherwise",
+    r"(?<!thing )else": "otherwise",
 }
 _WORD = {re.compile(rf"\b{pattern}\b", re.IGNORECASE): instead for pattern, instead in WORDS.items()}
 _BAD_START = re.compile(r"(?:What|Where|Who|By|Of|How|Which)\b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prose import find_in
+from prose import files_below, find_in
 
 
 @pytest.mark.parametrize("text", ["Beside the step nobody waits.", "Open it anew, so that it works; else it fails."])
@@ -34,3 +34,14 @@ def test_a_rule_holds_where_it_is_meant(code: str, rule: str, tmp_path: Path) ->
     file = tmp_path / "module.py"
     file.write_text(code)
     assert [one.rule for one in find_in(file) if rule and rule in one.rule] or not (rule or list(find_in(file)))
+
+
+ROOT = Path(__file__).parents[2]
+CHECKED = ("zero_plugin", "benchmarks", "examples", "docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("place", CHECKED)
+def test_the_rules_hold(place: str) -> None:
+    """A passage that breaks one is listed with its file and line."""
+    found = [one for file in files_below(ROOT / place) for one in find_in(file)]
+    assert found == [], "\n".join(f"{one.file}:{one.line}: {one.rule}: {one.passage}" for one in found)
