@@ -80,28 +80,37 @@ def as_text(findings: Findings) -> str:
 
 
 def print_excerpts(findings: Findings) -> None:
-    """Print each problem with an excerpt of its line, then a summary, for a terminal."""
+    """Print each problem with an excerpt of its line, then a summary, for a terminal.
+
+    Sentences wrap at words. Places and excerpts do not wrap, so a terminal can open the place.
+    """
     from rich.console import Console
+    from rich.padding import Padding
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     lines_of = dict(findings.contents)
     for problem in findings.problems:
         style = _STYLES[problem.severity]
         console.print(Text.assemble((problem.severity, style), (f": {printable(problem.finding)}", "bold")))
         file, row, column = problem.place
         gutter = " " * len(str(row))
-        console.print(Text.assemble((f"{gutter}--> ", "blue"), printable(problem.where)))
-        excerpt = _excerpt(lines_of, file, row, column)
+        console.print(Text.assemble((f"{gutter}--> ", "blue"), printable(problem.where)), soft_wrap=True)
+        excerpt = _excerpt(lines_of, file, row, column, min(_WIDEST, console.width - len(gutter) - 3))
         if excerpt is not None:
             line, start, length = excerpt
-            console.print(Text.assemble((f"{gutter} |\n{row} | ", "blue"), line))
-            console.print(Text.assemble((f"{gutter} | ", "blue"), " " * start, ("^" * length, style)))
+            console.print(Text.assemble((f"{gutter} |\n{row} | ", "blue"), line), soft_wrap=True)
+            console.print(Text.assemble((f"{gutter} | ", "blue"), " " * start, ("^" * length, style)), soft_wrap=True)
         for line in printable(problem.fix).splitlines():
-            console.print(Text.assemble((f"{gutter} = ", "blue"), line))
+            console.print(Text(f"{gutter} = ", "blue"), end="")
+            indent = len(gutter) + 3
+            wrapped = Text(line).wrap(console, max(20, console.width - indent))
+            console.print(wrapped[0] if wrapped else "")
+            for rest in wrapped[1:]:
+                console.print(Padding(rest, (0, 0, 0, indent)))
         console.print()
     for line in _skipped(findings):
-        console.print(printable(line), style="dim", markup=False)
+        console.print(printable(line), style="dim", markup=False, soft_wrap=True)
     worst = next((severity for severity in _SEVERITIES if findings.count(severity)), None)
     console.print(printable(findings.summary), style=_STYLES[worst] if worst else "bold green", markup=False)
 
@@ -148,7 +157,7 @@ def _escaped(text: str, also: str = "") -> str:
     return text
 
 
-def _excerpt(contents: dict[str, str], file: str, row: int, column: int) -> tuple[str, int, int] | None:
+def _excerpt(contents: dict[str, str], file: str, row: int, column: int, widest: int) -> tuple[str, int, int] | None:
     """Return the line, and start and length of the word at `column`. A long line is cut around that word."""
     if file not in contents:
         try:
@@ -162,11 +171,11 @@ def _excerpt(contents: dict[str, str], file: str, row: int, column: int) -> tupl
     start = column - 1
     word = _MARKED.match(line, start)
     length = len(word.group()) if word else 1
-    if len(line) <= _WIDEST:
+    if len(line) <= widest:
         return line, start, length
-    first = max(0, min(start - _WIDEST // 4, len(line) - _WIDEST))
-    length = max(1, min(length, first + _WIDEST - start))
-    return line[first : first + _WIDEST], start - first, length
+    first = max(0, min(start - widest // 4, len(line) - widest))
+    length = max(1, min(length, first + widest - start))
+    return line[first : first + widest], start - first, length
 
 
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
