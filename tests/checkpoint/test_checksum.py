@@ -65,7 +65,7 @@ def test_what_is_missing_or_written_twice_is_named(data: bytes) -> None:
         Pieces.of(HEADER, decoded(rows), SIZE + 1, refuse)
     with pytest.raises(DamagedError, match="not of pieces of this file"):
         Pieces.decode(pieces.encode(), SIZE + 1)
-    with pytest.raises(DamagedError, match="no table"):
+    with pytest.raises(DamagedError, match="not a table"):
         Pieces.decode(pieces.encode()[:, 0], SIZE)
     again = Pieces.decode(pieces.encode(), SIZE)
     assert (again.ends == pieces.ends).all()

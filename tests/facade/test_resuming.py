@@ -564,7 +564,7 @@ def test_schedules_on_other_numbers_of_processes(kind: str, same_global_batch: b
     whole.end_training()
     told = "\n".join(report.not_restored)
     if kind == "the script's own" and same_global_batch:
-        assert "the position of Own, which goes on at its count: it advanced 2 times per optimizer step" in told
+        assert "the position of Own, which continues at its count: it advanced 2 times per optimizer step" in told
         return
     assert told == ""
     assert rates == pytest.approx(expected[left:], abs=1e-9)

@@ -191,13 +191,16 @@ def test_the_loader_comes_after_its_model(path: str) -> None:
 @on_paths(*LOOP, daily=("single", "zero3", "zero2-cpu"))
 def test_a_schedule_is_prepared_once(path: str) -> None:
     """The second time it would advance twice per step: named, for a real one and for a placeholder."""
-    for build in (lambda sgd: LambdaLR(sgd, lambda step: 1.0), DummyScheduler):
+    for build, words in (
+        (lambda sgd: LambdaLR(sgd, lambda step: 1.0), "use the object that it returned"),
+        (DummyScheduler, "use the scheduler of the first call"),
+    ):
         with running(path) as accelerator:
             net, sgd = net_and_sgd()
             schedule: Any = build(sgd)
             _, _, prepared = accelerator.prepare(net, sgd, schedule)
             assert accelerator.prepare(prepared) is prepared
-            raised(LoopError, "returned", by=functools.partial(accelerator.prepare, schedule))
+            raised(LoopError, words, by=functools.partial(accelerator.prepare, schedule))
 
 
 @on_paths(*LOOP, daily=("single", "zero0", "zero3"))

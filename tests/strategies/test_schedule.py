@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_paths import on_paths
@@ -329,7 +330,8 @@ def test_rates_and_lengths_are_told(path: str) -> None:
             if kind == "real" and wanted == "the loop continues":
                 continue  # OneCycleLR refuses to
             told = io.StringIO()
-            with contextlib.redirect_stderr(told):
+            with contextlib.redirect_stderr(told), pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ZERO_PLUGIN_VERBOSE", "1")  # shows the rates
                 config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
                 if kind != "real":
                     params = {"total_num_steps": 4, "warmup_num_steps": 1, "warmup_max_lr": 0.01}

@@ -166,27 +166,27 @@ class LaunchSettings(BaseModel):
     """true or false: bind each process to the cores of its GPU's NUMA node. Default: false."""
     num_cpu_threads_per_process: Annotated[int | None, Flag(HARDWARE, 4)] = Field(None, ge=1)
     """OMP_NUM_THREADS of each process, 1 or more. Default: cores divided by local processes."""
-    max_restarts: Annotated[int, Flag(LOGS, 8)] = Field(0, ge=0)
+    max_restarts: Annotated[int, Flag(LOGS, 9)] = Field(0, ge=0)
     """How often all workers start again after a crash, 0 or more. Default: 0."""
-    auto_resume: Annotated[bool, Flag(LOGS, 9)] = False
+    auto_resume: Annotated[bool, Flag(LOGS, 10)] = False
     """true: the script must call resume(). false: resume() skips earlier launches. Default: neither."""
-    grace_period: Annotated[float, Flag(LOGS, 10)] = Field(30.0, ge=0)
+    grace_period: Annotated[float, Flag(LOGS, 11)] = Field(30.0, ge=0)
     """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
-    monitor_interval: Annotated[float, Flag(LOGS, 7)] = Field(0.1, gt=0)
+    monitor_interval: Annotated[float, Flag(LOGS, 8)] = Field(0.1, gt=0)
     """Seconds between two checks of the workers by torchrun, above 0. Default: 0.1."""
     log_dir: Annotated[str | None, Flag(LOGS, 1, metavar="PATH")] = None
     """Folder for a log of each worker. Default: none are written."""
     tee: Annotated[_Streams | None, Flag(LOGS, 2, metavar="TEXT", short="-t")] = None
-    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both, or by rank 0:3,1:2. Default: 3 with log_dir, 0 without."""
+    """Show and log: 0 none, 1 stdout, 2 stderr, 3 both; by rank 0:3,1:2. Default: 3 with log_dir, 0 without."""
     role: Annotated[str, Flag(LOGS, 3)] = "default"
     """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
-    debug: Annotated[bool, Flag(LOGS, 6)] = False
+    debug: Annotated[bool, Flag(LOGS, 7)] = False
     """true or false: show the launcher's own log. Default: false."""
     quiet: Annotated[bool, Flag(LOGS, 4, short="-q")] = False
     """true or false: show only warnings and errors, of the workers too. Default: false."""
     verbose: Annotated[bool, Flag(LOGS, 5, short="-v")] = False
     """true or false: show chosen values, learning rates and short work too. Default: false."""
-    log_timestamps: Annotated[bool, Flag(LOGS, 5)] = False
+    log_timestamps: Annotated[bool, Flag(LOGS, 6)] = False
     """true or false: put the time before each message, and before each line that tee shows. Default: false."""
     main_training_function: Annotated[str, Flag(PROGRAM, 3)] = "main"
     """Function of the script that a launch on a TPU calls. Default: main."""

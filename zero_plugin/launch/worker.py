@@ -149,9 +149,9 @@ def end_process(code: int) -> None:
     """End this process like Python does at an exit, without finalizing the interpreter.
 
     A gloo thread needs the interpreter to free a tensor after a collective that Python has waited for. If the
-    interpreter is being finalized, Python 3.10-3.13 unwind the thread, and C++ aborts with "terminate called without an
-    active exception". Gloo threads cannot be ended reliably: engines, DDP and hooks hold their process group from C++,
-    so the threads outlive `destroy_process_group`.
+    interpreter is being finalized, Python 3.10-3.13 unwind the thread, and C++ aborts with
+    "terminate called without an active exception". Gloo threads cannot be ended reliably: engines, DDP and hooks hold
+    their process group from C++, so the threads outlive `destroy_process_group`.
 
     This function therefore waits for Python's threads, runs the exit hooks, drops the script's objects and flushes
     open regular files. After an error it keeps the script's objects, because the traceback refers to them.
