@@ -12,6 +12,11 @@ import pytest
 from launching import run_afresh
 
 import zero_plugin
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.command import shell_script
+from zero_plugin.launch.spec import Program
+from zero_plugin.machine.hardware import Machine
 
 pytestmark = pytest.mark.programs
 
@@ -235,6 +240,20 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 os.write(1, f"{sys.argv[1]} {os.environ['OMP_NUM_THREADS']} {total.tolist()}\\n".encode())
 dist.destroy_process_group()
 """
+
+
+def test_dry_run_leaves_the_encoded_configuration_out_for_a_terminal(tmp_path: Path) -> None:
+    """A person knows the configuration; a pipe, and `--verbose`, get all of it."""
+    (tmp_path / "a.py").write_text("")
+    spec = build_spec(
+        document_from_mapping({"num_processes": 1, "use_cpu": True}, "test"),
+        Program(str(tmp_path / "a.py")),
+        Machine(0, 2),
+        {},
+    )
+    assert "export ZERO_PLUGIN_DOCUMENT=…" in shell_script(spec, with_document=False)
+    assert "export ZERO_PLUGIN_DOCUMENT='{" in shell_script(spec)
+    assert "ZERO_PLUGIN_DOCUMENT='{" in run("launch", "--cpu", "--dry_run", "a.py", folder=tmp_path).stdout
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.config.tree import AUTO, Entry, Origin
-from zero_plugin.distributed.messages import TIMES_VARIABLE, show_messages
+from zero_plugin.distributed.messages import TIMES_VARIABLE, VERBOSE_VARIABLE, show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers
@@ -110,8 +111,9 @@ def _show_messages_as(document: Document) -> None:
     """Apply the configuration's message settings to this process. Workers get them through their environment."""
     settings = launch_settings(document)
     show_messages(quiet=settings.quiet, prefix="")
-    if settings.log_timestamps:
-        os.environ[TIMES_VARIABLE] = "1"
+    for is_on, variable in ((settings.log_timestamps, TIMES_VARIABLE), (settings.verbose, VERBOSE_VARIABLE)):
+        if is_on:
+            os.environ[variable] = "1"
 
 
 def _missing_tools(document: Document, machine: Machine) -> str | None:
@@ -152,6 +154,6 @@ def _start(
     for note in [*notes, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):
-        print(shell_script(spec))
+        print(shell_script(spec, with_document=spec.settings.verbose or not sys.stdout.isatty()))
     else:
         raise typer.Exit(run_workers(spec))

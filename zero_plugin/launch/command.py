@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config import keys
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.parallelism import sequence_parallel_size
 from zero_plugin.config.resolve.facts import Resolved
@@ -174,8 +174,14 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
     ]
 
 
-def shell_script(spec: LaunchSpec) -> str:
-    """Return the launch as a runnable shell script: every added variable with its reason, then the command."""
+def shell_script(spec: LaunchSpec, *, with_document: bool = True) -> str:
+    """Return the launch as a runnable shell script: every added variable with its reason, then the command.
+
+    Args:
+        spec: the launch.
+        with_document: False for people, who know the configuration: its encoded text is left out, so the script does
+            not run.
+    """
     lines = [_comment(f"configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}")]
     if spec.hosts is not None:
         return "\n".join([*lines, *_hosts_script(spec, spec.hosts)])
@@ -184,7 +190,9 @@ def shell_script(spec: LaunchSpec) -> str:
     if spec.cores_reason:
         lines.append(f"# {describe_cores(spec)}")
     for name, setting in spec.environment.items():
-        lines += [_comment(setting.reason), f"export {name}={_quoted(setting.value)}"]
+        is_shown = with_document or name != ENVIRONMENT_VARIABLE
+        value = _quoted(setting.value) if is_shown else "…  # --verbose, or a pipe, shows it"
+        lines += [_comment(setting.reason), f"export {name}={value}"]
     if spec.deepspeed_config is not None:
         lines += [
             "# the DeepSpeed JSON for scripts built on Accelerate or transformers; a launch removes it at its end",
