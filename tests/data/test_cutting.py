@@ -81,7 +81,7 @@ def test_cut_batches_are_those_of_a_loader_built_so(kind: str, split: bool) -> N
 
 
 def test_what_drop_last_leaves_out_stays_out() -> None:
-    """Of 22 samples in batches of 8, drop_last drops the last 6, cut or not."""
+    """drop_last drops the last 6 of 22 samples in batches of 8, cut or not."""
     _, first, _ = epochs(shuffled(8, drop_last=True), 0, 1, cut=2)
     _, whole, _ = epochs(shuffled(8, drop_last=True), 0, 1)
     assert [len(batch) for batch in first] == [4] * 4
@@ -115,7 +115,7 @@ def test_what_cannot_be_cut() -> None:
 
 
 def test_of_a_stream_only_what_fills_no_smaller_batch_is_left_out() -> None:
-    """Of 22 samples in batches of 8, cut in two, only the last 2 are dropped. A stream does not know its end."""
+    """Only the last 2 of 22 stream samples are dropped, in batches of 8 cut in two. A stream does not know its end."""
     _, first, _ = epochs(DataLoader(Stream(), 8, drop_last=True), 0, 1, cut=2)
     assert list(chain(*first)) == list(range(20))
 
