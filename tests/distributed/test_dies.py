@@ -20,7 +20,7 @@ WAITED_S = 60.0
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes, pytest.mark.timeout(1200)]
 
-# In a loop and in a save. Process 0 holds the store. "prepare" is before the dying process's first tick. Such a death
+# In a loop and in a save. Process 0 holds the store. "prepare" is before the dying process's first tick. This death
 # went unnoticed while a process published its id only at its first tick.
 PLACES = {
     "prepare": 1,

@@ -81,7 +81,7 @@ def test_joining(world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_rank_is_missing(world: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of all waiting ranks, only one asks which ranks are missing, once per message."""
+    """Only one of all waiting ranks asks which ranks are missing, once per message."""
     monkeypatch.setattr(joining, "_FIRST_PAUSE", 0.3)
     monkeypatch.setattr(joining, "_missing", lambda store, world: store.get("asked") and "rank 0")
     store = Counted()

@@ -57,9 +57,7 @@ class Reader:
         self._environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         if page.name == "README.md":  # the first page's commands are new processes, like a user's
             self._environment.pop(FORKS, None)
-        path = (
-            f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a fake srun, and two machines
-        )
+        path = f"{Path(__file__).parent / 'bin'}:{self._environment['PATH']}"  # with a fake srun, and two machines
         self._environment |= {"PATH": path, "HOME": str(folder / "home"), "LC_ALL": "C.UTF-8"}
         self._variables: dict[str, Any] = {"__name__": "__main__"}
         self._printed = ""

@@ -190,7 +190,7 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
 def test_a_machine_that_is_lost_and_comes_back(
     start: Start, tmp_path: Path, undisturbed: dict[int, Any], free_port: Callable[[], int]
 ) -> None:
-    """Of two launchers one is killed and restarted. The other waits, and both resume from the checkpoint."""
+    """One of two launchers is killed and restarted. The other waits, and both resume from the checkpoint."""
     training = Training(start, tmp_path, 0)
     port = free_port()
     endpoint = f"127.0.0.1:{port}"
