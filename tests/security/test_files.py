@@ -15,7 +15,7 @@ from zero_plugin.machine.hardware import PROC, process_stat, read_text
 
 @pytest.mark.parametrize("kind", ["pipe", "circle", "device", "folder"])
 def test_check_does_not_wait_for_what_is_no_file(kind: str, tmp_path: Path) -> None:
-    """The check neither waits for such a file nor prints a traceback."""
+    """The check rejects the file without waiting and without a traceback."""
     file = tmp_path / "a.yaml"
     if kind == "pipe":
         os.mkfifo(file)

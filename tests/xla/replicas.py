@@ -52,7 +52,7 @@ _VARIABLES = {
 
 
 class _PerThread:
-    """An attribute of a class of which every thread has its own value."""
+    """A class attribute that has a separate value for every thread."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._own = make, threading.local()
@@ -67,7 +67,7 @@ class _PerThread:
 
 
 def run_replicas(function: Callable[[int], None]) -> None:
-    """Call `function` with the rank of each replica, in a process group of all; once in a process.
+    """Call `function` with the rank of each replica, in a process group of all, once per process.
 
     A replica that fails ends the process with exit code 1.
     """
@@ -75,7 +75,7 @@ def run_replicas(function: Callable[[int], None]) -> None:
     _separate_threads()
     _take_turns()
     run = functools.partial(_run_one, function, HashStore())
-    pjrt._run_thread_per_device(0, 1, run, pjrt.initialize_multiprocess)  # what launch() does, in a process of its own
+    pjrt._run_thread_per_device(0, 1, run, pjrt.initialize_multiprocess)  # as launch() does, in a separate process
 
 
 def _run_one(function: Callable[[int], None], store: Any) -> None:
@@ -87,7 +87,7 @@ def _run_one(function: Callable[[int], None], store: Any) -> None:
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - a thread's error would end nothing else
         traceback.print_exc()
-        os._exit(1)  # the others wait in collectives, which nothing interrupts
+        os._exit(1)  # the others wait in collectives, which cannot be interrupted
 
 
 def _separate_threads() -> None:
@@ -97,7 +97,7 @@ def _separate_threads() -> None:
         shared._shared_state = _PerThread(dict)
     ActiveLoaders.loaders = _PerThread(list)
     processes._own = type("OwnGroup", (threading.local, processes._OwnGroup), {})()
-    processes.start_watching = lambda: None  # its thread, and what it knows, are one for the process
+    processes.start_watching = lambda: None  # its thread and state are the only ones of the process
 
 
 def _take_turns() -> None:
