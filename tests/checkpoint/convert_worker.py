@@ -34,9 +34,7 @@ SAVED_AFTER, STEPS = 3, 6
 
 
 class Net(nn.Module):
-    """A model with odd sizes, tied weights, a frozen layer, a scalar parameter and a buffer: [batch, 8] → [batch,
-    4].
-    """
+    """A model with odd sizes, ties, a frozen layer, a scalar parameter and a buffer: [batch, 8] → [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()

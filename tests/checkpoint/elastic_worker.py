@@ -2,9 +2,8 @@
 
 TASKS is a JSON list. Each task has a `name`, the `layout` and `precision` of the training, the hidden size `width` of
 the model, and whether the model has LoRA. `load` is the name of the task whose checkpoint is loaded, or null. A task
-with
-null trains from the start and writes a checkpoint on the way. Each task writes a file with its name: the losses after
-that point, learning rates, digests of the final weights, and all problems found.
+with null trains from the start and writes a checkpoint on the way. Each task writes a file with its name: the losses
+after that point, learning rates, digests of the final weights, and all problems found.
 """
 
 from __future__ import annotations
@@ -126,9 +125,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def differing(found: dict[str, dict[str, Tensor]], stored: dict[str, dict[str, Tensor]]) -> Iterator[str]:
-    """Yield what differs bitwise from `stored`. Weights and masters are compared with the most precise stored
-    values.
-    """
+    """Yield bitwise differences from `stored`. Weights and masters are compared with the most precise values."""
     precise = {**stored["model"], **stored.get("masters", {})}
     for kind, tensors in found.items():
         wanted = precise if kind in ("model", "masters") else stored.get(kind, {})

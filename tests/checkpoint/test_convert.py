@@ -44,9 +44,7 @@ def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any]
 
 
 def stage_3(values: torch.Tensor, processes: int = 1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Build model and optimizer files of bf16 `w` and `v`, trained by Adam. States are two and three times the
-    values.
-    """
+    """Build model and optimizer files of bf16 `w` and `v`, trained by Adam. States are 2 and 3 times the values."""
     parts = [
         torch.cat([_padded(values, processes)[rank], _padded(SECOND, processes)[rank]]) for rank in range(processes)
     ]
@@ -103,9 +101,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_a_model_folder_becomes_a_checkpoint(model_folder: Path, tmp_path: Path) -> None:
-    """A model folder becomes a complete checkpoint: bitwise weights, tied names, configuration, tokenizer, no
-    optimizer.
-    """
+    """A model folder becomes a complete checkpoint: weights, tied names, configuration, tokenizer, no optimizer."""
     checkpoint = imported(model_folder, tmp_path / "out")
     assert find_damage(checkpoint) is None
     manifest = read_manifest(checkpoint)
@@ -184,9 +180,7 @@ def deepspeed_folder_with(scaler: Any, folder: Path) -> Path:
 
 
 def test_schedule_and_loss_scale_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedulers and loss scale are converted. DeepSpeed counts steps from -1, torch from 0. Its scaler is an
-    object.
-    """
+    """Steps are converted: DeepSpeed counts from -1, torch from 0. From the pickled scaler only numbers are read."""
     scaler = type("DynamicLossScaler", (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
     with monkeypatch.context() as patch:
         for name in ("deepspeed", scaler.__module__):

@@ -145,9 +145,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_the_one_before_is_loaded(kind: str, training: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The previous checkpoint is loaded as it was saved. The warning, or the error without one, names file and
-    damage.
-    """
+    """The previous checkpoint is loaded unchanged. The warning, or the error without one, names file and damage."""
     accelerator, loaded, (older, newer) = training
     file, damage = DAMAGES[kind]
     accelerator.load_state(older)

@@ -143,9 +143,7 @@ def training_on(path: str, folder: Path) -> Iterator[tuple[Training, Path]]:
 
 @on_rows(("failure", "way"), ROWS, alone=True)
 def test_a_failing_disk(path: str, failure: str, way: str, folder: Path) -> None:
-    """The disk fails on one process from any moment on: all processes get errors, older checkpoints stay, training
-    runs.
-    """
+    """If the disk fails at any moment on one process, all get errors, old checkpoints stay, and training runs."""
     with training_on(path, folder) as (training, disk):
         training.asynchronous = way == "asynchronously"
         moments = Moments()

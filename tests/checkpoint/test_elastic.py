@@ -166,9 +166,7 @@ def test_no_layout_writes_pickle(campaign: Path) -> None:
 
 
 def test_rotation_is_complete() -> None:
-    """All 81 pairs occur once. Each layout but the single one saves and loads on 1 to 4 processes, in both
-    precisions.
-    """
+    """All 81 pairs occur once. Each distributed layout saves and loads on 1 to 4 processes, in both precisions."""
     assert len({(source.layout, target.layout) for source, target in ALL}) == len(ALL) == 81
     for side in (0, 1):
         for layout in LAYOUTS:

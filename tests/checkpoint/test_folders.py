@@ -123,9 +123,7 @@ def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(
 
 
 def test_rotation_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """Killed at any moment, a rotation leaves only complete checkpoints under their names. The next rotation
-    finishes.
-    """
+    """A rotation killed at any moment leaves only complete checkpoints under their names. The next one finishes."""
     for moment in range(100):
         place = tmp_path / str(moment)
         for number in range(4):
@@ -155,9 +153,7 @@ def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
 
 
 def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
-    """A draft with another number stays while the process that holds it lives, and is removed after any kind of
-    exit.
-    """
+    """A draft with another number stays while the process that holds it lives, and is removed after its death."""
     save(tmp_path / "step_3", "x")
     draft = tmp_path / ".step_9.0a1b2c3d.writing"
     draft.mkdir()
@@ -290,9 +286,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose working folder was removed saves to an absolute path. A relative path raises an error that says
-    so.
-    """
+    """A job whose working folder was removed saves to an absolute path. A relative path is an error that says so."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -306,9 +300,7 @@ def test_the_current_folder_may_be_gone(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_draft_that_another_process_removes_before_it_is_held_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that another process removes first is made again: without a group, a live draft can look like a killed
-    run's.
-    """
+    """A removed draft is made again: without a process group, a live draft can look like a killed run's."""
     removed: list[Path] = []
 
     def hold(draft: Path) -> None:

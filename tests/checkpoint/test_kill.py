@@ -1,6 +1,4 @@
-"""Runs that are killed while they save. A complete checkpoint always exists, and runs resume like uninterrupted
-ones.
-"""
+"""Runs that are killed while they save: a complete checkpoint always exists, and resumed losses do not differ."""
 
 from __future__ import annotations
 
@@ -158,9 +156,7 @@ class Story:
         return self._folder / {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[self._naming]
 
     def _look(self, saved: int, reached: int) -> None:
-        """Assert that the chosen checkpoint is complete, and at least as new as the newest one the run knew to be
-        complete.
-        """
+        """Assert that the chosen checkpoint is complete, and not older than the newest one known to be complete."""
         try:
             chosen, _ = choose_checkpoint(self.place)
         except CheckpointError:

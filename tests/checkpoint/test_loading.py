@@ -222,9 +222,7 @@ def test_strictness(folder: Path, path: str) -> None:
 
 @on_paths("single", "ddp", "zero3")
 def test_initialising(folder: Path, path: str) -> None:
-    """Missing weights are initialised by their own layer and no others change. What cannot be initialised is
-    reported.
-    """
+    """Missing weights are initialised by their own layer, and no others change. Impossible ones are reported."""
     state = values(17)
     shown = {name: state[name] for name in state if name not in ("first.weight", "frozen.bias", "norm.weight")}
     place = stored(shown, folder / "some")
@@ -343,9 +341,7 @@ def test_nvme(folder: Path) -> None:
 
 @in_processes(2)
 def test_pretrained(folder: Path) -> None:
-    """transformers' folders load: one file or shards, by class or configuration, tied weights, base model with a
-    head.
-    """
+    """transformers' folders load: one file, shards, by class, by configuration, tied weights, base with a head."""
     from small import bert, build, gpt2
     from transformers import AutoModelForCausalLM, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 

@@ -17,9 +17,7 @@ LIMIT = timedelta(seconds=20)
 
 
 def test_processes_agree() -> None:
-    """Texts of any length, or none, reach all processes. A step that fails on one fails on all with the same kind of
-    error.
-    """
+    """Texts of any length, or none, reach all processes. A step that fails on one fails alike on all."""
     store = HashStore()
 
     def work(rank: int) -> None:

@@ -141,9 +141,7 @@ def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> None:
-    """A missing manifest, a missing file and a short file are reported, and the newest complete checkpoint is
-    loaded.
-    """
+    """A missing manifest, a missing file and a short one are reported, and the newest complete checkpoint loads."""
     training = make_training(project_config=numbered(tmp_path))
     folders = [training.accelerator.save_state() for _ in range(4)]
     (folders[3] / "manifest.json").unlink()

@@ -55,9 +55,7 @@ def test_memory_without_its_unit(check: Check) -> None:
 
 
 def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
-    """One report lists the problems of all files with place, severity, key, value, reason and fix, then a line of
-    counts.
-    """
+    """One report lists all files' problems: place, severity, key, value, reason, fix. The last line has counts."""
     code, out, _ = check("warns.json", "a.yaml", "fine.yaml", "b.json")
     assert code == 2
     assert out.splitlines() == [
@@ -135,9 +133,7 @@ def test_batch_sizes_for_any_number_of_processes_are_no_warning(check: Check) ->
 
 
 def test_a_json_that_a_yaml_names_is_reported_once(check: Check) -> None:
-    """A JSON that a YAML names is checked with the YAML and on its own. Its problems are reported once, under its
-    name.
-    """
+    """A JSON checked with its YAML and on its own has its problems reported once, under its name."""
     Path("c.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: b.json}\n")
     code, out, _ = check("c.yaml", "b.json")
     assert code == 2
@@ -207,9 +203,7 @@ def test_json_has_every_part(check: Check) -> None:
 
 
 def test_github_annotations_are_escaped(check: Check) -> None:
-    """Each problem is one GitHub workflow command. Percent signs and line ends are escaped, in properties also `:` and
-    `,`.
-    """
+    """Each problem is one workflow command. Percent signs and line ends are escaped, in properties `:` and `,` too."""
     Path("a,b.json").write_text('{"fp16": {"enabled": true}, "100%": 1}')
     out = check("--format", "github", "a,b.json", "warns.json")[1]
     unknown = '"100%25" = 1: unknown key%0ADelete it; a comment key starts with _.'

@@ -115,9 +115,7 @@ def test_inspect_lists_tensors_and_gives_json(checkpoint: Path) -> None:
 
 
 def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp_path: Path) -> None:
-    """Several checkpoints are listed by number, damaged ones marked. `verify` exits with 1 and names the newest good
-    one.
-    """
+    """Checkpoints are listed by number, damaged ones marked. `verify` exits with 1 and names the newest good one."""
     for number in (2, 10):
         make_checkpoint(tmp_path / f"checkpoint_{number}", number)
     make_checkpoint(tmp_path / "checkpoint_11", 11)
@@ -160,9 +158,7 @@ def test_every_damage_is_named(checkpoint: Path) -> None:
 
 
 def test_export_takes_the_masters(checkpoint: Path, tmp_path: Path) -> None:
-    """fp32 export uses the masters, not rounded weights. `keep` is bitwise what was trained. `inspect` reads the
-    result.
-    """
+    """fp32 export uses masters, not rounded weights. `keep` is bitwise the trained values. `inspect` reads both."""
     done = run("export", checkpoint, tmp_path / "hf", "--to", "hf", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
     assert torch.equal(

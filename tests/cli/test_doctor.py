@@ -95,9 +95,7 @@ def test_an_nvme_folder_on_a_ram_disk(tmp_path: Path) -> None:
 
 
 def test_a_config_that_launch_would_refuse(tmp_path: Path) -> None:
-    """A folder that cannot be made is a line of the table. A file that cannot be read is an error, as in all
-    commands.
-    """
+    """A folder that cannot be made is a line of the table. A file that cannot be read is the usual error."""
     (tmp_path / "a.yaml").write_text("log_dir: a.yaml/logs\n")
     done = doctor(tmp_path, "--config_file", "a.yaml", "--json")
     assert done.returncode == 1

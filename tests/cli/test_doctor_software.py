@@ -43,9 +43,7 @@ def test_tested_versions_are_those_of_the_constraints() -> None:
     ("version", "level"), [((3, 9), "wrong"), ((3, 10), "ok"), ((3, 14), "ok"), ((3, 15), "warning")], ids=str
 )
 def test_python(version: tuple[int, int], level: str) -> None:
-    """A Python below the minimum is an error, above the tested one a warning. Both name a command to install
-    another.
-    """
+    """A Python below the minimum is an error, above the tested one a warning. Both name a command to change it."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     minors = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
     assert ((3, min(minors)), (3, max(minors))) == doctor_software._PYTHONS

@@ -222,9 +222,7 @@ def test_json_tells_the_same(explain: Explain) -> None:
 
 
 def test_what_deepspeed_would_be_given(explain: Explain) -> None:
-    """The exact JSON for DeepSpeed is printed once no field is open. Before, each open field is listed with its
-    option.
-    """
+    """The exact JSON for DeepSpeed is printed if no field is open. Otherwise open fields and their options are."""
     code, output, _ = explain("zero3.yaml", "--format=deepspeed", *FACTS)
     config = json.loads(output)
     assert (code, config["train_batch_size"], config["optimizer"]["params"]["lr"]) == (0, 8, 1e-4)
@@ -239,9 +237,7 @@ def test_what_deepspeed_would_be_given(explain: Explain) -> None:
 
 
 def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
-    """Only differing resolved values are listed, with both values and origins. A missing value counts as its
-    default.
-    """
+    """Only differing resolved values are listed, with values and origins. A missing value counts as its default."""
     other = ZERO3.replace("stage: 3", "stage: 2").replace("  train_micro_batch_size_per_gpu: auto\n", "")
     other += "    sub_group_size: 1e9\n    allgather_bucket_size: 1000\n"
     (tmp_path / "other.yaml").write_text(other)
@@ -402,9 +398,7 @@ def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Pat
 
 
 def test_a_plan_before_the_run(explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model and stated memory, the plan fills the open stage and devices with reasons. Otherwise they stay
-    open.
-    """
+    """With a model and stated memory, the plan fills stage and devices with reasons. Otherwise they stay open."""
     monkeypatch.setattr(run_plan, "open_model", functools.cache(run_plan.open_model))  # traced once, not five times
     (tmp_path / "auto.yaml").write_text(AUTO)
     code, _, errors = explain("auto.yaml", "--sequence_length=64")

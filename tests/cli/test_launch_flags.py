@@ -60,9 +60,7 @@ def test_dashes_and_a_single_dash_are_the_same_name() -> None:
     ],
 )
 def test_launch_flags_after_the_script_are_told(text: str, told: list[str], tmp_path: Path) -> None:
-    """A launch flag after the script gives a warning, unless the script's text contains it or it is the script's
-    own.
-    """
+    """A launch flag after the script gives a warning, unless the script's text has it or it is the script's own."""
     script = tmp_path / "train.py"
     script.write_text(text)
     arguments = ["--cpu", "--dry_run", str(script), "--config_file", "X", "--num-processes=3", "--mine", "--lr", "2"]

@@ -99,9 +99,7 @@ def test_an_error_is_one_screen_and_its_lines_stay_whole(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("columns", ["0", "1"])
 def test_an_error_is_printed_whatever_the_columns(columns: str, tmp_path: Path) -> None:
-    """An error is printed if the terminal's size is unknown (`COLUMNS=0`), and its lines stay whole on a tiny
-    terminal.
-    """
+    """With an unknown terminal size (`COLUMNS=0`) an error is printed. On a tiny terminal its lines stay whole."""
     done = run("launch", "absent.py", folder=tmp_path, columns=columns)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 problem in the configuration:\n  command line: absent.py is not a file\n")
@@ -241,9 +239,7 @@ dist.destroy_process_group()
 
 @pytest.mark.processes
 def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
-    """`--dry_run` starts nothing. A shell that runs its output runs the script in the same environment, with
-    restarts.
-    """
+    """`--dry_run` starts nothing. Its output, run by a shell, runs the script in the same environment and restarts."""
     (tmp_path / "a.py").write_text(RESTARTED)
     arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3", "--num_processes", "2", "--max_restarts", "1"]
     done = run(*arguments, "--monitor_interval", "0.2", "--dry_run", "a.py", "it's $HOME", folder=tmp_path)

@@ -37,9 +37,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: PlanComma
 
 
 def test_the_table(plan: PlanCommand) -> None:
-    """The table lists Pareto-optimal setups, fastest first, with columns that differ, then in short what does not
-    fit.
-    """
+    """The table lists Pareto-optimal setups, fastest first, with columns that differ, then briefly the misfits."""
     code, output, _ = plan(*LLAMA, *NODE)
     assert code == 0
     _, _, columns, *lines = output.splitlines()
@@ -388,9 +386,7 @@ def test_a_gpu_that_nobody_names(plan: PlanCommand) -> None:
 
 
 def test_the_network_between_machines(plan: PlanCommand) -> None:
-    """The network speed is given in bits or bytes. Without it an assumption is reported. A slower network takes
-    longer.
-    """
+    """The network speed is in bits or bytes. A default is reported as assumed. A slower network takes longer."""
     nodes = (*LLAMA, "--gpu", "H100-80GB", "--gpus", "8", "--nodes", "4", "--zero_stage", "3")
     _, output, _ = plan(*nodes)
     assert "network_bandwidth" in output

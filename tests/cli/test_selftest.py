@@ -38,9 +38,7 @@ def kept(folder: Path, kind: str) -> tuple[set[str], dict[str, object]]:
 
 
 def test_stage_offload_and_precision_stay(tmp_path: Path) -> None:
-    """Stage, offload and precision stay. Batches, clipping, scheduler, monitors, restarts and log folders are
-    dropped.
-    """
+    """Stage, offload and precision stay. Batches, clipping, scheduler, monitors, restarts and logs are dropped."""
     launch, training = kept(tmp_path, "AdamW")
     assert launch == {"distributed_type", "num_processes", "mixed_precision"}
     assert training == {
@@ -60,9 +58,7 @@ def test_an_optimizer_that_hides_wrong_gradients_is_replaced(tmp_path: Path) -> 
 
 
 def test_the_last_word_on_each_check_counts(tmp_path: Path) -> None:
-    """The last entry of each check counts. An unfinished check stays unfinished and has a fix. A passed one has
-    none.
-    """
+    """The last entry of a check counts. An unfinished check stays unfinished and has a fix. A passed one has none."""
     file = tmp_path / "outcomes"
     assert read_outcomes(file) == []
     ended = Outcome("barrier", "ok", "2 processes", seconds=0.5)

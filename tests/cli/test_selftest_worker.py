@@ -27,9 +27,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_one_process_passes(run: Run) -> None:
-    """One process runs step, checkpoint and loader. Checks for several processes or a GPU are left out with a
-    reason.
-    """
+    """One process runs step, checkpoint and loader. Checks that need more processes or a GPU give a reason."""
     assert "as in one process" in selftest_worker.check_optimizer_step(run)
     assert "values equal" in selftest_worker.check_checkpoint(run)
     assert "each once" in check_data_loader(run)
@@ -107,9 +105,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *others: Outcome) -> None:
 
 
 def test_a_step_that_failed_on_one_rank_counts_on_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that failed on one rank counts as failed on all, so all skip the checkpoint and none hangs in a
-    collective.
-    """
+    """A step that failed on one rank counts as failed on all, so all skip the checkpoint and no collective hangs."""
     selftest_worker.check_optimizer_step(run)
     gathered(monkeypatch, Outcome("optimizer step", "wrong", "out of memory"))
     outcome = selftest_worker._run("optimizer step", lambda run: "as in one process", run)

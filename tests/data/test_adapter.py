@@ -138,9 +138,7 @@ def test_a_loop_that_is_left_keeps_no_workers(data) -> None:
     ],
 )
 def test_an_interrupted_epoch_goes_on_where_it_was(build, workers: int) -> None:
-    """From any batch the epoch resumes in the same order. After the last batch none follows. The next epoch is
-    complete.
-    """
+    """From any batch the epoch resumes in order. After the last batch none follows. The next epoch is complete."""
     torch.manual_seed(3)
     loader = alone(build(num_workers=workers))
     values(loader)
@@ -208,9 +206,7 @@ def seeded() -> torch.Generator:
     ],
 )
 def test_the_epochs_after_a_resumed_one_are_as_if_nothing_had_been(build, workers: int, places) -> None:
-    """Epochs after a resumed one have the same order, worker draws and loop draws, even after an immediate second
-    save.
-    """
+    """Epochs after a resumed one keep their order, worker draws and loop draws, even after an immediate save."""
 
     def drawn_by(loader):
         return random_state(getattr(loader, "generators", ()))

@@ -46,9 +46,7 @@ def real_indices(shares: list[list[Share]]) -> list[int]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_even_batches_complete_the_last_step_from_the_first_samples(world: int, split: bool) -> None:
-    """All processes get full batches. Together they are the epoch in order, then its first samples, repeatedly if
-    needed.
-    """
+    """All processes get full batches. Together they are the epoch in order, then its first samples, repeatedly."""
     for batch_size in BATCH_SIZES:
         per_step = batch_size * world
         for samples in SAMPLES:

@@ -313,9 +313,7 @@ def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None
 
 
 def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: pytest.CaptureFixture[str]) -> None:
-    """If a learning sampler's end is queried during accumulation, a message says so. Otherwise nothing is drawn
-    early.
-    """
+    """A query of a learning sampler's end during accumulation is reported. Otherwise nothing is drawn early."""
 
     class Own(RandomSampler):
         pass

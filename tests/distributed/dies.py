@@ -1,8 +1,7 @@
 """Trains on three processes, of which one kills itself: PATH PLACE FOLDER RANK [SECONDS].
 
 The environment describes the group, and no launcher watches. The process dies at the first PLACE that is reached
-SECONDS
-after the start of its training.
+SECONDS after the start of its training.
 """
 
 from __future__ import annotations

@@ -112,9 +112,7 @@ def test_different_short_calls(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:leaves"])
 def test_a_process_that_ended(folder: Path, script: str) -> None:
-    """A process that ran off its end is detected at the other's call. Neither waits for the time-out or exits
-    with 0.
-    """
+    """A process that ran off its end is detected by the other. Neither waits for the time-out or exits with 0."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "process 0 is in gather()" in run.outputs[0] + run.outputs[1]
@@ -132,9 +130,7 @@ def test_a_process_that_failed(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp:memory"])
 def test_a_process_that_ran_out_of_memory(folder: Path, script: str) -> None:
-    """The other process ends, out of a backward that cannot be interrupted, while the out-of-memory process still
-    lives.
-    """
+    """The other process ends, even in an uninterruptible backward, while the out-of-memory process still lives."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
     assert run.outputs[1].count("CPU memory ran out on rank 1, in the forward") == 1
@@ -254,9 +250,7 @@ def test_who_imports_compiles_or_saves_is_not_late(folder: Path, script: str) ->
 
 @pytest.mark.parametrize("script", ["ddp:busy"])
 def test_a_process_that_is_stopped(folder: Path, script: str) -> None:
-    """A process stopped by SIGSTOP or a debugger is reported as late, with the reason. It continues without a false
-    alarm.
-    """
+    """A process stopped by SIGSTOP or a debugger is reported as late, with the reason, and continues afterwards."""
     run = ended(folder, script)
     assert "its process is stopped" in during("stops", run.outputs[0])
     assert "has waited" not in during("stops", run.outputs[1])

@@ -94,9 +94,7 @@ def survivors(
 def test_the_others_end_and_name_it(
     case: tuple[str, str, int, int], survivors: dict[tuple[str, str, int, int], list[Survivor]]
 ) -> None:
-    """The others end and name the dead process, whether they wait in torch, in the store, or on a store that is
-    gone.
-    """
+    """The others end and name the dead process, whether they wait in torch, in the store, or for a dead store."""
     for survivor in survivors[case]:
         assert survivor.code == 1, survivor.output
         assert f"process {case[2]}" in survivor.output, survivor.output

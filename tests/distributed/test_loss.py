@@ -57,9 +57,7 @@ def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], Collectiv
 
 
 def test_who_holds_the_store_ends_after_the_others_have_read_why(ended: list[str]) -> None:
-    """The store's holder ends two ticks after the others, which poll once a tick and need the store to read the
-    reason.
-    """
+    """The store's holder ends two ticks late, since the others poll the reason from the store once a tick."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 0, 2, Patience(tick=0.3, asks=0.1))
     publish(store, 1, replace(begin_progress(), passes=5))
@@ -107,9 +105,7 @@ def test_what_is_said_of_a_lost_process(has_said_why: bool, ended: list[str]) ->
 
 
 def test_the_holder_of_the_store_is_named_when_another_survivor_has_ended_before(ended: list[str]) -> None:
-    """If process 0 dies and process 2 follows, process 1 names the store's holder: the order of two deaths is
-    unknown.
-    """
+    """If process 0 dies and process 2 follows, process 1 names the store's holder, since their order is unknown."""
     store = dist.HashStore()
     watching = CollectiveCheck(store, 1, 3, Patience(tick=0.1, asks=60))
     for rank in (0, 2):

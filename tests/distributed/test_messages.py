@@ -179,9 +179,7 @@ def test_short_work_is_silent(capsys):
 @pytest.mark.usefixtures("_soon")
 @without_handlers()
 def test_long_work_is_logged_now_and_then_and_at_its_end(monkeypatch):
-    """Without a terminal, each line has the time, the amount done, the total, and the rest. The last line marks the
-    end.
-    """
+    """Without a terminal, each line has time, amount done, total and rest. A line marks the end, none follows."""
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     show_messages()
     with working("saving a", 4, unit="files") as work:

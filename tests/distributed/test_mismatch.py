@@ -51,9 +51,7 @@ def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
 
 
 def test_who_is_gone(ended_pid: int) -> None:
-    """A process is gone by its own notice or its process id on this machine. Silence, or another machine's pid, is not
-    enough.
-    """
+    """A process is gone by its own notice or a missing process id on this machine, never by silence."""
     failed = find_mismatch(CALL, {1: replace(HERE, gone=True, failed=True)})
     assert failed is not None
     assert "process 1 has failed" in failed.text

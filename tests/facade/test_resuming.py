@@ -175,9 +175,7 @@ def test_an_evaluation_that_is_left_begins_anew(saved: str, make: Make, tmp_path
 
 @pytest.mark.parametrize("sets_epoch", [False, True])
 def test_a_training_loop_that_is_left(sets_epoch: bool, make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """A training loop that is left continues its epoch, which is logged at the save, unless the script sets another
-    epoch.
-    """
+    """A training loop that is left continues its epoch, as the save logs, unless the script sets another epoch."""
 
     def run(training: Training, epochs: range, save: int) -> list[float]:
         losses: list[float] = []
@@ -259,9 +257,7 @@ def test_no_clock_decides(make: Make, launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_a_folder(make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A second run continues the numbering, so the newest has the largest number, and rotates only its own
-    checkpoints.
-    """
+    """A second run continues the numbering, so the newest has the largest number, and rotates only its own."""
     for written in ({"checkpoint_2", "checkpoint_3"}, {"checkpoint_2", "checkpoint_3", "checkpoint_5", "checkpoint_6"}):
         accelerator = make(limit=2).accelerator
         for _ in range(4 if "checkpoint_5" not in written else 3):

@@ -14,7 +14,7 @@ from zero_plugin.distributed.process_end import StopRequest, find_stop_handler, 
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[Any]:
-    """Set a previous SIGTERM handler, and restore it after the test."""
+    """Return the current SIGTERM handler, and restore it after the test."""
     before = signal.getsignal(signal.SIGTERM)
     yield before
     signal.signal(signal.SIGTERM, before)

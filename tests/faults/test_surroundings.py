@@ -148,9 +148,7 @@ ENDS = {
 @pytest.mark.campaign
 @pytest.mark.parametrize(("fault", "step"), list(ENDS))
 def test_the_disk_of_an_offload(fault: str, step: int, start: Start, disk: Path, tried: Tried, built_ops: None) -> None:
-    """A disk that is removed, or full before the first gradients, ends the run. Full later, with all files, is
-    harmless.
-    """
+    """A disk removed midway, or full before the first gradients, ends the run. Full later, it is harmless."""
     folder, mark = disk / "nvme", uuid.uuid4().hex
     folder.mkdir()
     launcher = start("--num_processes", "2", str(OFFLOADS), str(folder), fault, str(step), mark, OMP_NUM_THREADS="1")

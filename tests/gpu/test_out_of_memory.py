@@ -16,9 +16,7 @@ SCRIPT = str(Path(__file__).parent / "train_short_of_memory.py")
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_smaller_micro_batches_until_they_fit(stage: int | None, tmp_path: Path) -> None:
-    """The micro-batch is halved twice, with one message each. Accumulation, losses and weights equal a run
-    started so.
-    """
+    """The micro-batch is halved twice, each logged once. Accumulation, losses and weights equal a run started so."""
     section: dict[str, object] = dict.fromkeys(
         ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto"
     )

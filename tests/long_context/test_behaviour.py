@@ -574,7 +574,7 @@ class Drawing(Own):
 
 @on_paths("zero2", processes=(2, 4))
 def test_own_random_numbers_of_a_model_of_ones_own(path: str) -> None:
-    """Draws on parts differ in the group, draws before `cut` are equal, and no draw moves no generator."""
+    """Draws on parts differ in the group, draws before `cut` are equal, and evaluation moves no generator."""
     batch = _batch()
     torch.manual_seed(0)
     with sharing(path, dist.get_world_size()) as accelerator:
@@ -621,7 +621,7 @@ def _assert_own_numbers(noted: list[Any]) -> None:
 
 @on_paths("zero2")
 def test_a_model_that_draws_nothing_moves_no_generator(path: str) -> None:
-    """Draws after such a forward, like a shuffle's order, equal one process's."""
+    """Draws after a forward without draws, like a shuffle's order, equal one process's."""
     batch = _batch()
     with sharing(path, dist.get_world_size()) as accelerator:
         model, _ = accelerator.prepare(model := llama(), _sgd(model))

@@ -48,9 +48,7 @@ def test_a_norm_that_is_configured_between_two_calls_of_prepare_counts(accelerat
 
 
 def test_the_norm_of_a_step() -> None:
-    """The norm is the configured one until the script clips. Then it is what the script's clipping leaves to the
-    step.
-    """
+    """The norm is the configured one until the script clips. Then the script's clipping decides."""
     window = Window(1)
     assert window.step_norm == math.inf
     window.clipping = 2.0

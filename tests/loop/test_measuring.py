@@ -69,9 +69,7 @@ def test_what_is_too_small_to_tell() -> None:
 
 
 def test_a_run_tells_it_after_its_second_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """The log comes after the second step, with and without ZeRO: fp32 weights and two Adam states of 1,050,624
-    elements.
-    """
+    """The log comes after the second step, with and without ZeRO: fp32 weights and two Adam states."""
     config = {
         "use_cpu": True,
         "distributed_type": "NO",

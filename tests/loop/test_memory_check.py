@@ -89,9 +89,7 @@ def model() -> nn.Module:
 def test_offload_is_refused_where_cpu_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model's own copy counts as allocated: Adam's states, masters and gradients of 2,002,000 elements do not
-    fit.
-    """
+    """The model's own copy counts as allocated. Adam's states, masters and gradients of 2,002,000 do not fit."""
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     caplog.set_level("INFO", "zero_plugin")
     check_memory(model(), resolved, 2, facts, ALONE)

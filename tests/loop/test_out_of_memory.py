@@ -77,9 +77,7 @@ def test_other_errors_are_none() -> None:
 
 
 def test_the_ways_are_numbered_by_their_cost() -> None:
-    """Fixes are ordered by cost: half the micro-batch with twice the accumulation, activation checkpointing,
-    strategy.
-    """
+    """Fixes are ordered by cost: half the micro-batch, activation checkpointing, then the strategy's."""
     report = describe_out_of_memory(failure("torch"), LOOP, CPU, rank=0)
     first, *ways = report.advice.splitlines()
     assert first == "What needs less memory, the cheapest first:"
@@ -103,9 +101,7 @@ def test_the_ways_are_numbered_by_their_cost() -> None:
     ids=str,
 )
 def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, micro_batch: int) -> None:
-    """A smaller micro-batch is tried if the configuration allows it, the loop is counted here, and a smaller one
-    exists.
-    """
+    """A smaller micro-batch is tried if the configuration allows it, the layer counts the loop, and one exists."""
     report = describe_out_of_memory(failure("torch"), replace(LOOP, **change), CPU, rank=0)
     assert (report.cut, report.micro_batch) == (cut, micro_batch)
 
@@ -192,9 +188,7 @@ for (x,) in loader:
 
 @pytest.mark.processes
 def test_a_script_without_a_launcher(tmp_path: Path) -> None:
-    """Without a launcher, the newest Accelerator prints the advice once, after the traceback, and mentions the
-    launcher.
-    """
+    """Without a launcher, the newest Accelerator prints the advice, and the launcher, once after the traceback."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -205,9 +205,7 @@ def test_other_transitions_are_refused() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_a_backward_adds_to_complete_gradients(scaled: bool) -> None:
-    """Without a loss scale a backward adds to complete gradients, as in plain torch, and the step checks finiteness
-    again.
-    """
+    """Without a loss scale a backward adds to complete gradients, like torch, and the step rechecks finiteness."""
     loop = Loop(scaled)
     loop.backward()
     loop.clip()

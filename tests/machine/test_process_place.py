@@ -175,9 +175,7 @@ def test_local_rank_in_a_group_that_somebody_made() -> None:
 def test_each_process_has_a_gpu_of_those_that_it_sees(
     name: str, local_rank: int, visible: int, shown: str | None, gpu: int | None
 ) -> None:
-    """If all processes see all GPUs, each takes its local rank's, or none. If each sees its own, local rank is
-    ignored.
-    """
+    """If all processes see all GPUs, local rank chooses. If each sees its own, local rank is ignored."""
     environ = {} if shown is None else {name: shown}
     assert own_gpu(local_rank, visible, environ) == gpu
 

@@ -44,9 +44,7 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
     ],
 )
 def test_short_forms_of_host_names(short: str, hosts: list[str]) -> None:
-    """Ranges keep their zeros, several brackets multiply, and commas separate numbers inside brackets, hosts
-    outside.
-    """
+    """Ranges keep zeros, several brackets multiply, commas separate numbers inside brackets and hosts outside."""
     assert expand_hosts(short) == hosts
 
 

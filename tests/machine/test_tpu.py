@@ -55,9 +55,7 @@ def test_a_container_that_hides_the_bus(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_is_imported_to_look() -> None:
-    """Detection imports nothing and takes milliseconds, because the launcher and `env` look before any worker
-    exists.
-    """
+    """Detection imports nothing and takes milliseconds, because the launcher and `env` run before any worker."""
     code = "import sys, os, zero_plugin.machine.xla_runtime as t; t.find_tpu(os.environ); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60

@@ -125,9 +125,7 @@ def test_differences_are_told(script: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.processes
 def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path) -> None:
-    """`zero-plugin launch` and `accelerate launch` on two processes differ in the command's name and the import
-    only.
-    """
+    """`zero-plugin launch` and `accelerate launch` on two processes differ only in command name and import."""
     script = HERE / "scripts/early_stopping.py"
     commands = {  # accelerate's --cpu would start one process; the script requests the CPU itself
         "accelerate": ["accelerate.commands.launch", "--multi_gpu"],

@@ -1,8 +1,7 @@
 """Tests a sample of the package's mutants with the tests that run the mutated line, and prints the survivors.
 
 Results are saved as they come. A second start resumes from them if the package is unchanged. With `--again`, mutants
-that
-the daily tests missed are tried once more on the present tests.
+that the daily tests missed are tried once more on the present tests.
 """
 
 from __future__ import annotations

@@ -209,9 +209,7 @@ def _can_be_missed(leaf: Any, operator: str) -> bool:
 
 
 def _places(leaf: Any) -> tuple[tuple[int, ...], ...]:
-    """Return its line or statement. Outside functions, where lines run at import, return the uses of its name, or
-    all.
-    """
+    """Return its line or statement. Outside functions, whose lines run at import, return its name's uses, or all."""
     inside, node = leaf, leaf.parent
     statement: range | None = None
     while node is not None and node.type != "funcdef":

@@ -19,7 +19,7 @@ FEATURES, OUT, WORDS, LENGTH = 8, 4, 20, 6
 
 
 class Samples(Dataset[Any]):
-    """A dataset of random samples in the program's form."""
+    """A dataset of `count` samples in the program's form."""
 
     def __init__(self, program: Program, count: int) -> None:
         generator = torch.Generator().manual_seed(program.seed)

@@ -180,9 +180,7 @@ def plan(programs: Iterable[Program], paths_of: Any, alone: Any = lambda program
 
 
 def may_follow(program: Program, path: str, other: str) -> bool:
-    """Return whether a path can resume another: 16-bit masters need masters, process-dependent models equal world
-    sizes.
-    """
+    """Return whether a path can resume another: in 16 bits both have masters, or the world sizes must match."""
     from material import OF_EACH_RANK
 
     if program.precision != "no" and (path in ("one", "ddp")) != (other in ("one", "ddp")):

@@ -35,9 +35,7 @@ def test_some_programs_train_as_in_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.timeout(5400)
 @pytest.mark.usefixtures("built_ops")
 def test_random_programs_train_as_in_plain_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """540 programs agree with plain torch, sixty per path. 135 of them run in separate processes that end like a
-    script.
-    """
+    """540 programs agree with plain torch, sixty per path. 135 of them run in processes that end like a script."""
     outcomes = spread(range(PROGRAMS), EACH)
     execute(outcomes, tmp_path)
     with capsys.disabled():

@@ -3,9 +3,8 @@
 mlflow is hidden, as on most machines, because DeepSpeed imports an installed mlflow, which takes a second.
 
 If a test sets the variable below, `zero-plugin launch` and its workers are forks of a process with all imports done.
-The
-started process only forwards its arguments, its signals, and the fork's exit. A second variable does the same for any
-Python, whose own children are not forks.
+The started process only forwards its arguments, its signals, and the fork's exit. A second variable does the same for
+any Python, whose own children are not forks.
 
 See `ForkServer` in forked.py.
 """

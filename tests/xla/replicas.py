@@ -1,21 +1,21 @@
 """Runs replicas of a run on CPU devices of XLA, with real collectives between them: threads of one process.
 
 On `PJRT_DEVICE=CPU` torch_xla has `CPU_NUM_DEVICES` devices in one process, and `torch_xla.launch` gives each a thread,
-as on a TPU v2 or v3. As they stand, collectives between them hang (pytorch/xla issues 5005 and 9089). What is changed
-here for that, in this process alone:
+as on a TPU v2 or v3. Without changes, collectives between them hang (pytorch/xla issues 5005 and 9089). This module
+makes these changes, in this process only:
 
-* XLA names a collective on a CPU by the program that it is in. Threads that come to a new graph together compile two
-  programs, whose collectives never meet. So the replicas take turns at a `sync`: the first compiles, the others find
-  that program in the cache.
-* Parameters that are donated to a step make the next `sync` of a replica wait for its own last step, with Python's lock
-  held, and the others never come. So nothing is donated.
-* Autocast keeps the weights that it has cast for all threads together, and one that leaves it drops them: another may
-  then cast a tied weight a second time, which is another graph. So it keeps none.
+* XLA names a collective on a CPU by its program. Threads that reach a new graph together compile two programs, whose
+  collectives never meet. So the replicas take turns at a `sync`: the first compiles, and the others find that program
+  in the cache.
+* Parameters donated to a step make a replica's next `sync` wait for its own last step, with Python's lock held, so
+  the other replicas never arrive. So no parameter is donated.
+* Autocast caches cast weights for all threads together, and a thread that leaves autocast drops them. Another thread
+  may then cast a tied weight a second time, which is another graph. So the cache is off.
 
-On a TPU since v4 each replica is a process. What this package and torch have one of in a process, every thread gets its
-own of: the process group, and all that shows or holds a run.
+Since TPU v4 each replica is a process. Here every thread gets its own copy of what this package and torch have once per
+process: the process group, and all state of a run.
 
-A script has to `sync` equally often on every replica, and to read nothing that depends on a collective before that.
+A script must `sync` equally often on every replica, and must not read a value that depends on a collective before that.
 """
 
 from __future__ import annotations
