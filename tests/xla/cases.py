@@ -315,7 +315,7 @@ def resuming(folder: Path) -> None:
 
 
 def sitting_out(folder: Path) -> None:
-    """Train with parameters that a loss misses on one replica or on all, and models without an optimizer."""
+    """Train with parameters that a loss misses on one replica or on all, and prepare models without an optimizer."""
     from replicas import WORLD, run_replicas
 
     models = [[Branches() for _ in range(WORLD)] for _ in range(2)]
@@ -363,14 +363,14 @@ class Branches(nn.Module):
 
 
 def starting_late(folder: Path) -> None:
-    """Run a backward before the XLA runtime has started."""
+    """Check that a backward before the start of the XLA runtime is refused."""
     torch.ones((), requires_grad=True).backward()
     with pytest.raises(LaunchError, match="a backward\\(\\) ran before the XLA runtime was started"):
         Accelerator(config=XLA)
 
 
 def without_room(folder: Path) -> None:
-    """Drop a ZeRO stage that the model needs to fit."""
+    """Check that a ZeRO stage is not dropped if the model does not fit without ZeRO."""
     config = {**XLA, "gpu_memory": "4MiB", "deepspeed_config": {"zero_optimization": {"stage": 3}}}
     accelerator = Accelerator(config=config)
     model = nn.Linear(1024, 1024)
